@@ -1,17 +1,15 @@
 """Short prompts beside a burst of long ones: in the order of arrival, and short ones first."""
 
-import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from benchmarks.client import connect
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.client import complete
+from benchmarks.command import begin, parser_of, write_json
+from benchmarks.graph import RunningGraph, running_graph
+from benchmarks.load import prompt_of
 
 MAX_RATIO = 1.5
 
@@ -58,17 +56,10 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.burst",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=4, help="default 4")
+    parser = parser_of("burst", _ABOUT)
+    parser.add_argument("--rounds", type=int, default=4, help="of each graph (default 4)")
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     results: dict[str, Result] = {}
     for order in ("fifo", "short-first"):
         flags = [*_FLAGS, f"--Common.queue.order={order}"]
@@ -77,19 +68,20 @@ def main() -> None:
             results[order] = asyncio.run(measure(graph, rounds))
         print(text(order, results[order]), flush=True)
     print(f"target with short-first: {MAX_RATIO:g} x")
-    if options.json:
-        options.json.write_text(json.dumps({k: asdict(v) for k, v in results.items()}, indent=2))
+    write_json(options.json, {k: asdict(v) for k, v in results.items()})
 
 
 async def measure(graph: RunningGraph, rounds: int) -> Result:
     rng, result = random.Random(1), Result()
     for tokens in (_SHORT_TOKENS, _LONG_TOKENS, _SHORT_TOKENS):
-        await ask(graph, _tokens(rng, tokens))
+        await ask(graph, prompt_of(tokens, rng))
     before = _decisions(graph)
     for _ in range(rounds):
         calm_ms = await shorts(graph, rng)
         async with asyncio.TaskGroup() as group:
-            long = [group.create_task(ask(graph, _tokens(rng, _LONG_TOKENS))) for _ in range(_LONG)]
+            long = [
+                group.create_task(ask(graph, prompt_of(_LONG_TOKENS, rng))) for _ in range(_LONG)
+            ]
             short = group.create_task(shorts(graph, rng))
         result.calm_ms += calm_ms
         result.burst_ms += short.result()
@@ -106,16 +98,13 @@ async def shorts(graph: RunningGraph, rng: random.Random) -> list[float]:
         tasks: list[asyncio.Task[float]] = []
         for _ in range(_SHORT):
             await asyncio.sleep(_EVERY_S)
-            tasks.append(group.create_task(ask(graph, _tokens(rng, _SHORT_TOKENS))))
+            tasks.append(group.create_task(ask(graph, prompt_of(_SHORT_TOKENS, rng))))
     return [task.result() for task in tasks]
 
 
 async def ask(graph: RunningGraph, prompt: list[int]) -> float:
     """Returns the time to the first token, in ms."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
-    async with connect(graph.port) as connection:
-        answer = await connection.stream("/v1/completions", {**body, "ignore_eos": True})
-    return 1e3 * answer.first_s
+    return 1e3 * (await complete(graph.port, prompt, 2)).first_s
 
 
 def _decisions(graph: RunningGraph) -> dict[str, float]:
@@ -124,10 +113,6 @@ def _decisions(graph: RunningGraph) -> dict[str, float]:
         if name.startswith("dynamo_lite_prefill_decisions_total"):
             made["remote" if 'verdict="remote"' in name else "local"] += value
     return made
-
-
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(10, 500) for _ in range(count)]
 
 
 def text(order: str, result: Result) -> str:

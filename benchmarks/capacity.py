@@ -12,19 +12,18 @@ file's model and --workers.
 
 import argparse
 import asyncio
-import json
 import random
 import resource
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from benchmarks.client import connect
+from benchmarks.client import complete
+from benchmarks.command import parser_of, write_json
 from dynamo_lite.capacity.compare import parse_counts
 from dynamo_lite.capacity.options import GraphOptions, Slo
 from dynamo_lite.capacity.report import percentiles, summary
@@ -111,15 +110,7 @@ async def replay(url: str, model: str, requests: Sequence[Request]) -> dict[str,
 
     async def one(number: int, request: Request) -> None:
         await asyncio.sleep(max(request.arrival_s - (time.perf_counter() - began), 0.0))
-        body = {
-            "model": model,
-            "prompt": prompt_ids(number, request),
-            "max_tokens": request.output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        async with connect(port) as connection:
-            answer = await connection.stream("/v1/completions", body)
+        answer = await complete(port, prompt_ids(number, request), request.output_tokens, model)
         ttft.append(answer.first_s)
         total.append(answer.total_s)
         if request.output_tokens > 1:
@@ -215,32 +206,30 @@ def against(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("capacity", __doc__)
     parser.add_argument("--against", metavar="URL", help="a running graph")
     parser.add_argument("--engine", action="store_true", help="a vLLM engine in this process")
-    parser.add_argument("--workers", default="400P600D")
+    parser.add_argument(
+        "--workers", default="400P600D", help="prefill and decode (default 400P600D)"
+    )
     parser.add_argument("--timing", default="gpu_like", help="a timing file, or a shipped one")
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=100_000, help="default 100000")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests (default 0)")
     parser.add_argument("--quick", action="store_true", help="fewer requests")
-    parser.add_argument("--json", type=Path, help="write all figures into this file")
     graph = parser.add_argument_group("with --against and --engine")
     graph.add_argument("--model", help="the served model's name; default: the timing's")
-    graph.add_argument("--router", default="round-robin")
-    graph.add_argument("--rate", type=float, default=1.0, help="requests per second")
-    graph.add_argument("--seconds", type=float, default=90.0)
-    graph.add_argument("--prompt-tokens", type=int, default=600, help="median")
-    graph.add_argument("--output-tokens", type=int, default=40, help="median")
+    graph.add_argument("--router", default="round-robin", help="of the graph (round-robin)")
+    graph.add_argument("--rate", type=float, default=1.0, help="requests per second (default 1)")
+    graph.add_argument("--seconds", type=float, default=90.0, help="of requests (default 90)")
+    graph.add_argument("--prompt-tokens", type=int, default=600, help="median (default 600)")
+    graph.add_argument("--output-tokens", type=int, default=40, help="median (default 40)")
     parser.add_argument("engine_args", nargs="*", help="after `--`: of --engine's vLLM")
     given = parser.parse_args()
     try:
         figures = against(given) if given.against or given.engine else speed(given)
     except ConfigError as exc:
         sys.exit(f"error: {exc}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(given.json, figures)
 
 
 if __name__ == "__main__":

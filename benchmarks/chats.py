@@ -1,16 +1,14 @@
 """Growing chats with shared system prompts over two decode workers: routers compared."""
 
-import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from benchmarks.client import Connection, connect
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.command import begin, parser_of, write_json
+from benchmarks.graph import RunningGraph, running_graph
+from benchmarks.load import prompt_of
 
 MIN_SHARE = 0.9
 
@@ -56,20 +54,13 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chats",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--chats", type=int, default=32, help="default 32")
+    parser = parser_of("chats", _ABOUT)
+    parser.add_argument("--chats", type=int, default=32, help="how many (default 32)")
     parser.add_argument("--turns", type=int, default=6, help="of each (default 6)")
     parser.add_argument("--quick", action="store_true", help="12 chats")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
+    options = begin(parser)
     if options.quick:
         options.chats = 12
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
     results: dict[str, Result] = {}
     for name, (workers, router, cache_bytes) in _SETUPS.items():
         flags = [
@@ -83,15 +74,14 @@ def main() -> None:
         print(line(name, results[name]), flush=True)
     share = results["kv"].hit_rate / results["one"].hit_rate
     print(f"kv / one: {share:.3f} (target {MIN_SHARE:g})")
-    if options.json:
-        options.json.write_text(json.dumps({k: asdict(v) for k, v in results.items()}, indent=2))
+    write_json(options.json, {k: asdict(v) for k, v in results.items()})
 
 
 async def measure(graph: RunningGraph, chats: int, turns: int) -> Result:
     """The same chats every time; which turns meet depends on their answers."""
     rng = random.Random(1)
-    systems = [_tokens(rng, _SYSTEM_TOKENS) for _ in range(_SYSTEMS)]
-    prompts = [systems[i % _SYSTEMS] + _tokens(rng, turns * _TURN_TOKENS) for i in range(chats)]
+    systems = [prompt_of(_SYSTEM_TOKENS, rng) for _ in range(_SYSTEMS)]
+    prompts = [systems[i % _SYSTEMS] + prompt_of(turns * _TURN_TOKENS, rng) for i in range(chats)]
     result, waiting = Result(), list(prompts)
 
     async def talk() -> None:
@@ -121,10 +111,6 @@ async def chat(connection: Connection, prompt: list[int], turns: int, result: Re
         result.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         if turn > 1:
             result.first_ms.append(1e3 * answer.first_s)
-
-
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(10, 500) for _ in range(count)]
 
 
 def line(name: str, result: Result) -> str:

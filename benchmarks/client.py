@@ -32,7 +32,11 @@ class Connection:
         self._reader, self._writer = reader, writer
 
     async def stream(self, path: str, body: dict[str, Any]) -> Answer:
-        """Posts `body` with streaming. Raises RuntimeError for any answer but 200."""
+        """Posts `body` with streaming.
+
+        Raises RuntimeError for any answer but 200 and for a broken one, TimeoutError after a
+        minute.
+        """
         payload = json.dumps({**body, "stream": True}).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
@@ -69,3 +73,11 @@ async def connect(port: int) -> AsyncIterator[Connection]:
     finally:
         writer.close()
         await writer.wait_closed()
+
+
+async def complete(port: int, prompt: list[int], tokens: int, model: str = "tiny") -> Answer:
+    """The completion of a prompt of token ids by exactly `tokens` tokens, on a connection of its
+    own. Raises as `Connection.stream`."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    async with connect(port) as connection:
+        return await connection.stream("/v1/completions", {**body, "ignore_eos": True})

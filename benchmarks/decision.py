@@ -6,14 +6,12 @@ Processor time of one decision, and of what is learned in one engine step, in a 
 prompts. Target: the costs add less than 50 us to a decision.
 """
 
-import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.command import parser_of, write_json
 from dynamo_lite.policy.cost_policy import CostPolicy
 from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
 from dynamo_lite.policy.prefill_costs import Engine
@@ -87,8 +85,7 @@ def each_us(call: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of("decision", __doc__)
     given = parser.parse_args()
     bench = Bench()
     rows = {
@@ -102,8 +99,7 @@ def main() -> None:
     print(f"the costs beside it      {rows['costs_us']:.1f} us; target {TARGET_US:.0f} us: {met}")
     print(f"learning from a step     {rows['step_us']:.1f} us, solutions included")
     print(f"predictions relied on    {rows['sure']:.0%}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(given.json, rows)
 
 
 if __name__ == "__main__":

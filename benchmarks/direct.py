@@ -20,6 +20,7 @@ from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.serve.run_state import RunState
 
 _FIND_S = 10.0
+_ANSWER_S = 60.0
 _PROMPT_TOKENS = 40
 
 
@@ -35,7 +36,8 @@ class DirectClient:
         )
 
     async def generate(self, tokens: int) -> None:
-        """One request, to its last delta. Raises RuntimeError when the worker is lost."""
+        """One request, to its last delta. Raises RuntimeError when the worker is lost, TimeoutError
+        after a minute."""
         request = GenerateRequest(
             request_id=f"bench-{next(self._numbers)}",
             client_id="",
@@ -44,8 +46,9 @@ class DirectClient:
             arrival_time=time.time(),
         )
         ended = self._running[request.request_id] = asyncio.get_running_loop().create_future()
-        await self.transport.submit(self._member, request)
-        await ended
+        async with asyncio.timeout(_ANSWER_S):
+            await self.transport.submit(self._member, request)
+            await ended
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

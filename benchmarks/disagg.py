@@ -2,19 +2,18 @@
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 from benchmarks import systems, workloads
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.disagg_report import report
-from benchmarks.graph import ROOT, interrupt_on_sigterm, make_bench_model
+from benchmarks.graph import make_bench_model
 
 _IDLE_SETTLE_S = 3.0
 _IDLE_S = 5.0
@@ -49,36 +48,29 @@ prompts and output. CPU is that of all processes of the system, client excluded.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.disagg",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, help="default 3; 1 with --quick")
+    parser = parser_of("disagg", _ABOUT)
+    parser.add_argument("--rounds", type=int, help="of all systems (default 3; 1 with --quick)")
     parser.add_argument(
         "--systems",
         nargs="+",
         choices=list(systems.SYSTEMS),
         default=["dynamo-lite", "plain", "pull", "push"],
+        help="those to compare (default: all but plain-256)",
     )
     parser.add_argument(
         "--workloads",
         nargs="+",
         choices=list(workloads.WORKLOADS),
         default=list(workloads.WORKLOADS),
+        help="default: all",
     )
     parser.add_argument("--router", help="vllm-router's program")
     parser.add_argument("--quick", action="store_true", help="a minute per system, for trying")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     make_bench_model()
     results = Results(options)
-    try:
+    with until_interrupted():
         results.measure()
-    except KeyboardInterrupt:
-        print("\nstopped early; what there is:\n", file=sys.stderr)
     report(results.data)
 
 
@@ -111,8 +103,7 @@ class Results:
                 run["error"] = _why(exc)
                 _say(f"  failed: {run['error']}")
             self.data["runs"].append(run)
-            if self._options.json:
-                self._options.json.write_text(json.dumps({"disagg": self.data}, indent=1))
+            write_json(self._options.json, {"disagg": self.data})
 
     def _turn(self, number: int) -> list[str]:
         """Another one begins in each round."""

@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
 import sys
 import time
@@ -14,10 +12,11 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.command import begin, parser_of, write_json
+from benchmarks.figures import spread, verdict
 from benchmarks.graph import (
     ROOT,
     RunningGraph,
-    interrupt_on_sigterm,
     running_graph,
     running_server,
 )
@@ -70,29 +69,29 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.edge",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("edge", _ABOUT)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default 5)")
-    parser.add_argument("--requests", type=int, default=10, help="per round and connection")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument(
+        "--requests", type=int, default=10, help="per round and connection (default 10)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64],
+        help="requests at a time (default 1 16 64)",
+    )
     parser.add_argument("--step-ms", type=float, default=10.0, help="engine step (default 10)")
     parser.add_argument("--idle-s", type=float, default=5.0, help="idle time seen (default 5)")
     parser.add_argument("--binary", help=f"{PROGRAM} (default: beside vLLM, or {KEPT})")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     try:
         program = find_vllm_rs(options.binary)
     except StartupError as exc:
         sys.exit(f"{exc}; run scripts/get_vllm_rs first")
     rounds = measure(options, program)
     report(rounds)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1))
+    write_json(options.json, [asdict(one) for one in rounds])
 
 
 def find_vllm_rs(given: str | None) -> Path:
@@ -194,15 +193,11 @@ def report(rounds: Sequence[Round]) -> None:
                 end="",
             )
             met = statistics.median(ratios) <= MAX_RATIO
-            print(f"   target {MAX_RATIO:g}: {'met' if met else 'MISSED'}" * (name == "rust"))
+            print(verdict(met, MAX_RATIO) * (name == "rust"))
 
 
 def _of(rounds: Sequence[Round], name: str, concurrency: int) -> list[Round]:
     return [one for one in rounds if (one.server, one.concurrency) == (name, concurrency)]
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The highest load of streamed chat requests at which each HTTP edge gives first tokens in time."""
 
 import argparse
-import json
 import math
 import os
 import random
@@ -11,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 import uvloop
 
+from benchmarks.command import begin, given_path, parser_of, until_interrupted, write_json
 from benchmarks.edge import KEPT, Server, alone, find_vllm_rs, graph, note_idle, rust_edge
 from benchmarks.edge_load_report import (
     LIMIT_MS,
@@ -27,7 +26,7 @@ from benchmarks.edge_load_report import (
     progress,
     report,
 )
-from benchmarks.graph import ROOT, interrupt_on_sigterm, running_server
+from benchmarks.graph import running_server
 from benchmarks.ramp import TRIES, Ramp
 from benchmarks.runtime import BODY, TOKENS, Meter
 from benchmarks.streams import offer_load
@@ -65,32 +64,22 @@ without it they are left out.
 
 def main() -> None:
     options = _options()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
     _allow_connections()
     systems = _systems(options)
     rounds: list[Round] = []
-    try:
+    with until_interrupted():
         measure(systems, options, rounds)
-    except KeyboardInterrupt:
-        print("interrupted: the whole rounds so far", file=sys.stderr)
     if rounds:
         report(rounds, options.most_load)
-    if options.json:
-        found = [[asdict(step) for step in steps] for steps in rounds]
-        options.json.write_text(json.dumps(found, indent=1))
+    write_json(options.json, [[asdict(step) for step in steps] for steps in rounds])
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.edge_load",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("edge_load", _ABOUT)
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
     )
-    parser.add_argument("--rounds", type=_count, default=3, help="default 3")
+    parser.add_argument("--rounds", type=_count, default=3, help="of all systems (default 3)")
     parser.add_argument(
         "--seconds", type=_positive, default=3.0, help="how long a load is offered (default 3)"
     )
@@ -105,15 +94,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--step-ms", type=_positive, default=10.0, help="engine step (default 10)")
     parser.add_argument("--idle-s", type=_positive, default=3.0, help="idle time seen (default 3)")
-    parser.add_argument("--binary", type=Path, help=f"{PROGRAM} (default: beside vLLM, or {KEPT})")
+    parser.add_argument(
+        "--binary", type=given_path, help=f"{PROGRAM} (default: beside vLLM, or {KEPT})"
+    )
     parser.add_argument("--quick", action="store_true", help="one round, loads of 2 seconds")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
+    options = begin(parser)
     if options.quick:
         options.rounds, options.seconds = 1, 2.0
-    for name in ("binary", "json"):
-        if getattr(options, name) is not None:
-            setattr(options, name, getattr(options, name).resolve())
     return options
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.edge import spread
+from benchmarks.figures import spread
 from benchmarks.runtime import TOKENS
 
 RUST = ("rust", "alone")
@@ -68,7 +68,7 @@ def report(rounds: Sequence[Round], most_load: float) -> None:
     print(f"{'system':10}{'tokens/s':>26}{'first token ms':>16}{'p99':>6}", end="")
     print(f"{'CPU ms a request':>18}" + "".join(f"{'/ ' + base:>22}" for base in bases))
     for name, steps in best.items():
-        ratios = "".join(f"{_spread(_ratios(steps, best[base])):>22}" for base in bases)
+        ratios = "".join(f"{spread(_ratios(steps, best[base])):>22}" for base in bases)
         print(f"{name:10}{_figures([step for step in steps if step is not None])}{ratios}")
     print()
     for line in _notes(best, cores, most_load):
@@ -96,10 +96,6 @@ def _ratios(steps: Sequence[Step | None], bases: Sequence[Step | None]) -> list[
     """Of the rounds in which both have held a load."""
     pairs = zip(steps, bases, strict=True)
     return [one.tokens_per_s / base.tokens_per_s for one, base in pairs if one and base]
-
-
-def _spread(values: Sequence[float]) -> str:
-    return spread(values) if values else "-"
 
 
 def _notes(best: dict[str, list[Step | None]], cores: int, most_load: float) -> Iterator[str]:

@@ -1,19 +1,18 @@
 """What a Forwarder costs, beside vllm-router and vLLM's toy proxies."""
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import uvloop
 
-from benchmarks.graph import ROOT, interrupt_on_sigterm, running_graph, running_process
+from benchmarks.command import begin, given_path, parser_of, until_interrupted, write_json
+from benchmarks.figures import spread, verdict
+from benchmarks.graph import running_graph, running_process
 from benchmarks.runtime import Meter
 from benchmarks.scripted_engines import MODEL, TOKENS
 from benchmarks.streams import Streamed, stream_load
@@ -70,34 +69,31 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.forward",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("forward", _ABOUT)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default 5)")
     parser.add_argument("--requests", type=int, default=160, help="per round (default 160)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64],
+        help="requests at a time (default 1 16 64)",
+    )
     parser.add_argument("--step-ms", type=float, default=10.0, help="engine step (default 10)")
     parser.add_argument("--router", default=find_router(), help="the program vllm-router")
-    parser.add_argument("--toy", action="append", default=[], type=Path, help="a proxy's file")
+    parser.add_argument(
+        "--toy", action="append", default=[], type=given_path, help="a proxy's file; repeatable"
+    )
     parser.add_argument("--quick", action="store_true", help="three rounds of 64 requests")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
+    options = begin(parser)
     if options.quick:
         options.rounds, options.requests = 3, 64
-    options.toy = [path.resolve() for path in options.toy]
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
     rounds: list[Round] = []
-    try:
+    with until_interrupted():
         measure(options, rounds)
-    except KeyboardInterrupt:
-        print("interrupted: the rounds so far", file=sys.stderr)
     if rounds:
         report(rounds)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1))
+    write_json(options.json, [asdict(one) for one in rounds])
 
 
 def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
@@ -220,10 +216,10 @@ def report(rounds: Sequence[Round]) -> None:
         for name in names:
             mine = _of(rounds, name, concurrency)
             # The scripted engines' own cost, with their idle steps, says nothing.
-            cpu = "-" if name == "engine" else _spread([one.cpu_ms for one in mine])
+            cpu = "-" if name == "engine" else spread([one.cpu_ms for one in mine])
             print(
                 f"{concurrency:9} {name:10}{cpu:>24}"
-                f"{_spread([one.first_ms for one in mine]):>24}"
+                f"{spread([one.first_ms for one in mine]):>24}"
                 f"{statistics.median(one.first_p90_ms for one in mine):8.2f}"
                 f"{statistics.median(one.tokens_per_s for one in mine):10.0f}"
                 f"{statistics.median(one.events for one in mine):8.1f}"
@@ -242,27 +238,21 @@ def _beside(rounds: Sequence[Round], name: str, concurrency: int) -> Iterator[st
     added = [mine.first_ms - other.first_ms for mine, other in pairs]
     toy = name.startswith("toy")
     yield (
-        f"{concurrency:9} CPU, forwarder / {name}: {_spread(ratios)} x"
+        f"{concurrency:9} CPU, forwarder / {name}: {spread(ratios)} x"
         + _verdict(statistics.median(ratios), MAX_CPU_RATIO, toy)
     )
     yield (
-        f"{concurrency:9} first token, forwarder - {name}: {_spread(added)} ms"
+        f"{concurrency:9} first token, forwarder - {name}: {spread(added)} ms"
         + _verdict(statistics.median(added), MAX_ADDED_MS, not toy and concurrency == 16)
     )
 
 
 def _verdict(value: float, target: float, is_target: bool) -> str:
-    return f"   target {target:.2g}: {'met' if value <= target else 'MISSED'}" * is_target
+    return verdict(value <= target, target) * is_target
 
 
 def _of(rounds: Sequence[Round], name: str, concurrency: int) -> list[Round]:
     return [one for one in rounds if (one.server, one.concurrency) == (name, concurrency)]
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

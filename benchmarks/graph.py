@@ -88,11 +88,6 @@ def make_bench_model() -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def interrupt_on_sigterm() -> None:
-    """SIGTERM is a Ctrl-C to this process: what it has started is ended first."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
 @contextlib.contextmanager
 def running_graph(
     graph: str, config: str, *options: str, http: str = "Frontend"

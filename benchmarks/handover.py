@@ -2,17 +2,17 @@
 
 import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from benchmarks.client import Answer, connect
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.client import Answer, complete
+from benchmarks.command import begin, parser_of, write_json
+from benchmarks.figures import quartiles, verdict
+from benchmarks.graph import RunningGraph, running_graph
+from benchmarks.load import prompt_of
 
 MAX_OVERHEAD_MS = 4.0
 JUDGED_TOKENS = 1024
@@ -20,7 +20,6 @@ JUDGED_TOKENS = 1024
 _STATS_S = 5.0
 _STATS_POLL_S = 0.005
 _PAUSE_S = 0.05
-VOCABULARY = range(10, 500)
 
 #: Stage, histogram, service whose metrics have it.
 _STAGE = "dynamo_lite_remote_prefill_stage_seconds"
@@ -89,11 +88,7 @@ _OVERHEAD = tuple(stage for stage in _ROWS if stage != "compute")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.handover",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("handover", _ABOUT)
     parser.add_argument("--rounds", type=int, default=20, help="per length (default 20)")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="prompt lengths"
@@ -101,10 +96,7 @@ def main() -> None:
     parser.add_argument(
         "--no-early-token", action="store_true", help="all first tokens from the decode engine"
     )
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     with ExitStack() as stack:
         remote = stack.enter_context(
             running_graph(
@@ -124,8 +116,7 @@ def main() -> None:
         )
         lengths = asyncio.run(measure(remote, local, options))
     report(lengths, options.rounds)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(length) for length in lengths], indent=2))
+    write_json(options.json, [asdict(length) for length in lengths])
 
 
 async def measure(
@@ -145,7 +136,8 @@ async def one_round(
     length: Length, remote: RunningGraph, local: RunningGraph, *, remote_first: bool
 ) -> None:
     """The same prompt to both graphs. A prompt that was not handed over does not count."""
-    prompt = random.choices(VOCABULARY, k=length.tokens)
+    rng = random.Random()
+    prompt = prompt_of(length.tokens, rng)
     before = Totals(remote)
     if remote_first:
         there, here = await ask(remote, prompt), await ask(local, prompt)
@@ -155,7 +147,7 @@ async def one_round(
     if stages is None:
         length.skipped += 1
         return
-    early = await ask(remote, random.choices(VOCABULARY, k=length.tokens), tokens=2)
+    early = await ask(remote, prompt_of(length.tokens, rng), tokens=2)
     length.early.append(1000 * early.first_s)
     length.local.append(1000 * here.first_s)
     length.remote.append(1000 * there.first_s)
@@ -169,9 +161,7 @@ async def ask(
     graph: RunningGraph, prompt: list[int], model: str = "tiny", *, tokens: int = 1
 ) -> Answer:
     await asyncio.sleep(_PAUSE_S)
-    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    async with connect(graph.port) as connection:
-        return await connection.stream("/v1/completions", body)
+    return await complete(graph.port, prompt, tokens, model)
 
 
 class Totals:
@@ -214,18 +204,17 @@ def report(lengths: list[Length], rounds: int) -> None:
     for length in lengths:
         more = [r - h for r, h in zip(length.remote, length.local, strict=True)]
         rows = (length.local, length.remote, more, length.early)
-        print(f"{length.tokens:8}" + "".join(f"{spread(values):>22}" for values in rows))
+        print(f"{length.tokens:8}" + "".join(f"{quartiles(values, 1):>22}" for values in rows))
     print("\nsplit of the remote path in ms, median (quartiles)\n")
     print(f"{'':12}" + "".join(f"{length.tokens:>20}" for length in lengths))
     for stage in _ROWS:
-        print(f"{stage:12}" + "".join(f"{spread(length.stages[stage]):>20}" for length in lengths))
-    print(f"{'not compute':12}" + "".join(f"{spread(overhead(x)):>20}" for x in lengths))
+        print(f"{stage:12}" + "".join(f"{quartiles(x.stages[stage], 1):>20}" for x in lengths))
+    print(f"{'not compute':12}" + "".join(f"{quartiles(overhead(x), 1):>20}" for x in lengths))
     for length in lengths:
         if length.tokens == JUDGED_TOKENS and length.remote:
             middle = statistics.median(overhead(length))
-            verdict = "met" if middle <= MAX_OVERHEAD_MS else "MISSED"
             print(f"\nnot compute at {JUDGED_TOKENS} tokens {middle:.1f} ms", end="")
-            print(f"   target {MAX_OVERHEAD_MS:g}: {verdict}")
+            print(verdict(middle <= MAX_OVERHEAD_MS, MAX_OVERHEAD_MS))
         if length.skipped or length.wrong:
             print(
                 f"{length.tokens} tokens: {length.skipped} rounds not handed over,"
@@ -240,13 +229,6 @@ def _yaml(value: bool) -> str:
 def overhead(length: Length) -> list[float]:
     """Per round: all stages but compute."""
     return [sum(row) for row in zip(*(length.stages[s] for s in _OVERHEAD), strict=True)]
-
-
-def spread(values: list[float]) -> str:
-    if len(values) < 2:
-        return "-"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """What the default graph costs while nobody asks it anything."""
 
-import argparse
-import json
-import os
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.command import begin, parser_of, write_json
+from benchmarks.figures import verdict
+from benchmarks.graph import RunningGraph, running_graph
 
 MAX_CPU_PERCENT = 5.0
 MAX_RSS_MIB = 4096
@@ -35,22 +33,14 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.idle",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("idle", _ABOUT)
     parser.add_argument("--seconds", type=float, default=10.0, help="observed time (default 10)")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
         time.sleep(_SETTLE_S)
         rows = observe(graph, options.seconds)
     report(rows, options.seconds)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    write_json(options.json, [asdict(row) for row in rows])
 
 
 def observe(graph: RunningGraph, seconds: float) -> list[Row]:
@@ -101,12 +91,9 @@ def report(rows: list[Row], seconds: float) -> None:
     cpu = sum(row.cpu_percent for row in rows)
     print(f"{'in all':34}{cpu:8.1f}{rss:10.0f}{pss:10.0f}\n")
     busiest = max(row.cpu_percent for row in rows)
-    print(f"busiest process {busiest:.1f} %   target {MAX_CPU_PERCENT:g}: {_verdict(busiest)}")
-    print(f"RSS in all {rss:.0f} MiB   target {MAX_RSS_MIB}: {_verdict(rss, MAX_RSS_MIB)}")
-
-
-def _verdict(value: float, limit: float = MAX_CPU_PERCENT) -> str:
-    return "met" if value <= limit else "MISSED"
+    met = busiest <= MAX_CPU_PERCENT
+    print(f"busiest process {busiest:.1f} %{verdict(met, MAX_CPU_PERCENT)}")
+    print(f"RSS in all {rss:.0f} MiB{verdict(rss <= MAX_RSS_MIB, MAX_RSS_MIB)}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
 """Short and long prompts on one running graph, by thresholds and by learned costs, in pairs."""
 
-import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from benchmarks import intervals
-from benchmarks.client import Answer, connect
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.client import Answer, complete
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
+from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.load import prompt_of
 
 #: Tokens of prompts, from and to.
@@ -103,30 +100,20 @@ def arrivals(seconds: float, seed: int) -> list[Arrival]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mixed",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--pairs", type=int, default=8, help="default 8")
+    parser = parser_of("mixed", _ABOUT)
+    parser.add_argument("--pairs", type=int, default=8, help="of plays (default 8)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a play (default 20)")
     parser.add_argument("--quick", action="store_true", help="two pairs of 10 s")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
+    options = begin(parser)
     if options.quick:
         options.pairs, options.seconds = 2, 10.0
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
     pairs: list[Pair] = []
     with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
-        try:
+        with until_interrupted():
             asyncio.run(measure(graph, options.pairs, options.seconds, pairs))
-        except KeyboardInterrupt:
-            print("\nstopped early; what there is:\n", file=sys.stderr)
     report(pairs)
-    if options.json:
-        found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
-        options.json.write_text(json.dumps(found, indent=2))
+    found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
+    write_json(options.json, found)
 
 
 async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pair]) -> None:
@@ -162,10 +149,7 @@ async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random
 
     async def ask(arrival: Arrival, prompt: list[int]) -> None:
         await asyncio.sleep(began + arrival.at_s - loop.time())
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0}
-        async with connect(graph.port) as connection:
-            answer = await connection.stream("/v1/completions", {**body, "ignore_eos": True})
-        play.add(arrival, answer)
+        play.add(arrival, await complete(graph.port, prompt, _TOKENS))
 
     async with asyncio.TaskGroup() as group:
         for arrival in plan:

@@ -1,9 +1,6 @@
 """CPU time that metrics cost: of the Frontend and a decode worker, per request."""
 
-import argparse
 import asyncio
-import json
-import os
 import statistics
 import sys
 import time
@@ -11,10 +8,11 @@ import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.disagg import cpu_s
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.figures import spread, verdict
+from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.runtime import load
 
 MAX_RATIO = 1.03
@@ -68,34 +66,24 @@ class Round:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.observability",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("observability", _ABOUT)
     parser.add_argument("--passes", type=int, default=2, help="starts of each side (default 2)")
     parser.add_argument("--rounds", type=int, default=4, help="per start (default 4)")
     parser.add_argument("--requests", type=int, default=200, help="per round (default 200)")
     parser.add_argument("--quick", action="store_true", help="one pass of two small rounds")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
+    options = begin(parser)
     if options.quick:
         options.passes, options.rounds, options.requests = 1, 2, 60
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
     found: list[Round] = []
-    try:
+    with until_interrupted():
         for number in range(options.passes):
             for flags in (*STARTS,) if number % 2 == 0 else (*reversed(STARTS),):
                 names = ", ".join(STARTS[flags])
                 print(f"pass {number + 1} of {options.passes}: {names}", file=sys.stderr)
                 first = number * options.rounds
                 found += measure(flags, range(first, first + options.rounds), options.requests)
-    except KeyboardInterrupt:
-        print("\nstopped early; what there is:\n", file=sys.stderr)
     report(found)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=2))
+    write_json(options.json, [asdict(each) for each in found])
 
 
 def measure(flags: tuple[str, ...], numbers: range, requests: int) -> list[Round]:
@@ -163,23 +151,18 @@ def report(found: list[Round]) -> None:
         mine = [each for each in found if each.side == name]
         for part in ("frontend_ms", "worker_ms", "both_ms") if mine else ():
             values = [getattr(each, part) for each in mine]
-            print(f"{name:6}{part.removesuffix('_ms'):10}{_spread(values)} ms")
+            print(f"{name:6}{part.removesuffix('_ms'):10}{spread(values, 3)} ms")
     print()
     used = {(each.side, each.number): each.both_ms for each in found}
     for other in ("quiet", "bare"):
         pairs = [(ms, used.get((other, n))) for (side, n), ms in used.items() if side == "on"]
         ratios = [ms / base for ms, base in pairs if base]
         if ratios:
-            verdict = "met" if statistics.median(ratios) <= MAX_RATIO else "MISSED"
-            spread = f"{_spread(ratios)} x   target {MAX_RATIO:g}: {verdict}"
-            print(f"{'on / ' + other:16}{spread}")
+            met = statistics.median(ratios) <= MAX_RATIO
+            print(f"{'on / ' + other:16}{spread(ratios, 3)} x{verdict(met, MAX_RATIO)}")
     events = {name: [e.events for e in found if e.side == name] for name in SIDES}
     means = (f"{name} {statistics.mean(counts):.1f}" for name, counts in events.items() if counts)
     print(f"events per answer: {', '.join(means)}")
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):8.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 if __name__ == "__main__":

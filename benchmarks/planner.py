@@ -11,7 +11,6 @@ loads are played with other start times, and with engines that are faster and sl
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.command import parser_of, write_json
 from dynamo_lite.capacity.compare import Setting, run_variant, variant
 from dynamo_lite.capacity.options import Counts, GraphOptions, Slo
 from dynamo_lite.capacity.picture import picture
@@ -278,19 +278,20 @@ def cases(given: argparse.Namespace) -> list[tuple[str, Case]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("planner", __doc__)
     parser.add_argument("--loads", default=",".join(SHAPES), help="of these, with commas between")
     parser.add_argument("--planner", default="planner", help="as in `simulate --compare`")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="of each load (default 3)")
     parser.add_argument("--references", type=int, default=20, help="seeds with oracle and static")
-    parser.add_argument("--start-s", type=float, default=60.0)
+    parser.add_argument(
+        "--start-s", type=float, default=60.0, help="start of a worker (default 60)"
+    )
     parser.add_argument("--duration", type=float, default=3600.0, help="seconds of each load")
-    parser.add_argument("--timing", default="gpu_like")
-    parser.add_argument("--sensitivity", action="store_true")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--json", type=Path, help="write all figures into this file")
+    parser.add_argument("--timing", default="gpu_like", help="a timing file, or a shipped one")
+    parser.add_argument("--sensitivity", action="store_true", help="see above")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes (default: cores)"
+    )
     parser.add_argument("--svg", type=Path, help="draw the first seed of each load in this folder")
     given = parser.parse_args()
     tick_s = PlannerOptions().tick_s
@@ -307,8 +308,7 @@ def main() -> None:
                     _draw(given.svg / f"planner-{name.replace(' ', '-')}.svg", rows[0], name)
     except ConfigError as exc:
         sys.exit(f"error: {exc}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(given.json, figures)
 
 
 def _values(row: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,14 @@ played again with one part reversed. A group's regret is what its parts would ha
 or 0; all of them together are the regret of the load. Intervals are of 95 % confidence.
 """
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import intervals
+from benchmarks.command import parser_of, until_interrupted, write_json
 from dynamo_lite.capacity.compare import parse_counts
 from dynamo_lite.capacity.group_regret import Group, GroupGains, group_gains
 from dynamo_lite.capacity.options import GraphOptions
@@ -156,18 +154,15 @@ def print_groups(regret: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workers", default="2P4D")
-    parser.add_argument("--timing", default="gpu_like")
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser = parser_of("regret", __doc__)
+    parser.add_argument("--workers", default="2P4D", help="prefill and decode (default 2P4D)")
+    parser.add_argument("--timing", default="gpu_like", help="a timing file, or a shipped one")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each load (default 120)")
     parser.add_argument("--samples", type=int, default=60, help="decisions reversed per run")
     parser.add_argument("--groups", type=int, default=0, help="parts of each group (default: none)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--loads", default=",".join(LOADS))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="of the loads (default 0)")
+    parser.add_argument("--loads", default=",".join(LOADS), help="of these, with commas between")
+    parser.add_argument("--quick", action="store_true", help="loads of 30 s, 5 samples")
     given = parser.parse_args()
     if given.groups == 1:
         parser.error("--groups: an interval needs at least 2 parts")
@@ -182,7 +177,7 @@ def main() -> None:
     )
     report: dict[str, Any] = {}
     began = time.monotonic()
-    try:
+    with until_interrupted():
         for kind in given.loads.split(","):
             play = Play(
                 requests=load(kind, seconds, given.seed),
@@ -197,11 +192,8 @@ def main() -> None:
                 found = group_gains(play, "cost", given.groups, given.seed)
                 report[kind]["by_groups"] = by_groups(found, cost_s)
                 print_groups(report[kind]["by_groups"])
-    except KeyboardInterrupt:
-        print("interrupted")
     print(f"{time.monotonic() - began:.0f} s")
-    if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(given.json, report)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.command import parser_of, write_json
 from benchmarks.graph import ROOT
 from benchmarks.router_index import BLOCK_TOKENS, PROMPT_BLOCKS, WORKERS
 
@@ -38,17 +39,16 @@ _ROWS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("router", _ABOUT)
     parser.add_argument("--peer", type=Path, help="the Python of an environment with the peer")
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="default 1000000")
-    parser.add_argument("--questions", type=int, default=6000, help="default 6000")
+    parser.add_argument(
+        "--blocks", type=int, default=1_000_000, help="in the index (default 1000000)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=6000, help="prompts asked for (default 6000)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of each system (default 3)")
     parser.add_argument("--quick", action="store_true", help="one round of 100000 blocks")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.rounds = 100_000, 1
@@ -61,8 +61,7 @@ def main() -> None:
             print(f"round {number + 1}: {name}", file=sys.stderr)
             rounds[name].append(run(name, python, options))
     report({name: _medians(found) for name, found in rounds.items()})
-    if options.json:
-        options.json.write_text(json.dumps(rounds, indent=2))
+    write_json(options.json, rounds)
 
 
 def run(name: str, python: Path, options: argparse.Namespace) -> dict[str, float]:

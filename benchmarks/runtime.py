@@ -2,20 +2,19 @@
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.client import connect
+from benchmarks.command import begin, parser_of, write_json
 from benchmarks.direct import DirectClient, direct_client
-from benchmarks.graph import ROOT, interrupt_on_sigterm, running_graph, running_server
+from benchmarks.figures import verdict
+from benchmarks.graph import running_graph, running_server
 from benchmarks.null_worker import BUSY_WORKER
 
 MAX_RATIO = 1.3
@@ -68,24 +67,16 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.runtime",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("runtime", _ABOUT)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default 5)")
     parser.add_argument("--requests", type=int, default=200, help="per round (default 200)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
     parser.add_argument("--idle-s", type=float, default=5.0, help="idle time seen (default 5)")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     rows, events = asyncio.run(measure(options))
     report(rows, events, options)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    write_json(options.json, [asdict(row) for row in rows])
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
@@ -202,7 +193,7 @@ def line(name: str, values: list[float], unit: str, target: Any = None) -> str:
     middle = statistics.median(values)
     text = f"{name:22}{middle:8.2f} {unit:3}({min(values):.2f} to {max(values):.2f})"
     if target is not None:
-        text += f"   target {target:g}: {'met' if middle <= target else 'MISSED'}"
+        text += verdict(middle <= target, target)
     return text
 
 

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import parser_of, write_json
 from benchmarks.graph import ROOT
 from dynamo_lite.policy.backlog import IDLE_PERIOD_S, Backlogs, notice_period_s
 from dynamo_lite.policy.kv_chain import chain_hashes
@@ -57,15 +57,12 @@ is idle, and at most one per notice period while prompts come.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scale",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scale", _ABOUT)
     parser.add_argument("--calls", type=int, default=3000, help="of each kind (default 3000)")
     parser.add_argument("--quick", action="store_true", help="300 calls of each kind")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--publish", nargs=3, metavar=("URL", "ENGINES", "COUNT"))
+    parser.add_argument(
+        "--publish", nargs=3, metavar=("URL", "ENGINES", "COUNT"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.publish:
         url, engines, count = options.publish
@@ -74,8 +71,7 @@ def main() -> None:
     calls = 300 if options.quick else options.calls
     found = [measure(workers, calls) for workers in SIZES]
     report(found)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    write_json(options.json, found)
 
 
 def measure(workers: int, calls: int) -> dict[str, float]:
@@ -164,10 +160,15 @@ async def cost_of_notices(engines: int, count: int) -> float:
                 child = await asyncio.create_subprocess_exec(
                     sys.executable, *command, str(engines), str(count), cwd=ROOT
                 )
-                async with asyncio.timeout(120):
-                    for _ in range(count):
-                        await heard.acquire()
-                    await child.wait()
+                try:
+                    async with asyncio.timeout(120):
+                        for _ in range(count):
+                            await heard.acquire()
+                        await child.wait()
+                finally:
+                    if child.returncode is None:
+                        child.kill()
+                        await child.wait()
                 return 1e6 * (time.process_time() - began) / count
 
 

@@ -2,18 +2,17 @@
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.direct import DirectClient, direct_client
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.figures import spread, verdict
+from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.null_worker import BUSY_WORKER
 from benchmarks.runtime import Meter, load, load_directly
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
@@ -91,12 +90,8 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sealing",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, help="default 9; 3 with --quick")
+    parser = parser_of("sealing", _ABOUT)
+    parser.add_argument("--rounds", type=int, help="of both graphs (default 9; 3 with --quick)")
     parser.add_argument("--requests", type=int, default=200, help="per round (default 200)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
@@ -104,20 +99,14 @@ def main() -> None:
         "--workers", action="store_true", help="without Frontends; the workers are asked directly"
     )
     parser.add_argument("--quick", action="store_true", help="three rounds, for trying")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
+    options = begin(parser)
     options.rounds = options.rounds or (3 if options.quick else 9)
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
     rounds: list[Round] = []
-    try:
+    with until_interrupted():
         asyncio.run(measure(options, rounds))
-    except KeyboardInterrupt:
-        print("\nstopped early; what there is:\n", file=sys.stderr)
     if rounds:
         report(rounds, options)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=2))
+    write_json(options.json, [asdict(one) for one in rounds])
 
 
 async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
@@ -170,14 +159,9 @@ def report(rounds: list[Round], options: argparse.Namespace) -> None:
         on = [getattr(one.on, name) for one in rounds]
         off = [getattr(one.off, name) for one in rounds]
         ratios = [one.ratio(name) for one in rounds]
-        verdict = "met" if statistics.median(ratios) <= target else "MISSED"
-        print(f"{title:20} on {_shown(on)} ms, off {_shown(off)} ms")
-        print(f"{'':20} on / off {_shown(ratios)} x   target {target:g}: {verdict}")
-
-
-def _shown(values: Iterable[float]) -> str:
-    found = sorted(values)
-    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+        met = statistics.median(ratios) <= target
+        print(f"{title:20} on {spread(on)} ms, off {spread(off)} ms")
+        print(f"{'':20} on / off {spread(ratios)} x{verdict(met, target)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """A burst of long prompts whose prefill worker stands still half-way, without and with steal
 back."""
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -11,11 +9,11 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from benchmarks import intervals
 from benchmarks.burst import ask
-from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
+from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.load import prompt_of
 
 _TOKENS, _LOCAL_TOKENS = 3000, 400
@@ -61,30 +59,22 @@ Pair = dict[str, Play]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.stalled",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--pairs", type=int, default=8, help="default 8")
+    parser = parser_of("stalled", _ABOUT)
+    parser.add_argument("--pairs", type=int, default=8, help="of plays (default 8)")
     parser.add_argument("--prompts", type=int, default=16, help="of a play (default 16)")
-    parser.add_argument("--stall-s", type=float, default=3.5, help="default 3.5")
+    parser.add_argument(
+        "--stall-s", type=float, default=3.5, help="how long it stands (default 3.5)"
+    )
     parser.add_argument("--quick", action="store_true", help="two pairs")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     pairs: list[Pair] = []
     count = 2 if options.quick else options.pairs
     with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml", *_FLAGS) as graph:
-        try:
+        with until_interrupted():
             asyncio.run(measure(graph, count, options.prompts, options.stall_s, pairs))
-        except KeyboardInterrupt:
-            print("\nstopped early; what there is:\n", file=sys.stderr)
     report(pairs)
-    if options.json:
-        found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
-        options.json.write_text(json.dumps(found, indent=2))
+    found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
+    write_json(options.json, found)
 
 
 async def measure(

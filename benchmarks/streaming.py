@@ -1,24 +1,21 @@
 """What is left to do after the last computed chunk, with writes streamed and at the end."""
 
-import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
+from benchmarks.figures import quartiles, verdict
 from benchmarks.graph import (
-    ROOT,
     RunningGraph,
-    interrupt_on_sigterm,
     make_bench_model,
     running_graph,
 )
-from benchmarks.handover import VOCABULARY, Totals, ask, spread
+from benchmarks.handover import Totals, ask
+from benchmarks.load import prompt_of
 
 CONFIG = "benchmarks/disagg.yaml"
 CHUNK_TOKENS = 256
@@ -58,33 +55,23 @@ class Length:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.streaming",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("streaming", _ABOUT)
     parser.add_argument("--rounds", type=int, help="per length (default 7; 2 with --quick)")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[288, 512, 1024, 2048, 4096], help="prompt lengths"
     )
     parser.add_argument("--quick", action="store_true", help="two rounds, for trying")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     make_bench_model()
     rounds = options.rounds or (2 if options.quick else 7)
     lengths = [Length(kind, tokens) for tokens in options.tokens for kind in KINDS]
-    try:
+    with until_interrupted():
         with ExitStack() as stack:
             graphs = start(stack)
             asyncio.run(measure(graphs, lengths, rounds))
-    except KeyboardInterrupt:
-        print("\nstopped early; what there is:\n", file=sys.stderr)
     report(lengths)
-    if options.json:
-        found = [{**asdict(length), "handover": length.handover} for length in lengths]
-        options.json.write_text(json.dumps({"streaming": found}, indent=1))
+    found = [{**asdict(length), "handover": length.handover} for length in lengths]
+    write_json(options.json, {"streaming": found})
 
 
 def start(stack: ExitStack) -> dict[str, RunningGraph]:
@@ -114,7 +101,7 @@ async def one(graphs: dict[str, RunningGraph], length: Length) -> None:
     """One prompt; it does not count when it was not handed over."""
     graph = graphs[length.kind]
     before = Totals(graph)
-    answer = await ask(graph, random.choices(VOCABULARY, k=length.tokens), "bench")
+    answer = await ask(graph, prompt_of(length.tokens, random.Random()), "bench")
     stages = await before.wait_for_one()
     if stages is None:
         length.skipped += 1
@@ -131,7 +118,7 @@ def report(lengths: list[Length]) -> None:
     print(f"{'tokens':>8}{'streaming':>11}" + "".join(f"{name:>26}" for name in columns))
     for length in lengths:
         rows = (length.handover, *length.stages.values(), length.first)
-        texts = "".join(f"{spread(values):>26}" for values in rows)
+        texts = "".join(f"{quartiles(values, 1):>26}" for values in rows)
         skipped = f"   {length.skipped} not handed over" if length.skipped else ""
         print(f"{length.tokens:8}{length.kind:>11}{texts}{skipped}")
     for kind in KINDS:
@@ -141,7 +128,7 @@ def report(lengths: list[Length]) -> None:
         growth = statistics.median(mine[-1].handover) - statistics.median(mine[0].handover)
         line = f"\n{kind}: {growth:+.1f} ms from {mine[0].tokens} to {mine[-1].tokens} tokens"
         if kind == "on":
-            line += f"   target {MAX_GROWTH_MS:g}: {'met' if growth <= MAX_GROWTH_MS else 'MISSED'}"
+            line += verdict(growth <= MAX_GROWTH_MS, MAX_GROWTH_MS)
         print(line, end="")
     print()
 

@@ -1,19 +1,16 @@
 """Bandwidth of the mover for real KV layouts, beside one big write and a plain copy."""
 
-import argparse
 import ctypes
-import json
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 # NIXL reads it when it is imported.
 os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -21,7 +18,8 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 import msgspec
 import numpy as np
 
-from benchmarks.graph import ROOT, interrupt_on_sigterm
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
+from benchmarks.figures import quartiles, verdict
 from benchmarks.used_pools import JOB_BLOCKS, Load, Seam, runs
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
@@ -235,11 +233,7 @@ def void(_: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transfer",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("transfer", _ABOUT)
     parser.add_argument("--rounds", type=int, default=30, help="per kind and size (default 30)")
     parser.add_argument(
         "--repeat",
@@ -248,22 +242,16 @@ def main() -> None:
         help="jobs per round and kind, of which the fastest counts (default 7)",
     )
     parser.add_argument("--quick", action="store_true", help="5 rounds, for trying")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args()
-    os.chdir(ROOT)
-    interrupt_on_sigterm()
+    options = begin(parser)
     rounds = 5 if options.quick else options.rounds
     jobs: list[Job] = []
-    try:
+    with until_interrupted():
         for shape in SHAPES:
             measure(shape, rounds, options.repeat, jobs)
-    except KeyboardInterrupt:
-        print("\nstopped early; what there is:\n")
     report(jobs, rounds)
     used = used_pools()
-    if options.json:
-        found = {"transfer": [asdict(job) for job in jobs], "used_pools": used}
-        options.json.write_text(json.dumps(found, indent=2))
+    found = {"transfer": [asdict(job) for job in jobs], "used_pools": used}
+    write_json(options.json, found)
 
 
 def used_pools() -> dict[str, float]:
@@ -283,15 +271,13 @@ def used_pools() -> dict[str, float]:
             f"{name:14}{fresh:8}{statistics.mean(counts):8.1f}{max(counts):8}"
             f"{ratios[name]:7.1f}x{hits:8.2f}"
         )
-    met = ratios["in runs"] <= MAX_USED
     print(f"\nused pools: {ratios['in runs']:.1f} x", end="")
-    print(f"   target {MAX_USED:g}: {'met' if met else 'MISSED'}")
+    print(verdict(ratios["in runs"] <= MAX_USED, MAX_USED))
     return ratios
 
 
 def measure(shape: Shape, rounds: int, repeat: int, jobs: list[Job]) -> None:
-    with receiver(shape) as remote:
-        sender = Sender(shape, remote, seed=1)
+    with receiver(shape) as remote, closing(Sender(shape, remote, seed=1)) as sender:
         sizes = [n for n in SIZES if n <= shape.pool_blocks // 2]
         for kind in KINDS:
             for _ in range(3):
@@ -309,7 +295,6 @@ def measure(shape: Shape, rounds: int, repeat: int, jobs: list[Job]) -> None:
                 one_round(sender, job, number, repeat)
             jobs.append(job)
             print(f"  {shape.name:6}{blocks:4} blocks done", end="\r", file=sys.stderr, flush=True)
-        sender.close()
 
 
 def one_round(sender: Sender, job: Job, number: int, repeat: int) -> None:
@@ -338,7 +323,7 @@ def report(jobs: list[Job], rounds: int) -> None:
         speeds = "".join(
             f"{job.bytes / statistics.median(job.seconds[k]) / 1e9:12.2f}" for k in KINDS
         )
-        ratios = "".join(f"{spread(job.ratios(kind)):>24}" for kind in kinds)
+        ratios = "".join(f"{quartiles(job.ratios(kind), 2):>24}" for kind in kinds)
         print(f"{job.shape:7}{job.blocks:7}{job.bytes / _MIB:8.2f}{speeds}{ratios}")
     print(f"\ndescriptors per job (share of blocks x layers)\n\n{'model':7}{'blocks':>7}", end="")
     print("".join(f"{kind:>20}" for kind in kinds))
@@ -356,21 +341,14 @@ def verdicts(jobs: list[Job]) -> None:
         ratio = statistics.median(worst.ratios("contiguous"))
         print(f"\ncontiguous jobs from 1 MiB on, lowest: {ratio:.2f} x big", end="")
         print(f" ({worst.shape}, {worst.blocks} blocks)", end="")
-        print(f"   target {MIN_RATIO:g}: {'met' if ratio >= MIN_RATIO else 'MISSED'}")
+        print(verdict(ratio >= MIN_RATIO, MIN_RATIO))
     long = [job for job in jobs if job.blocks >= MIN_BLOCKS]
     if long:
         share = max(job.descriptors["contiguous"] / (job.blocks * job.layers) for job in long)
         print(
             f"descriptors of contiguous jobs from {MIN_BLOCKS} blocks on, most: {share:.3f}", end=""
         )
-        print(f"   target {MAX_DESCRIPTORS:g}: {'met' if share <= MAX_DESCRIPTORS else 'MISSED'}")
-
-
-def spread(values: list[float]) -> str:
-    if len(values) < 2:
-        return "-"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+        print(verdict(share <= MAX_DESCRIPTORS, MAX_DESCRIPTORS))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from dynamo_lite.runtime.process.logs import LogFormat
+
 StateDir = Annotated[
     Path, typer.Option(help="Directory for logs, run.json and data of embedded servers.")
 ]
@@ -50,6 +52,15 @@ SecretFile = Annotated[
         help="The graph's secret: one or two lines of 64 hexadecimal digits, mode 600. The same on"
         " all hosts. Default: that of the graph that runs on --state-dir."
     ),
+]
+Targets = Annotated[
+    list[str], typer.Argument(metavar="COMPONENT=N...", help="For example VllmWorker=3.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the choice and all costs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option(help="Log at level DEBUG.")]
+LogLines = Annotated[
+    LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
 ]
 
 DEFAULT_STATE_DIR = Path(".dynamo-lite")

@@ -29,21 +29,24 @@ def simulate(
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Requests/s: of --load, or of a file without times.", rich_help_panel=_LOAD
+            help="Requests per second of --load, or of a --trace without times.",
+            rich_help_panel=_LOAD,
         ),
     ] = None,
     peak: Annotated[
         float | None,
-        typer.Option(help="Highest requests/s of --load; default 4 x rate.", rich_help_panel=_LOAD),
+        typer.Option(
+            help="Most requests per second of --load; default: 4 x --rate.", rich_help_panel=_LOAD
+        ),
     ] = None,
     duration: Annotated[
-        float, typer.Option(help="Seconds of --load.", rich_help_panel=_LOAD)
+        float, typer.Option(help="How long --load lasts, in seconds.", rich_help_panel=_LOAD)
     ] = 600.0,
     prompt_tokens: Annotated[
-        int, typer.Option(help="Median prompt of --load.", rich_help_panel=_LOAD)
+        int, typer.Option(help="Median length of the prompts of --load.", rich_help_panel=_LOAD)
     ] = 2000,
     output_tokens: Annotated[
-        int, typer.Option(help="Median output of --load.", rich_help_panel=_LOAD)
+        int, typer.Option(help="Median length of the outputs of --load.", rich_help_panel=_LOAD)
     ] = 200,
     sigma: Annotated[
         float,
@@ -51,26 +54,38 @@ def simulate(
     ] = 0.5,
     shared_tokens: Annotated[
         int,
-        typer.Option(help="Tokens that prompts of one of 32 groups share.", rich_help_panel=_LOAD),
+        typer.Option(
+            help="So many tokens are shared by the prompts of each of 32 groups.",
+            rich_help_panel=_LOAD,
+        ),
     ] = 0,
     speed: Annotated[
         float, typer.Option(help="Play --trace so many times faster.", rich_help_panel=_LOAD)
     ] = 1.0,
     rate_scale: Annotated[
         float,
-        typer.Option(help="Requests made of each one of --trace.", rich_help_panel=_LOAD),
+        typer.Option(
+            help="Copies of each request of --trace; 0.5 leaves out half of them.",
+            rich_help_panel=_LOAD,
+        ),
     ] = 1.0,
     window: Annotated[
         str | None,
         typer.Option(
-            metavar="FROM:TO", help="Part of --trace, in its seconds.", rich_help_panel=_LOAD
+            metavar="FROM:TO",
+            help="Play only this part of --trace; seconds from its first request.",
+            rich_help_panel=_LOAD,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Most requests of --trace.", rich_help_panel=_LOAD)
+        int | None,
+        typer.Option(help="Read at most so many requests of --trace.", rich_help_panel=_LOAD),
     ] = None,
     hash_tokens: Annotated[
-        int, typer.Option(help="Tokens per hash of --trace.", rich_help_panel=_LOAD)
+        int,
+        typer.Option(
+            help="Tokens that one hash of --trace, a block, stands for.", rich_help_panel=_LOAD
+        ),
     ] = 512,
     tokenizer: Annotated[
         Path | None,
@@ -79,7 +94,13 @@ def simulate(
             rich_help_panel=_LOAD,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same report.", rich_help_panel=_LOAD)] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of what is random; the same one gives the same report.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 0,
     timing: Annotated[
         str,
         typer.Option(
@@ -123,39 +144,59 @@ def simulate(
     ] = None,
     start_s: Annotated[
         float | None,
-        typer.Option(help="Start time of a worker; default: the timing's.", rich_help_panel=_GRAPH),
+        typer.Option(
+            help="Seconds that a worker takes to start; default: the timing's.",
+            rich_help_panel=_GRAPH,
+        ),
     ] = None,
     router: Annotated[
         Literal["round-robin", "random", "kv"],
-        typer.Option(help="As Frontend.router.", rich_help_panel=_GRAPH),
+        typer.Option(
+            help="How a decode worker is chosen; as `router` of Frontend.", rich_help_panel=_GRAPH
+        ),
     ] = "round-robin",
     prefill_policy: Annotated[
         Literal["thresholds", "shadow", "cost"],
-        typer.Option(help="As of VllmWorker.", rich_help_panel=_GRAPH),
+        typer.Option(
+            help="What decides where a prompt is prefilled; as `prefill-policy` of VllmWorker.",
+            rich_help_panel=_GRAPH,
+        ),
     ] = "thresholds",
     max_local_prefill_length: Annotated[
-        int, typer.Option(help="As of VllmWorker.", rich_help_panel=_GRAPH)
+        int,
+        typer.Option(
+            help="Prompts of at most so many uncached tokens are prefilled locally.",
+            rich_help_panel=_GRAPH,
+        ),
     ] = 512,
     max_prefill_queue_size: Annotated[
         int | None,
         typer.Option(
-            help="As of VllmWorker; default: 4 per prefill worker, at least 8.",
+            help="With so many jobs in the queue all prompts are prefilled locally; default: 4 per"
+            " prefill worker, at least 8.",
             rich_help_panel=_GRAPH,
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(help="As of PrefillWorker.", rich_help_panel=_GRAPH)
+        int,
+        typer.Option(help="Jobs that a prefill worker holds at a time.", rich_help_panel=_GRAPH),
     ] = 2,
     short_slots: Annotated[
-        int, typer.Option(help="As of PrefillWorker.", rich_help_panel=_GRAPH)
+        int,
+        typer.Option(
+            help="Short and urgent jobs that it holds beside these.", rich_help_panel=_GRAPH
+        ),
     ] = 1,
     ttft_slo: Annotated[
-        float, typer.Option(help="Target of the first token, seconds.", rich_help_panel=_OUTPUT)
+        float,
+        typer.Option(
+            help="Target of the time to the first token, in seconds.", rich_help_panel=_OUTPUT
+        ),
     ] = 2.0,
     itl_slo: Annotated[
         float,
         typer.Option(
-            help="Target of a request's mean time between tokens, seconds.",
+            help="Target of a request's mean time between tokens, in seconds.",
             rich_help_panel=_OUTPUT,
         ),
     ] = 0.05,

@@ -25,10 +25,18 @@ from dynamo_lite.cli import (
     switch_commands,
     watch_commands,
 )
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EtcdUrl,
+    Json,
+    LogLines,
+    Namespace,
+    NatsUrl,
+    StateDir,
+    Verbose,
+)
 from dynamo_lite.cli.exits import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, interruptible
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
-from dynamo_lite.runtime.process.logs import LogFormat
 
 
 class _Commands(TyperGroup):
@@ -106,10 +114,8 @@ def serve(
     dry_run: Annotated[
         bool, typer.Option(help="Print the resolved configuration; start nothing.")
     ] = False,
-    verbose: Annotated[bool, typer.Option(help="Log at level DEBUG.")] = False,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
-    ] = "text",
+    verbose: Verbose = False,
+    log_format: LogLines = "text",
     log_to: Annotated[
         Literal["files", "stderr"],
         typer.Option(help="Where the processes log: files of the state directory, or stderr."),
@@ -199,7 +205,7 @@ def ps(
         bool,
         typer.Option("--links", help="List the links between prefill and decode workers instead."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the live processes of a graph and their state.
 

@@ -13,11 +13,13 @@ import typer
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     EtcdUrl,
+    Json,
     Namespace,
     NatsUrl,
     SecretFile,
     StateDir,
 )
+from dynamo_lite.cli.on_store import on_store
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 
 app = typer.Typer(
@@ -39,7 +41,12 @@ app = typer.Typer(
     """,
 )
 
-Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Component.option, or Component")]
+Keys = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY...", help="Component.option, or a component for all of its options."
+    ),
+]
 T = TypeVar("T")
 
 _DRY_RUN_S = 60.0
@@ -47,12 +54,12 @@ _DRY_RUN_S = 60.0
 
 @app.command("get")
 def get(
-    key: Annotated[str, typer.Argument(metavar="[KEY]", help="Only this one.")] = "",
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="Show only this option.")] = "",
     etcd_url: EtcdUrl = None,
     secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the live options, the values of the file, and which processes follow.
 
@@ -244,9 +251,7 @@ def _on_store(
     namespace: str | None,
     work: Callable[[Any, Any], Awaitable[T]],
 ) -> T:
-    """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError."""
-    from dynamo_lite.cli.on_store import on_store
-
+    """As `on_store`, but an invalid record raises StartupError, which says how to replace it."""
     try:
         return on_store(state_dir, etcd_url, namespace, work)
     except ProtocolError as exc:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, StateDir
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, DryRun, EtcdUrl, Namespace, StateDir
 from dynamo_lite.cli.exits import EXIT_CUT_OFF, interruptible
 from dynamo_lite.protocol.errors import ConfigError
 
@@ -21,17 +21,15 @@ def drain(
         typer.Option(
             "--pick",
             metavar="COMPONENT",
-            help="The cheapest worker of VllmWorker or PrefillWorker.",
+            help="Remove the cheapest worker of VllmWorker or PrefillWorker.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the choice and all costs.")
-    ] = False,
+    dry_run: DryRun = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also the last one of its component.")
+        bool, typer.Option("--force", help="Remove it also if it is the last one of its component.")
     ] = False,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Return after the revocation.")
+        bool, typer.Option("--no-wait", help="Return when its lease is revoked.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Longest wait in seconds; the drain goes on.")

@@ -4,9 +4,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, StateDir
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EtcdUrl,
+    LogLines,
+    Namespace,
+    StateDir,
+    Verbose,
+)
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.process.logs import LogFormat
 
 if TYPE_CHECKING:
     from dynamo_lite.services.joined_engine import JoinOptions
@@ -26,19 +32,23 @@ def join(
         str, typer.Option(help="Its handover protocol: nixl, nixl-push, mooncake, sglang, ...")
     ],
     transfer_host: Annotated[
-        str | None, typer.Option(help="Where its side of the handover listens; the URL's host.")
+        str | None, typer.Option(help="Host of its side of the handover; default: the URL's.")
     ] = None,
     transfer_port: Annotated[
         int | None,
-        typer.Option(help="Port of that: bootstrap server, KVT, MoRIIO; the protocol's default."),
+        typer.Option(help="Port of it (bootstrap server, KVT, MoRIIO); default: the protocol's."),
     ] = None,
-    notify_port: Annotated[int | None, typer.Option(help="MoRIIO's second port.")] = None,
+    notify_port: Annotated[
+        int | None, typer.Option(help="Port for MoRIIO's notices; default: the protocol's.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="Name of its model, if its /v1/models needs a key.")
     ] = "",
     ca_file: Annotated[
         str | None,
-        typer.Option(help="PEM file of the authorities of its certificate; the system's."),
+        typer.Option(
+            help="PEM file with the authorities of its certificate; default: the system's."
+        ),
     ] = None,
     insecure_skip_verify: Annotated[
         bool, typer.Option(help="Accept any certificate of it, also a forged one.")
@@ -48,16 +58,20 @@ def join(
         typer.Option(help="Where it publishes KV events, tcp://HOST:PORT, as Forwarders reach it."),
     ] = None,
     kv_replay: Annotated[
-        str | None, typer.Option(help="Where it replays them, tcp://HOST:PORT.")
+        str | None, typer.Option(help="Where it sends missed KV events again, tcp://HOST:PORT.")
     ] = None,
     namespace: Namespace = None,
     etcd_url: EtcdUrl = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     grace_s: Annotated[
-        float, typer.Option(min=0, help="Longest wait for the engine's requests at the end.")
+        float,
+        typer.Option(min=0, help="Longest wait at the end for the engine's requests, in seconds."),
     ] = 60.0,
     lease_ttl_s: Annotated[
-        float, typer.Option(min=2, help="The engine leaves after this if this process is killed.")
+        float,
+        typer.Option(
+            min=2, help="If this process is killed, the engine leaves after so many seconds."
+        ),
     ] = 10.0,
     health_interval_s: Annotated[
         float, typer.Option(min=0.05, help="Seconds between two checks of the engine.")
@@ -65,10 +79,8 @@ def join(
     bind_host: Annotated[
         str, typer.Option(help="Address of the status server (/health, /metrics).")
     ] = "127.0.0.1",
-    verbose: Annotated[bool, typer.Option(help="Log at level DEBUG.")] = False,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
-    ] = "text",
+    verbose: Verbose = False,
+    log_format: LogLines = "text",
 ) -> None:
     """Register a stock engine for Forwarders, and keep it registered while it is healthy.
 

@@ -1,12 +1,9 @@
-"""Runs a command's work on the etcd of a graph."""
+"""Runs a command's work on the etcd of a graph. What it needs is imported when it runs."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
-
-from dynamo_lite.cli.listing import Place, find_place, open_store
-from dynamo_lite.runtime.etcd.store import EtcdStore
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -15,10 +12,14 @@ def on_store(
     state_dir: Path,
     etcd_url: str | None,
     namespace: str | None,
-    work: Callable[[EtcdStore, Place], Awaitable[T]],
+    work: Callable[[Any, Any], Awaitable[T]],
 ) -> T:
-    """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError, and what it
-    raises."""
+    """Runs `work(store, place)`: an EtcdStore, and the `listing.Place` that it is of.
+
+    Raises StartupError, Unavailable, ConfigError, and what `work` raises.
+    """
+    from dynamo_lite.cli.listing import find_place, open_store
+
     place = find_place(state_dir, etcd_url, namespace)
 
     async def run() -> T:

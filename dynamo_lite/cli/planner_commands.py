@@ -1,21 +1,22 @@
 """`dynamo-lite planner`: what the planner does, and an operator's orders to it."""
 
 import json
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     EtcdUrl,
+    Json,
     Namespace,
     NatsUrl,
     SecretFile,
     StateDir,
+    Targets,
 )
-from dynamo_lite.cli.exits import EXIT_FAILED, interruptible
+from dynamo_lite.cli.exits import EXIT_FAILED
+from dynamo_lite.cli.on_store import on_store
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,9 +37,6 @@ app = typer.Typer(
     need it: it is that of the graph that runs on --state-dir, or --secret-file.
     """,
 )
-
-T = TypeVar("T")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("status")
@@ -61,7 +59,7 @@ def status(
     async def look(store: Any, place: Any) -> Any:
         return await planner.look(store, place, find_seals(state_dir, place, secret_file))
 
-    seen = _on_store(state_dir, etcd_url, namespace, look)
+    seen = on_store(state_dir, etcd_url, namespace, look)
     print(
         json.dumps(planner_view.as_json(seen), indent=2) if as_json else planner_view.as_text(seen)
     )
@@ -71,7 +69,7 @@ def status(
 
 @app.command("explain")
 def explain(
-    last: Annotated[int, typer.Option(min=1, max=500, help="Number of decisions.")] = 10,
+    last: Annotated[int, typer.Option(min=1, max=500, help="How many decisions to show.")] = 10,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
     secret_file: SecretFile = None,
@@ -92,7 +90,7 @@ def explain(
     async def ask(store: Any, place: Any) -> Any:
         return await planner.explain(store, place, broker, last)
 
-    report = _on_store(state_dir, etcd_url, namespace, ask)
+    report = on_store(state_dir, etcd_url, namespace, ask)
     print(
         json.dumps(planner_view.report_as_json(report), indent=2)
         if as_json
@@ -102,7 +100,7 @@ def explain(
 
 @app.command("pause")
 def pause(
-    reason: Annotated[str, typer.Option(help="Shown by `status`.")] = "",
+    reason: Annotated[str, typer.Option(help="Why; `planner status` shows it.")] = "",
     etcd_url: EtcdUrl = None,
     secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
@@ -115,7 +113,7 @@ def pause(
     async def write(store: Any, place: Any) -> None:
         await planner.pause(store, place, reason, find_seals(state_dir, place, secret_file))
 
-    _on_store(state_dir, etcd_url, namespace, write)
+    on_store(state_dir, etcd_url, namespace, write)
     print("paused; `dynamo-lite planner resume` goes on")
 
 
@@ -131,15 +129,13 @@ def resume(
     async def write(store: Any, place: Any) -> bool:
         return await planner.resume(store, place)
 
-    was = _on_store(state_dir, etcd_url, namespace, write)
+    was = on_store(state_dir, etcd_url, namespace, write)
     print("resumed" if was else "it was not paused")
 
 
 @app.command("set")
 def set_(
-    targets: Annotated[
-        list[str], typer.Argument(metavar="COMPONENT=N...", help="For example VllmWorker=3.")
-    ],
+    targets: Targets,
     etcd_url: EtcdUrl = None,
     secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
@@ -165,7 +161,7 @@ def set_(
         seals = find_seals(state_dir, place, secret_file)
         return await planner.set_counts(store, place, wanted, seals)
 
-    record = _on_store(state_dir, etcd_url, namespace, write)
+    record = on_store(state_dir, etcd_url, namespace, write)
     numbers = ", ".join(f"{component}={number}" for component, number in record.manual.items())
     print(f"set: {numbers}  (version {record.version} by {record.by})")
 
@@ -195,22 +191,9 @@ def unset(
         seals = find_seals(state_dir, place, secret_file)
         return await planner.unset_counts(store, place, components or [], seals)
 
-    record, gone = _on_store(state_dir, etcd_url, namespace, write)
+    record, gone = on_store(state_dir, etcd_url, namespace, write)
     if not gone:
         print("no number is set")
         return
     numbers = ", ".join(f"{component}={number}" for component, number in gone.items())
     print(f"unset: {numbers}  (version {record.version} by {record.by})")
-
-
-def _on_store(
-    state_dir: Path,
-    etcd_url: str | None,
-    namespace: str | None,
-    work: Callable[[Any, Any], Awaitable[T]],
-) -> T:
-    """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError."""
-    from dynamo_lite.cli.on_store import on_store
-
-    with interruptible("interrupted"):
-        return on_store(state_dir, etcd_url, namespace, work)

@@ -5,15 +5,15 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets
 from dynamo_lite.cli.exits import interruptible
 
 
 def scale(
-    targets: Annotated[
-        list[str], typer.Argument(metavar="COMPONENT=N...", help="For example VllmWorker=3.")
-    ],
-    force: Annotated[bool, typer.Option("--force", help="Also remove the last one.")] = False,
+    targets: Targets,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also remove the last worker of a component.")
+    ] = False,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return when the orders are given.")
     ] = False,

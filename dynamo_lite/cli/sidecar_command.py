@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dynamo_lite.cli.arguments import LogLines, Verbose
 from dynamo_lite.cli.llmd_flags import LlmdFlags, parse
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.process.logs import LogFormat
 
 _DECODE = "http://127.0.0.1:8200"
 #: Those of `forward/sidecar_options.py`, which takes too long to import for other commands.
@@ -68,11 +68,20 @@ def sidecar(
         ),
     ] = "decode-only",
     prefill_timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Of a whole prefill leg.", rich_help_panel=_ENGINES)
+        float,
+        typer.Option(
+            min=0.001,
+            help="Longest time of a whole prefill leg, in seconds.",
+            rich_help_panel=_ENGINES,
+        ),
     ] = 120.0,
     idle_timeout_s: Annotated[
         float,
-        typer.Option(min=0.001, help="Without any byte of an answer.", rich_help_panel=_ENGINES),
+        typer.Option(
+            min=0.001,
+            help="Longest time without a byte of an answer, in seconds.",
+            rich_help_panel=_ENGINES,
+        ),
     ] = 600.0,
     transfer_port: Annotated[
         int | None,
@@ -116,17 +125,17 @@ def sidecar(
             rich_help_panel=_TLS,
         ),
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 << 20,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body of a request, in bytes.")
+    ] = 32 << 20,
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the own metrics; 0: none.")
     ] = 0,
     grace_s: Annotated[
-        float, typer.Option(min=0, help="How long open answers may take after SIGTERM.")
+        float, typer.Option(min=0, help="How many seconds open answers may take after SIGTERM.")
     ] = 30.0,
-    verbose: Annotated[bool, typer.Option(help="Log at level DEBUG.")] = False,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
-    ] = "text",
+    verbose: Verbose = False,
+    log_format: LogLines = "text",
 ) -> None:
     """Stand beside one stock decode engine, and hand prompts to prefill engines.
 

@@ -5,30 +5,32 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, DryRun, StateDir
 from dynamo_lite.cli.exits import EXIT_CUT_OFF, interruptible
 from dynamo_lite.protocol.errors import ConfigError
 
 
 def switch(
     giver: Annotated[
-        str, typer.Argument(metavar="FROM", help="The role that gives a worker: VllmWorker ...")
+        str, typer.Argument(metavar="FROM", help="The role that loses a worker, e.g. VllmWorker.")
     ],
     taker: Annotated[
-        str, typer.Argument(metavar="TO", help="... and the one that gets it: PrefillWorker.")
+        str, typer.Argument(metavar="TO", help="The role that gets one, e.g. PrefillWorker.")
     ],
     lease: Annotated[
         str,
         typer.Argument(
-            metavar="LEASE", help="The worker, as in `dynamo-lite ps`; default: the cheapest."
+            metavar="LEASE",
+            help="The worker's lease, see `dynamo-lite ps`; default: the cheapest one's.",
         ),
     ] = "",
     number: Annotated[
-        int, typer.Option("-n", "--number", min=1, max=1000, help="How many, one by one.")
+        int,
+        typer.Option(
+            "-n", "--number", min=1, max=1000, help="How many workers, one after another."
+        ),
     ] = 1,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the choice and all costs.")
-    ] = False,
+    dry_run: DryRun = False,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return when the order is given.")
     ] = False,

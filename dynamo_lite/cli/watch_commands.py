@@ -8,6 +8,7 @@ import typer
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     EtcdUrl,
+    Json,
     Namespace,
     NatsUrl,
     SecretFile,
@@ -29,7 +30,7 @@ def explain(
     secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Explain why a prompt was prefilled locally or by a prefill worker, and the outcome.
 

@@ -27,7 +27,7 @@ def components_prefix(namespace: str) -> str:
 
 
 def endpoint_prefix(namespace: str, component: str, endpoint: str) -> str:
-    return f"{namespace}/components/{component}/{endpoint}:"
+    return f"{components_prefix(namespace)}{component}/{endpoint}:"
 
 
 def endpoint_key(namespace: str, component: str, endpoint: str, lease_id: int) -> str:
@@ -89,7 +89,7 @@ def kv_subject(namespace: str, component: str) -> str:
 
 def kv_snapshot_subject(namespace: str, component: str, lease_id: int) -> str:
     """Snapshot requests to one instance: all prefixes that it holds."""
-    return f"{namespace}_kv.{component}.{lease_id:x}.snapshot"
+    return f"{kv_subject(namespace, component)}.{lease_id:x}.snapshot"
 
 
 def fates_subject(namespace: str, router_lease_id: int) -> str:
@@ -120,7 +120,7 @@ def prefill_stream(namespace: str) -> str:
 
 
 def prefill_jobs_subject(namespace: str) -> str:
-    return f"{namespace}_prefill_queue.jobs"
+    return f"{prefill_stream(namespace)}.jobs"
 
 
 def demand_subject(namespace: str) -> str:

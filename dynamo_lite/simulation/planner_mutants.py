@@ -1,5 +1,6 @@
 """Planners that lack one of their safeguards. The simulation must detect each."""
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class ActsInDryRun(Shipped):
         return kind(config, spec, connector)
 
 
-class _Sees(Planner):
+class _Sees(Planner, abc.ABC):
     """A planner with wrong facts about its workers."""
 
     def _seen(self, observed: Observed, number: Counted | None) -> Seen:
@@ -108,8 +109,9 @@ class _Sees(Planner):
         roles = {role: self._other(one) for role, one in seen.roles.items()}
         return dataclasses.replace(seen, roles=roles)
 
+    @abc.abstractmethod
     def _other(self, one: RoleSeen) -> RoleSeen:
-        raise NotImplementedError
+        """What it sees instead."""
 
 
 class _SeesNoDraining(_Sees):

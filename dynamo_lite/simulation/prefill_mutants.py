@@ -1,5 +1,6 @@
 """Prefill workers without one of their safeguards, which the simulation must detect."""
 
+import abc
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -40,7 +41,7 @@ class _Mutant(Shipped):
         return self.kind(config, spec, parts)
 
 
-class _PullsOtherwise(Shipped):
+class _PullsOtherwise(Shipped, abc.ABC):
     """Something happens to each job that its prefill workers pull."""
 
     @contextlib.asynccontextmanager
@@ -57,9 +58,9 @@ class _PullsOtherwise(Shipped):
             queue.pull = pull_otherwise
             yield queue
 
+    @abc.abstractmethod
     async def _pulled(self, job: Job) -> Job | None:
-        """What the worker gets."""
-        raise NotImplementedError
+        """What the worker gets; None: nothing."""
 
 
 class AckOnDequeue(_PullsOtherwise):
