@@ -28,14 +28,16 @@ from dynamo_lite.serve.run_state import write_private
 NAMESPACE, ENGINE = "t", "e1"
 
 
-async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> None:
-    """Returns when `condition` is true; it may be a coroutine function. Raises TimeoutError after
-    `within_s` seconds of the event loop, which are virtual in a virtual loop."""
+async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> Any:
+    """Returns what `condition` gave once that is true; it may be a coroutine function. Raises
+    TimeoutError after `within_s` seconds of the event loop, which are virtual in a virtual loop."""
     async with asyncio.timeout(within_s):
         while True:
             value = condition()
-            if await value if inspect.isawaitable(value) else value:
-                return
+            if inspect.isawaitable(value):
+                value = await value
+            if value:
+                return value
             await asyncio.sleep(0.002)
 
 

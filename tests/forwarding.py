@@ -1,6 +1,5 @@
 """A Forwarder's server in front of scripted engines, in one process."""
 
-import asyncio
 import itertools
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ from dynamo_lite.policy.known_blocks import KnownBlocks
 from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.services.forward_kv import kv_events
+from tests.builders import eventually
 from tests.external import Certificates
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
 
@@ -179,8 +179,6 @@ async def rig(
         await made.check()
         yield made
         assert fleet.violations == []
-        async with asyncio.timeout(5):
-            while any(leg.ended is None for leg in fleet.legs):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: all(leg.ended is not None for leg in fleet.legs), 5)
         assert forwarding.stats.in_flight == 0
         assert [(e.legs, e.waiting_tokens) for e in engines.all] == [(0, 0)] * len(engines.all)

@@ -18,6 +18,7 @@ from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.forwarder import Forwarder
 from dynamo_lite.services.joined_engine import COMPONENTS, JoinedEngine, JoinOptions
+from tests.builders import eventually
 from tests.forwarding import COMPLETION
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
 
@@ -155,9 +156,11 @@ class Cluster:
 
     async def gone(self, component: str) -> None:
         """Returns when the component has no record."""
-        async with asyncio.timeout(PATIENCE_S):
-            while component in await self.records():
-                await asyncio.sleep(0.01)
+
+        async def looks_gone() -> bool:
+            return component not in await self.records()
+
+        await eventually(looks_gone, PATIENCE_S)
 
     async def ask(self, forwarder: Running, **fields: Any) -> tuple[int, Any]:
         url = f"{forwarder.ready['url']}/v1/completions"
@@ -174,18 +177,22 @@ class Cluster:
 
     async def shows(self, running: Running, line: str) -> None:
         """Returns once its metrics have this line."""
-        async with asyncio.timeout(PATIENCE_S):
-            while line not in (await self.metrics(running)).splitlines():
-                await asyncio.sleep(0.01)
+
+        async def shown() -> bool:
+            return line in (await self.metrics(running)).splitlines()
+
+        await eventually(shown, PATIENCE_S)
 
     async def healthy(
         self, running: Running, accept: Callable[[dict[str, Any]], Any]
     ) -> dict[str, Any]:
         """Its health, once it is as wanted."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not accept(found := await self.health(running)):
-                await asyncio.sleep(0.01)
-        return found
+
+        async def accepted() -> dict[str, Any] | None:
+            found = await self.health(running)
+            return found if accept(found) else None
+
+        return await eventually(accepted, PATIENCE_S)
 
     async def counts(self, running: Running, prefill: int, decode: int) -> dict[str, Any]:
         """Waits until this many engines are usable."""

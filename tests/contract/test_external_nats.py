@@ -17,6 +17,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.run_state import write_private
+from tests.builders import eventually
 from tests.external import LOGIN, PASSWORD, USERS, Certificates, nats, nats_tls, nats_url
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -201,8 +202,7 @@ async def test_a_spoilt_credentials_file_costs_no_more_than_the_connection(
                     await away.wait()
                     back.clear()
                     await server.restart()
-                    while error not in str(messaging.client.last_error):
-                        await asyncio.sleep(0.02)
+                    await eventually(lambda: error in str(messaging.client.last_error), 20)
                     write_private(creds, good)
                     await back.wait()
 

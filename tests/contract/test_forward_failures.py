@@ -22,6 +22,7 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.process.status import bind
+from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault, ScriptedEngine
 
@@ -45,9 +46,7 @@ async def warm(r: Rig) -> None:
 
 
 async def until(r: Rig, legs: int, engine: ScriptedEngine) -> None:
-    async with asyncio.timeout(5):
-        while len(engine.legs) < legs:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(engine.legs) >= legs, 5)
 
 
 @contextlib.asynccontextmanager
@@ -556,7 +555,7 @@ async def test_a_client_that_does_not_read_stops_the_engine():
             before = -1
             while before != sent or not sent:
                 before = sent
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.3)  # many times as long as the next piece takes
         assert sent < 2000  # 125 MiB; the kernel's buffers take a few
         writer.transport.abort()
         async with asyncio.timeout(5):

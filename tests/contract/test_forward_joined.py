@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.tls import server_context
-from tests.builders import endpoint_record, register
+from tests.builders import endpoint_record, eventually, register
 from tests.external import Certificates
 from tests.forwarding import TEXT
 from tests.joining import Cluster, Running, cluster
@@ -80,9 +80,7 @@ async def test_a_drained_engine_gets_nothing_new_and_finishes_what_is_open(c: Cl
     first.faults.append(Fault(hold=hold))
     first.load = (1, 0)
     asked = asyncio.create_task(c.ask(forwarder))
-    async with asyncio.timeout(10):
-        while not first.legs:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: first.legs)
     await c.join(second)
     await c.counts(forwarder, 0, 2)
     await joined.revoke()
@@ -111,9 +109,7 @@ async def test_a_staged_decode_leg_goes_elsewhere_when_its_engine_drains(c: Clus
     hold = asyncio.Event()
     prefill.faults.append(Fault(hold=hold))
     asked = asyncio.create_task(c.ask(forwarder))
-    async with asyncio.timeout(10):
-        while not prefill.legs:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: prefill.legs)
     second = await c.engine("decode")
     await c.join(second)
     await c.counts(forwarder, 1, 2)

@@ -1,6 +1,5 @@
 """A Forwarder that follows the KV events of stock engines, published by vLLM's own publisher."""
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from vllm.distributed.kv_events import (
 
 from dynamo_lite.policy.prompt_tokens import PromptTokens
 from dynamo_lite.serve.processes import free_port
+from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.kv_publishing import BLOCK, Publisher, publishing
 from tests.scripted import Leg
@@ -31,9 +31,7 @@ def tokenize(body: Any) -> list[int]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
+    await eventually(condition, 20)
 
 
 def held(r: Rig, text: str) -> dict[int, int]:
@@ -145,10 +143,13 @@ async def test_malformed_frames_are_dropped():
                 lora_name=None,
             )
             good = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[block]))
-            async with asyncio.timeout(20):
-                while not r.known.batches["applied"]:  # until the subscription is there
-                    await socket.send_multipart([b"", b"\0" * 8, good])
-                    await asyncio.sleep(0.01)
+
+            async def arrives() -> bool:
+                """Until the subscription is there nothing does."""
+                await socket.send_multipart([b"", b"\0" * 8, good])
+                return r.known is not None and r.known.batches["applied"] > 0
+
+            await until(arrives)
             rng = random.Random(1)
             for number in range(1, 50):
                 junk = rng.randbytes(rng.randrange(60))

@@ -13,6 +13,7 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.forwarding import decode_forward_explained
+from tests.builders import eventually
 from tests.forwarding import TEXT, rig
 from tests.scripted import Fault, Leg, ScriptedEngine
 
@@ -75,9 +76,7 @@ async def test_parallel_legs_do_not_wait_for_each_other(name: str):
         hold = asyncio.Event()
         r.prefill[0].faults.append(Fault(hold=hold))
         asked = asyncio.create_task(r.text())
-        async with asyncio.timeout(5):
-            while len(r.decode[0].legs) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(r.decode[0].legs) >= 2, 5)
         assert not asked.done()
         hold.set()
         assert await asked == TEXT
@@ -206,9 +205,7 @@ async def test_staged_choice_takes_the_decode_engine_after_the_prefill_leg():
             hold = asyncio.Event()
             r.prefill[0].faults.append(Fault(hold=hold))
             asked = asyncio.create_task(r.text())
-            async with asyncio.timeout(5):
-                while not r.prefill[0].legs:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda r=r: r.prefill[0].legs, 5)
             assert sum(leg == "decode" for leg, _ in r.placer.choices) == (when == "batch")
             hold.set()
             assert await asked == TEXT
@@ -242,15 +239,11 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
         r.decode[0].load = (3, 4)
         hold = asyncio.Event()
         async with r.monitor:
-            async with asyncio.timeout(5):
-                while r.engines[1].other_requests != 7:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: r.engines[1].other_requests == 7, 5)
         for engine in r.decode:
             engine.faults.extend(Fault(hold=hold) for _ in range(2))
         asked = [asyncio.create_task(r.text()) for _ in range(4)]
-        async with asyncio.timeout(5):
-            while sum(len(engine.legs) for engine in r.decode) < 4:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: sum(len(engine.legs) for engine in r.decode) >= 4, 5)
         assert [len(engine.legs) for engine in r.decode] == [0, 2, 2]
         hold.set()
         await asyncio.gather(*asked)

@@ -15,6 +15,7 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.services.sidecar import Sidecar
+from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT
 from tests.scripted import HANDOVERS, Fault, Fleet, ScriptedEngine
@@ -53,6 +54,12 @@ class Beside:
     async def get(self, path: str, rank: int = 0) -> tuple[int, Any]:
         async with self.session.get(f"{self.urls[rank]}{path}") as answer:
             return answer.status, await answer.json(content_type=None)
+
+    async def until(self, path: str, status: int, rank: int = 0) -> None:
+        async def answered() -> bool:
+            return (await self.get(path, rank))[0] == status
+
+        await eventually(answered)
 
 
 @asynccontextmanager
@@ -110,15 +117,11 @@ async def beside(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
         )
         b = Beside(fleet, made["prefill"], made["decode"], urls, session)
-        async with asyncio.timeout(10):
-            for rank in range(ranks):
-                while (await b.get("/ready", rank))[0] != 200:
-                    await asyncio.sleep(0.01)
+        for rank in range(ranks):
+            await b.until("/ready", 200, rank)
         yield b
         assert fleet.violations == []
-        async with asyncio.timeout(5):
-            while any(leg.ended is None for leg in fleet.legs):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: all(leg.ended is not None for leg in fleet.legs), 5)
 
 
 @pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
@@ -245,10 +248,12 @@ async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
     async with beside("mooncake") as b:
         assert await b.text(b.header()) == TEXT
         b.prefill[0].bootstrap_ids = {"0": {"engine_id": "another"}}
-        async with asyncio.timeout(10):
-            while b.decode[0].legs[-1].params["remote_engine_id"] != "another":
-                await asyncio.sleep(0.06)
-                await b.ask(b.header())
+
+        async def is_told() -> bool:
+            await b.ask(b.header())
+            return b.decode[0].legs[-1].params["remote_engine_id"] == "another"
+
+        await eventually(is_told)
         b.fleet.violations.clear()  # of the asks before the ids were read again
 
 
@@ -300,9 +305,7 @@ async def test_its_health_is_the_decode_engines():
     async with beside() as b:
         assert (await b.get("/health"))[0] == 200
         await b.decode[0].stop()
-        async with asyncio.timeout(10):
-            while (await b.get("/health"))[0] != 503:
-                await asyncio.sleep(0.01)
+        await b.until("/health", 503)
         _, facts = await b.get("/ready")
         assert b.decode[0].url.removeprefix("http://") in facts["checks"]["engine"]["detail"]
         assert (await b.get("/live"))[0] == 200

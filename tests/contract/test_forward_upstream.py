@@ -11,6 +11,7 @@ from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.nixl import PULL
 from dynamo_lite.forward.upstream import LegFailed, Upstream
+from tests.builders import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -354,8 +355,7 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
     async with world(goes_on, hangs, left_s=1.0) as w:
         draining = await w.upstream.open(w.engine, "GET", "/")
         hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
-        while len(w.requests) < 2:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: len(w.requests) >= 2)
         w.server.close()
         for _ in range(2):
             with pytest.raises(LegFailed) as refused:

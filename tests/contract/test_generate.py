@@ -487,8 +487,7 @@ async def test_a_connection_that_closes_ends_what_the_engine_is_accepting(
         else:  # malformed: disconnects in the turn of the event loop that reads both frames
             writer.write(frame(b"\xc1"))
         writer.close()
-        while remote.server.session("raw") is not None:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: remote.server.session("raw") is None)
         assert await remote.server.wait_idle(5)
     assert remote.engine.running == {} and remote.engine.aborted == ["a"]
     remote.engine.gate.set()

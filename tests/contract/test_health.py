@@ -118,9 +118,8 @@ class Graph:
             return await self.turned.get()
 
     async def dropped(self, reason: str, count: int) -> None:
-        async with asyncio.timeout(5):
-            while self.sample("dynamo_lite_beats_dropped_total", reason=reason) != count:
-                await asyncio.sleep(0.005)
+        name = "dynamo_lite_beats_dropped_total"
+        await eventually(lambda: self.sample(name, reason=reason) == count, 5)
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(name, labels)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.records import StockEngine
+from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import eventually
@@ -20,6 +20,15 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
     async with cluster(namespace, etcd_url, nats_url) as made:
         yield made
+
+
+async def registered(c: Cluster) -> EndpointRecord:
+    """The decode engine's record, once there is one."""
+
+    async def record() -> EndpointRecord | None:
+        return (await c.records()).get("DecodeEngine")
+
+    return await eventually(record)
 
 
 async def test_a_record_says_how_an_engine_is_used(c: Cluster):
@@ -91,10 +100,7 @@ async def test_an_unhealthy_engine_has_no_record_until_it_is_healthy_again(c: Cl
     health = await c.health(joined)
     assert health["ok"] is False and "/health answered 503" in health["checks"]["engine"]
     engine.healthy = True
-    async with asyncio.timeout(10):
-        while "DecodeEngine" not in await c.records():
-            await asyncio.sleep(0.01)
-    assert f"{(await c.records())['DecodeEngine'].lease_id:x}" == lease
+    assert f"{(await registered(c)).lease_id:x}" == lease
     # A record that went is no revoked lease: a revocation is still noticed.
     await joined.revoke()
     assert await joined.end() == 0
@@ -163,10 +169,7 @@ async def test_a_restarted_engine_with_another_model_says_so(c: Cluster):
     await c.gone("DecodeEngine")
     engine.model = "b"
     await engine.start()
-    async with asyncio.timeout(10):
-        while (record := (await c.records()).get("DecodeEngine")) is None:
-            await asyncio.sleep(0.01)
-    assert record.model == "b"
+    assert (await registered(c)).model == "b"
 
 
 async def test_an_outage_of_etcd_that_a_lease_survives_changes_nothing(

@@ -546,10 +546,11 @@ def jetstream(server: Server, namespace: str) -> JetStreamQueue:
 
 
 async def push_again(queue: PrefillQueue, payload: bytes) -> int:
-    """Pushes until the broker is back."""
+    """Pushes until the broker is back, with one id: a push whose answer was lost is no other."""
+    message_id = f"m{next(_ids)}"
     while True:
         try:
-            return await push(queue, payload)
+            return await queue.push(payload, message_id=message_id)
         except (BrokerUnavailable, PushAmbiguous):
             await asyncio.sleep(0.02)
 

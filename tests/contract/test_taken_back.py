@@ -94,9 +94,11 @@ class Scene:
         return (await self.decode.queue.depth()).total
 
     async def none_left(self) -> None:
-        async with asyncio.timeout(10):
-            while await self.jobs():
-                await asyncio.sleep(0.02)
+
+        async def none() -> bool:
+            return not await self.jobs()
+
+        await eventually(none)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 
+from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT
-from tests.process.command import run, serving
+from tests.process.command import Serving, run, serving
 from tests.process.joining import joining
 from tests.scripted import Fault, Fleet, ScriptedEngine, nixl
 
@@ -34,9 +35,8 @@ async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
             line = await asyncio.to_thread(graph.wait_line, "ready http")
             url = line.split()[1]
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            async with asyncio.timeout(20):
-                while (await _get(session, f"{url}/ready"))["ok"] is not True:
-                    await asyncio.sleep(0.05)
+            await _until_each_uses(len(engines), session, _metrics_pages(graph))
+            assert (await _get(session, f"{url}/ready"))["ok"] is True
             for _ in range(8):  # each on a connection of its own
                 async with session.post(
                     f"{url}/v1/completions", json=COMPLETION, headers={"connection": "close"}
@@ -49,9 +49,7 @@ async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
             draining = asyncio.Event()
             engines[1].faults.append(Fault(hold=draining))
             asked = asyncio.create_task(_stream(session, url))
-            async with asyncio.timeout(20):
-                while len(engines[1].legs) < 9:
-                    await asyncio.sleep(0.05)
+            await eventually(lambda: len(engines[1].legs) >= 9, 20)
             graph.signal(signal.SIGINT)
             await asyncio.to_thread(graph.wait_line, "draining")
             draining.set()
@@ -75,11 +73,8 @@ async def test_engines_join_every_process_of_a_shared_port(tmp_path: Path):
             assert (await _get(session, f"{url}/ready"))["ok"] is False
             with joining(engine, "--state-dir", str(tmp_path)) as process:
                 await process.joined()
-                processes = [graph.when(f"Forwarder-{n}", _is_ready) for n in (0, 1)]
-                pages = [f"{entry['status_url']}/metrics" for entry in processes]
-                async with asyncio.timeout(30):
-                    while not all([USABLE in await _text(session, page) for page in pages]):
-                        await asyncio.sleep(0.05)
+                pages = _metrics_pages(graph)
+                await _until_each_uses(1, session, pages)
                 async with asyncio.timeout(30):
                     # The kernel chooses a process for each connection.
                     while not all([ANSWERED in await _text(session, page) for page in pages]):
@@ -91,9 +86,11 @@ async def test_engines_join_every_process_of_a_shared_port(tmp_path: Path):
                             assert (await answer.json())["choices"][0]["text"] == TEXT
                 process.signal(signal.SIGTERM)
                 assert await process.ended() == 0
-            async with asyncio.timeout(20):
-                while any([USABLE in await _text(session, page) for page in pages]):
-                    await asyncio.sleep(0.05)
+
+            async def none_is_known() -> bool:
+                return not any([USABLE in await _text(session, page) for page in pages])
+
+            await eventually(none_is_known, 20)
         assert fleet.violations == []
 
 
@@ -103,6 +100,22 @@ ANSWERED = 'dynamo_lite_forward_answers_total{how="alone",reason="no_prefill_wor
 
 def _is_ready(entry: Mapping[str, Any]) -> bool:
     return entry["state"] == "ready"
+
+
+def _metrics_pages(graph: Serving) -> list[str]:
+    processes = [graph.when(f"Forwarder-{n}", _is_ready) for n in (0, 1)]
+    return [f"{entry['status_url']}/metrics" for entry in processes]
+
+
+async def _until_each_uses(engines: int, session: aiohttp.ClientSession, pages: list[str]) -> None:
+    """Each process finds and tries the engines by itself, and any may get the next request."""
+
+    async def uses(page: str) -> bool:
+        lines = (await _text(session, page)).splitlines()
+        return sum(line.startswith(USABLE) and line.endswith(" 1.0") for line in lines) == engines
+
+    for page in pages:
+        await eventually(lambda page=page: uses(page), 30)
 
 
 async def _text(session: aiohttp.ClientSession, url: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT
 from tests.process.command import ROOT, Serving, run
@@ -38,12 +39,11 @@ def sidecar(*arguments: str) -> Iterator[Serving]:
 
 
 async def ready(session: aiohttp.ClientSession, url: str) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            async with session.get(f"{url}/ready") as answer:
-                if answer.status == 200:
-                    return
-            await asyncio.sleep(0.05)
+    async def answers() -> bool:
+        async with session.get(f"{url}/ready") as answer:
+            return answer.status == 200
+
+    await eventually(answers, 20)
 
 
 async def engines(stack: AsyncExitStack) -> tuple[ScriptedEngine, ScriptedEngine]:
@@ -72,9 +72,7 @@ async def test_it_serves_and_drains():
             asked = asyncio.create_task(
                 session.post(f"{url}/v1/completions", json=body, headers=header)
             )
-            async with asyncio.timeout(20):
-                while len(decode.legs) < 2:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: len(decode.legs) >= 2, 20)
             running.signal(signal.SIGTERM)
             await asyncio.to_thread(running.wait_line, "draining")
             hold.set()
@@ -93,9 +91,7 @@ async def test_a_second_signal_ends_it_at_once():
             await ready(session, url)
             decode.faults.append(Fault(hold=asyncio.Event()))
             asked = asyncio.create_task(session.post(f"{url}/v1/completions", json=COMPLETION))
-            async with asyncio.timeout(20):
-                while not decode.legs:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: decode.legs, 20)
             running.signal(signal.SIGTERM)
             await asyncio.to_thread(running.wait_line, "draining")
             running.signal(signal.SIGTERM)
