@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -411,6 +413,37 @@ async def test_a_service_waits_until_the_server_has_its_subscription() -> None:
         async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
             async with messaging.serve("s", echo):
                 assert commands == [b"CONNECT", b"PING", b"SUB", b"PING"]
+
+
+async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_task() -> None:
+    """Otherwise each such attempt leaves a task that sends PINGs for ever."""
+    visits = 0
+    served = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal visits
+        visits += 1
+        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+                if 1 < visits < 4:
+                    linger = struct.pack("ii", 1, 0)  # closing sends RST
+                    raw = writer.get_extra_info("socket")
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    writer.transport.abort()
+                    return
+                if visits == 1 and served.is_set():
+                    break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            async with messaging.serve("s", echo):
+                served.set()
+                await eventually(lambda: visits == 4, 20)
+                await messaging.wait_connected(20)
 
 
 @pytest.mark.parametrize("how", ["request", "flush"])

@@ -13,6 +13,8 @@ It works around these faults of nats-py:
   PONG of a flush that was cancelled or had a timeout.
 - It keeps a subscription whose drain was cancelled or had a timeout, and subscribes again with
   the next connection (see `drop`).
+- It leaves the tasks of a connection that breaks while it sends the subscriptions again: their
+  PINGs go on, in the next connections, too.
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
@@ -163,6 +165,9 @@ class PersistentClient(Client):
             # `close` only cancels this task. On Python 3.11 a cancel that comes together
             # with a refused connection is lost, and it would retry for ever.
             raise asyncio.CancelledError
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:  # of a connection that broke before it was used
+                task.cancel()
         self._abort_transport()  # that of a server that accepted it and then sent nothing
         self._transport = transport = self._new_transport()
         timeout_s = self.options["connect_timeout"]
