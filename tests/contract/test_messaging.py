@@ -446,6 +446,17 @@ async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_t
                 await messaging.wait_connected(20)
 
 
+async def test_a_close_that_is_cancelled_leaves_no_task(nats_server: PrivateServer) -> None:
+    messaging = await NatsMessaging(nats_server.url).__aenter__()
+    with pytest.raises(NoResponders):  # starts the task of its inbox
+        await messaging.request("s", b"", timeout_s=5)
+    closing = asyncio.create_task(messaging.__aexit__())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+
+
 @pytest.mark.parametrize("how", ["request", "flush"])
 async def test_a_cancel_that_comes_with_the_answer_is_not_lost(
     nats_server: PrivateServer, how: str

@@ -14,7 +14,8 @@ It works around these faults of nats-py:
 - It keeps a subscription whose drain was cancelled or had a timeout, and subscribes again with
   the next connection (see `drop`).
 - It leaves the tasks of a connection that breaks while it sends the subscriptions again: their
-  PINGs go on, in the next connections, too.
+  PINGs go on, in the next connections, too. It leaves the tasks of its subscriptions when its
+  close is cancelled or has a timeout.
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
@@ -181,6 +182,8 @@ class PersistentClient(Client):
             await super().close()
         finally:
             self._abort_transport()
+            for subscription in list(self._subs.values()):  # of a close that was cut short
+                drop(subscription)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = status == Client.CLOSED
