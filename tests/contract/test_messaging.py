@@ -446,6 +446,37 @@ async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_t
                 await messaging.wait_connected(20)
 
 
+async def test_a_service_that_is_given_up_leaves_no_subscription_at_the_server() -> None:
+    """The UNSUB does not overtake the SUB, which waits until the server reads on."""
+    commands: list[bytes] = []
+    connections: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        writer.write(b'INFO {"max_payload": 8388608}\r\n')
+        while line := await reader.readline():
+            commands.append(line.split()[0][:5])  # a payload is a line, too
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, limit=16 << 20) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            client: Any = messaging.client
+            connections[0].transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+            for _ in range(4):
+                await messaging.publish("s", bytes(7 << 20))
+            await asyncio.sleep(0)  # the flusher begins, and waits until there is room
+            serving = asyncio.create_task(messaging.serve("s", echo).__aenter__())
+            await eventually(lambda: any(part.startswith(b"SUB") for part in client._pending))
+            serving.cancel()
+            await asyncio.wait([serving])
+            connections[0].transport.resume_reading()  # pyright: ignore[reportAttributeAccessIssue]
+            await eventually(lambda: {b"SUB", b"UNSUB"} <= set(commands))
+            assert commands.index(b"SUB") < commands.index(b"UNSUB")
+
+
 async def test_a_close_that_is_cancelled_leaves_no_task(nats_server: PrivateServer) -> None:
     messaging = await NatsMessaging(nats_server.url).__aenter__()
     with pytest.raises(NoResponders):  # starts the task of its inbox

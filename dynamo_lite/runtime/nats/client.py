@@ -24,6 +24,7 @@ It works around these faults of nats-py:
 """
 
 import asyncio
+import contextlib
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -208,8 +209,12 @@ def drop(subscription: Subscription) -> None:
         return
     subscription._closed = True
     subscription._stop_processing()
+    # Behind its SUB, which may still wait to be sent, perhaps with the next connection.
+    client._pending.append(command := unsub_cmd(sid, 0))
+    client._pending_data_size += len(command)
     if client.is_connected:
-        client._transport.write(unsub_cmd(sid, 0))
+        with contextlib.suppress(asyncio.QueueFull):  # then the flusher has enough to wake for
+            client._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
 
 def _cancels() -> tuple[asyncio.Task[Any], int]:
