@@ -216,7 +216,8 @@ class JetStreamQueue:
                 await self._ensure()
             except BrokerUnavailable as exc:
                 logger.warning("queue %s is unavailable, retrying: %s", self._topology.stream, exc)
-                self._missing.set()
+                if self._connection.connected:  # otherwise the reconnect sets it
+                    self._missing.set()
             except StartupError as exc:
                 logger.error("queue %s, retrying: %s", self._topology.stream, exc)
                 self._missing.set()

@@ -100,6 +100,7 @@ class Connection:
     async def open(self, timeout_s: float) -> None:
         """Connects and waits for the Welcome. Raises Unavailable or DeadlineExceeded."""
         loop = asyncio.get_running_loop()
+        welcomed = False
         try:
             host, port = parse_address(self._address)
             async with asyncio.timeout(timeout_s):
@@ -120,6 +121,7 @@ class Connection:
                 await asyncio.wait(
                     {self._welcomed, self.closed}, return_when=asyncio.FIRST_COMPLETED
                 )
+            welcomed = self._welcomed.done()
         except TimeoutError as exc:
             raise DeadlineExceeded(f"connecting to the worker at {self._address}", timeout_s) from (
                 exc
@@ -127,7 +129,7 @@ class Connection:
         except (OSError, ValueError, ProtocolError) as exc:  # ValueError: an impossible host name
             raise Unavailable(f"cannot reach the worker at {self._address}: {exc}") from exc
         finally:
-            if not self._welcomed.done():
+            if not welcomed:  # also when a cancel or the timeout comes together with the Welcome
                 self._connection.abort("no Welcome from the worker")
         if self.closed.done():
             raise Unavailable(f"the worker at {self._address} disconnected: {self.closed.result()}")

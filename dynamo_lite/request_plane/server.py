@@ -22,6 +22,7 @@ from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.own_certificate import OwnCertificate
 from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class GenerateServer:
                 _CLOSE_TIMEOUT_S,
             )
         await self._receiver.end()
+        await end_tasks(*self._aborts)
 
     @property
     def stream_address(self) -> str:

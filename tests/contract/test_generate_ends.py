@@ -7,8 +7,12 @@ from contextlib import AsyncExitStack
 import pytest
 
 from dynamo_lite.protocol.errors import Refused
-from tests.builders import generate_request
-from tests.contract.generating import Setup, open_setup, tokens
+from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.request_plane.framing import FrameConnection
+from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.builders import endpoint_record, generate_request
+from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -113,3 +117,24 @@ async def test_a_cut_fails_what_was_not_accepted_yet(opened: Open):
     setup.client.drop(setup.member, "nothing runs there")
     assert setup.outputs.lost == []
     await setup.client.submit(setup.member, generate_request("a"))
+
+
+async def test_a_cancel_that_comes_with_the_welcome_closes_the_connection():
+    """Nobody has the connection, so nobody else would close it."""
+    outputs = Outputs()
+    async with GenerateServer(MemoryMessaging(), FakeEngine()) as server:
+        member = endpoint_record(stream=server.stream_address)
+        link = Connection(member.transport, "front", outputs.on_deltas, outputs.on_lost)
+        opening = asyncio.create_task(link.open(5.0))
+        receive = link.frame_received
+
+        def receive_and_cancel(connection: FrameConnection, payload: bytes) -> None:
+            receive(connection, payload)
+            opening.cancel()
+
+        link.frame_received = receive_and_cancel
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        async with asyncio.timeout(5):
+            await asyncio.wait([link.closed])
+        assert link.closed.done()

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -411,6 +413,79 @@ async def test_a_service_waits_until_the_server_has_its_subscription() -> None:
         async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
             async with messaging.serve("s", echo):
                 assert commands == [b"CONNECT", b"PING", b"SUB", b"PING"]
+
+
+async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_task() -> None:
+    """Otherwise each such attempt leaves a task that sends PINGs for ever."""
+    visits = 0
+    served = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal visits
+        visits += 1
+        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+                if 1 < visits < 4:
+                    linger = struct.pack("ii", 1, 0)  # closing sends RST
+                    raw = writer.get_extra_info("socket")
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    writer.transport.abort()
+                    return
+                if visits == 1 and served.is_set():
+                    break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            async with messaging.serve("s", echo):
+                served.set()
+                await eventually(lambda: visits == 4, 20)
+                await messaging.wait_connected(20)
+
+
+async def test_a_service_that_is_given_up_leaves_no_subscription_at_the_server() -> None:
+    """The UNSUB does not overtake the SUB, which waits until the server reads on."""
+    commands: list[bytes] = []
+    connections: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        writer.write(b'INFO {"max_payload": 8388608}\r\n')
+        while line := await reader.readline():
+            commands.append(line.split()[0][:5])  # a payload is a line, too
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, limit=16 << 20) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            client: Any = messaging.client
+            connections[0].transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+            for _ in range(4):
+                await messaging.publish("s", bytes(7 << 20))
+            await asyncio.sleep(0)  # the flusher begins, and waits until there is room
+            serving = asyncio.create_task(messaging.serve("s", echo).__aenter__())
+            await eventually(lambda: any(part.startswith(b"SUB") for part in client._pending))
+            serving.cancel()
+            await asyncio.wait([serving])
+            connections[0].transport.resume_reading()  # pyright: ignore[reportAttributeAccessIssue]
+            await eventually(lambda: {b"SUB", b"UNSUB"} <= set(commands))
+            assert commands.index(b"SUB") < commands.index(b"UNSUB")
+
+
+async def test_a_close_that_is_cancelled_leaves_no_task(nats_server: PrivateServer) -> None:
+    messaging = await NatsMessaging(nats_server.url).__aenter__()
+    with pytest.raises(NoResponders):  # starts the task of its inbox
+        await messaging.request("s", b"", timeout_s=5)
+    closing = asyncio.create_task(messaging.__aexit__())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
 
 
 @pytest.mark.parametrize("how", ["request", "flush"])

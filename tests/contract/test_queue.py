@@ -602,6 +602,37 @@ async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
             assert await queue.pull(timeout_s=0.05) is None
 
 
+async def test_what_is_missing_is_looked_for_once_while_the_broker_is_away(
+    nats_server: PrivateServer, namespace: str, caplog: pytest.LogCaptureFixture
+):
+    """And again when it is back, not ten times a second until then."""
+    async with jetstream(nats_server, namespace) as queue:
+        await nats_server.kill()
+
+        async def state() -> str:
+            try:
+                await queue.depth()
+            except BrokerUnavailable as exc:
+                return str(exc)
+            return "back"
+
+        async def is_away() -> bool:
+            return "disconnected" in await state()
+
+        async def is_back() -> bool:
+            return await state() == "back"
+
+        await eventually(is_away)
+        queue.heard("another queue")
+        await eventually(lambda: "is unavailable" in caplog.text)
+        await asyncio.sleep(0.5)
+        assert caplog.text.count("is unavailable") == 1
+        await nats_server.restart()
+        await eventually(is_back)
+        await push(queue, b"a")
+        assert (await pull(queue)).payload == b"a"
+
+
 @pytest.mark.parametrize("end", ["ack", "nak", "term"])
 async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
     nats_server: PrivateServer, namespace: str, end: str

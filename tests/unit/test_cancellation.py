@@ -77,6 +77,7 @@ from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_e
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene, Twins
 from tests.unit.fake_workers import FakeWorkers
+from tests.unit.virtual import virtual
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -313,6 +314,22 @@ async def test_the_end_of_a_generate_server_whose_client_reads_nothing(cancel: C
         await cancel.owner(worker.server.__aexit__())
         await all_closed(net)
         client.kill()
+
+
+class _StuckEngine(FakeEngine):
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await asyncio.Event().wait()
+
+
+@virtual
+async def test_the_end_of_a_generate_server_whose_engine_never_aborts():
+    """Nothing is cancelled; the task that waits for the engine ends with the server."""
+    net, outputs = network(), Outputs()
+    async with GenerateServer(MemoryMessaging(), _StuckEngine()) as server:
+        member = endpoint_record(stream=server.stream_address)
+        async with RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost) as client:
+            await client.submit(member, generate_request("a"))
+    await all_closed(net)
 
 
 # The failover client, with the client of a Router

@@ -13,6 +13,9 @@ It works around these faults of nats-py:
   PONG of a flush that was cancelled or had a timeout.
 - It keeps a subscription whose drain was cancelled or had a timeout, and subscribes again with
   the next connection (see `drop`).
+- It leaves the tasks of a connection that breaks while it sends the subscriptions again: their
+  PINGs go on, in the next connections, too. It leaves the tasks of its subscriptions when its
+  close is cancelled or has a timeout.
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
@@ -21,6 +24,7 @@ It works around these faults of nats-py:
 """
 
 import asyncio
+import contextlib
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -163,6 +167,9 @@ class PersistentClient(Client):
             # `close` only cancels this task. On Python 3.11 a cancel that comes together
             # with a refused connection is lost, and it would retry for ever.
             raise asyncio.CancelledError
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:  # of a connection that broke before it was used
+                task.cancel()
         self._abort_transport()  # that of a server that accepted it and then sent nothing
         self._transport = transport = self._new_transport()
         timeout_s = self.options["connect_timeout"]
@@ -176,6 +183,8 @@ class PersistentClient(Client):
             await super().close()
         finally:
             self._abort_transport()
+            for subscription in list(self._subs.values()):  # of a close that was cut short
+                drop(subscription)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = status == Client.CLOSED
@@ -200,8 +209,12 @@ def drop(subscription: Subscription) -> None:
         return
     subscription._closed = True
     subscription._stop_processing()
+    # Behind its SUB, which may still wait to be sent, perhaps with the next connection.
+    client._pending.append(command := unsub_cmd(sid, 0))
+    client._pending_data_size += len(command)
     if client.is_connected:
-        client._transport.write(unsub_cmd(sid, 0))
+        with contextlib.suppress(asyncio.QueueFull):  # then the flusher has enough to wake for
+            client._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
 
 def _cancels() -> tuple[asyncio.Task[Any], int]:
