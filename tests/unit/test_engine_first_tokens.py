@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from dynamo_lite.disagg.counters import ENDED
 from dynamo_lite.engine.base import AttemptOutcome
-from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.permits import Permit
@@ -274,3 +274,18 @@ async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_
         prefill_rig.core.step(EngineCoreOutput("a1", [7]))
     assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))
     assert tokens.empty()
+
+
+async def test_a_refused_job_does_not_lose_who_has_left(prefill_rig: PrefillRig):
+    engine, target = prefill_rig.engine, engine_metadata(num_blocks=9)
+    engine.metadata = target
+    engine._checked[target.engine_id] = target, True
+    engine.forget(["e9"])
+    too_long = prefill_job(prompt_token_ids=[1] * MODEL.max_model_len)
+    with pytest.raises(Refused):
+        await engine.prefill(too_long, target, Permit(), asyncio.Queue[int]().put)
+    async with prefilling(prefill_rig):
+        [added] = prefill_rig.core.added
+        assert added.sampling_params.extra_args[KV_TRANSFER_PARAMS]["forget"] == ["e9"]
+    engine.forget(["e8"])
+    assert engine._left == ["e8"], "each engine is told once"

@@ -241,6 +241,23 @@ async def test_the_record_goes_when_the_engine_has_left(rig: Rig, ok: bool):
     await rig.gone("d2")
 
 
+async def test_the_record_of_an_engine_that_comes_back_during_a_test_stays(rig: Rig):
+    rig.engine.may_end.clear()
+    target = await rig.add("d1", 7)
+    before = asyncio.create_task(rig.peer_links.usable(target))
+    await eventually(lambda: rig.engine.tried == ["d1"])
+    old, rig.engine.may_end = rig.engine.may_end, asyncio.Event()
+    rig.engine.may_end.set()
+    rig.peer_links.forget_leases(frozenset({7}))
+    rig.engine.findings["d1"] = [IncompatiblePeer("d1", "broken")]
+    assert await rig.peer_links.usable(target) == "broken"
+    await rig.recorded("d1", ok=False)
+    old.set()
+    await before
+    await eventually(lambda: [t.get_name() for t in asyncio.all_tasks()].count("link d1") == 1)
+    assert rig.key("d1") in await rig.records()
+
+
 async def test_whoever_waits_for_an_engine_that_leaves_is_told(rig: Rig):
     rig.engine.may_end.clear()
     target = await rig.add("d1", 7)

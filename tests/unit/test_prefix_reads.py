@@ -444,6 +444,17 @@ def test_an_engine_that_is_forgotten_and_used_in_one_step_is_not_forgotten():
     assert step.targets == {"e1": b"e1's"} and step.forget == []
 
 
+def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left():
+    half = Half()
+    told_of(half, "a1")
+    job = half.job("a2")
+    change(job, forget=["e1"])
+    half.half.num_new_matched_tokens(job, 0)
+    half.half.request_finished(job)
+    assert half.step().forget == ["e1"]
+    assert told_of(half, "a3").targets == {"e1": b"e1's"}
+
+
 def test_they_are_told_again_when_one_of_them_does_not_know_the_engine():
     half = Half()
     half.half.metadata = SimpleNamespace(ranks=[None])  # type: ignore[assignment]

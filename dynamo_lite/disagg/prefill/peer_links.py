@@ -185,7 +185,9 @@ class PeerLinks:
         link.failure = link.failure or "the engine has left"
         link.tested.set()
         link.recorded.set()
-        await self._host.release(self._key(link))
+        # An engine whose worker came back meanwhile has a new link, with the record of that.
+        if link.target.engine_id not in self._links:
+            await self._host.release(self._key(link))
 
     async def _test(self, link: _PeerLink) -> LinkReport:
         target, outcome = link.target, "failed"

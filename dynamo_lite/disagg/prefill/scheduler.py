@@ -105,14 +105,12 @@ class PrefillScheduler:
         """
         if request.request_id in self._jobs or (params := self._arrive(request)) is None:
             return
-        del self._arrived[request.request_id]
+        self._leave_arrived(request, params)
         now, trace = self._now(), traced(request.trace_headers)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
             if trace is not None:
                 note_child(self.stats, "wait", trace, queued_at, now)
-        self._step.forget += params.forget
-        self._introductions.forget(params.forget)
         first = params.num_computed_tokens // params.block_size
         job = self._jobs[request.request_id] = RunningJob(
             params=params,
@@ -152,7 +150,7 @@ class PrefillScheduler:
         job = self._jobs.pop(request_id, None)
         if job is None:
             if (params := self._arrive(request)) is not None:  # stopped before its first step
-                del self._arrived[request_id]
+                self._leave_arrived(request, params)
                 self.stats.append(ENDED, [params.attempt, "abandoned", ""])
             return False
         if job.reading:
@@ -200,6 +198,12 @@ class PrefillScheduler:
         if params is None and (params := unpack(request, PrefillJobParams)) is not None:
             self._arrived[request.request_id] = params
         return params
+
+    def _leave_arrived(self, request: Prompt, params: PrefillJobParams) -> None:
+        """The job begins, or is stopped before: no other job names the engines to be forgotten."""
+        del self._arrived[request.request_id]
+        self._step.forget += params.forget
+        self._introductions.forget(params.forget)
 
     def _announce(self, step: PrefillStep, job: RunningJob) -> None:
         """Before the ranks' first read or write of the job: sends them its engine if needed."""

@@ -60,10 +60,10 @@ class VllmPrefillEngine(VllmEngine):
         if not known[1]:
             # Its blocks differ: they are converted when they are written, and cannot be read.
             job = msgspec.structs.replace(job, prefix_block_ids=[])
-        left, self._left = self._left, []
         sampled = self._samples(job)
         model = self.config.model_config
-        request = requests.prefill(job, target, left, permit, model, first_token=sampled)
+        request = requests.prefill(job, target, self._left, permit, model, first_token=sampled)
+        self._left = []  # not before: a refused job carries nothing to the engine
         with self._attempts.open(job.attempt) as attempt:
             await self._add(request)
             if sampled and (token := await attempt.first_token()) is not None:
