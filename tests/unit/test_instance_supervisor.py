@@ -1,4 +1,4 @@
-"""What keeps processes running when they cannot be spawned for a while."""
+"""What keeps processes and servers running when they cannot be spawned for a while."""
 
 import asyncio
 import errno
@@ -14,6 +14,7 @@ from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve import instance_supervisor
 from dynamo_lite.serve.child_process import ChildProcess, Launch
+from dynamo_lite.serve.embedded import _EmbeddedServer
 from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress
@@ -112,3 +113,27 @@ async def test_why_a_process_cannot_be_spawned(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StartupError, match=r"Back-0: cannot start its process: .*Too many open"):
         async with ChildProcess(launch_in(tmp_path)):
             pytest.fail("it has no pipe")
+
+
+async def test_a_server_that_cannot_be_spawned_is_tried_again_by_its_owner(tmp_path: Path):
+    """`ServerSupervisor` tries again after a StartupError, and ends the graph for any other."""
+    server = Sleeper(tmp_path / "here")
+    async with server:
+        (tmp_path / "here").rename(tmp_path / "moved")
+        with pytest.raises(StartupError, match=r"sleeper: cannot start its process: .*No such"):
+            await server.restart()
+        (tmp_path / "moved").rename(tmp_path / "here")
+        await server.restart()
+        assert server.running
+
+
+class Sleeper(_EmbeddedServer):
+    """A server that is ready at once."""
+
+    name = "sleeper"
+
+    def _command(self) -> list[str]:
+        return ["sleep", "600"]
+
+    async def _is_ready(self) -> bool:
+        return True
