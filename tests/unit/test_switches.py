@@ -83,7 +83,7 @@ class World:
 
 def test_a_graph_whose_files_cannot_be_written_is_not_started():
     class Full(World):
-        def _keep(self, *_: Any) -> Any:
+        def _keep(self, launches: Any, number: int, devices: Any, first_start: Any = None) -> Any:
             raise OSError(28, "No space left on device", "plans/Frontend-0.json")
 
     with pytest.raises(StartupError, match=r"Frontend: its files cannot be written: .*plans/Front"):
