@@ -112,12 +112,21 @@ def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
 
 
 def _parse(data: bytes) -> Body:
+    if not _is_utf8(data):  # raw values are not checked for it
+        return _parse_leniently(data)
     try:
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as exc:
         raise MalformedBody(str(exc)) from exc
     except (msgspec.DecodeError, RecursionError):
         return _parse_leniently(data)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        return data.isascii() or data.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def _parse_leniently(data: bytes) -> Body:

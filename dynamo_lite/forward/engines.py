@@ -1,6 +1,7 @@
 """The engines behind a Forwarder: the state of each one, and which may take a leg."""
 
 import itertools
+import math
 import ssl
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -249,7 +250,8 @@ _LOAD = frozenset({*_RUNNING, *_WAITING, *_USAGE})
 
 
 def parse_load(page: str) -> EngineLoad | None:
-    """Reads an engine's Prometheus page; None without any of the metrics.
+    """Reads an engine's Prometheus page; None without any of the metrics. Values that are negative
+    or not finite are skipped.
 
     Only these lines are read: vLLM's page has hundreds of them, most of histograms.
     """
@@ -263,6 +265,8 @@ def parse_load(page: str) -> EngineLoad | None:
         try:
             value = float(line.rpartition(" ")[2])
         except ValueError:
+            continue
+        if not (math.isfinite(value) and value >= 0):
             continue
         found = True
         if name in _RUNNING:

@@ -5,10 +5,11 @@ disconnects. No web framework lies between a socket and the workflow.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -118,7 +119,7 @@ class ForwardServer:
         await self._web.shutdown(max(grace_s, _NO_GRACE_S))
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        client = HttpClient(request)
+        client = HttpClient(request, self._config.idle_timeout_s)
         try:
             await self._answer(request, client)
         except ClientGone:
@@ -225,10 +226,12 @@ async def _continue(request: web.BaseRequest) -> None:
 
 
 class HttpClient:
-    """The `Client` of one HTTP request."""
+    """The `Client` of one HTTP request. idle_s: a client that makes no room for so long is
+    disconnected, because the engine's leg is open meanwhile."""
 
-    def __init__(self, request: web.BaseRequest):
+    def __init__(self, request: web.BaseRequest, idle_s: float):
         self.started = False
+        self._idle_s = idle_s
         self.response: web.StreamResponse | None = None
         self._request = request
         self._chunked = False
@@ -254,10 +257,8 @@ class HttpClient:
         assert self.response is not None
         if not data:
             return
-        try:
+        async with self._waiting():
             await self.response.write(data)
-        except ConnectionError as exc:
-            raise ClientGone from exc
 
     def push(self, data: bytes) -> bool:
         """Writes directly to the socket. aiohttp's own path would be the largest part of a
@@ -269,16 +270,22 @@ class HttpClient:
         return transport.get_write_buffer_size() < _FULL_BYTES
 
     async def drained(self) -> None:
-        try:
+        async with self._waiting():
             await self._request.writer.drain()
-        except ConnectionError as exc:
-            raise ClientGone from exc
 
     async def finish(self) -> None:
         assert self.response is not None
-        try:
+        async with self._waiting():
             await self.response.write_eof()
-        except ConnectionError as exc:
+
+    @contextlib.asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._idle_s):
+                yield
+        except (ConnectionError, TimeoutError) as exc:
+            if self._request.transport is not None:
+                self._request.transport.abort()
             raise ClientGone from exc
 
     def abort(self) -> None:

@@ -139,7 +139,7 @@ class ForwarderConfig:
     connect_timeout_s: Seconds = 2.0
     #: Timeout of a whole prefill leg.
     prefill_timeout_s: Seconds = 120.0
-    #: Timeout without any byte of an answer.
+    #: Timeout without any byte of an answer, and of a client that reads none of it.
     idle_timeout_s: Seconds = 600.0
     #: Time between two checks of an engine's `/health`.
     health_interval_s: Seconds = 1.0

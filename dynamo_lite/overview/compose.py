@@ -50,6 +50,9 @@ WANTED = (
 #: Verdicts that involve a second engine.
 ELSEWHERE = ("remote", "disaggregated")
 
+#: Larger numbers in a process's facts are mistakes, and floats cannot have all of them.
+_LARGEST = 2**63
+
 #: Windows of rates and of latencies.
 RATE_S = 10.0
 LATENCY_S = 60.0
@@ -175,16 +178,16 @@ def _worker(
 
 def _kv_usage(facts: Mapping[str, Any], samples: Samples) -> float | None:
     reported = facts.get("kv_usage")
-    if isinstance(reported, int | float):
+    if isinstance(reported, int | float) and abs(reported) < _LARGEST:
         return min(max(float(reported), 0.0), 1.0)
     free, blocks = known(samples, FREE), known(samples, BLOCKS)
     return min(max(1 - free / blocks, 0.0), 1.0) if blocks and free is not None else None
 
 
 def _natural(facts: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these facts that is a non-negative integer; None without one."""
+    """The first of these facts that is a non-negative integer of 64 bits; None without one."""
     values = (facts.get(name) for name in names)
-    return next((v for v in values if isinstance(v, int) and v >= 0), None)
+    return next((v for v in values if isinstance(v, int) and 0 <= v < _LARGEST), None)
 
 
 def _most(latest: list[Samples], name: str) -> int | None:

@@ -143,5 +143,7 @@ def _writers(facts: Facts, asked_at: float) -> tuple[frozenset[int], float] | No
 
 def _number(facts: Facts, name: str) -> float | None:
     value = facts.get(name)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    return value if known else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # JSON has integers that no float can have.
+    return value if 0 <= value < 2**63 else None

@@ -15,6 +15,7 @@ _GROWING = ("_total", "_bucket", "_count", "_sum")
 def parse(text: str, wanted: tuple[str, ...]) -> dict[Key, float]:
     """The samples whose names start with one of `wanted`. Raises ValueError.
 
+    Left out are values that are not finite or beyond 64 bits: their sums could not be rounded.
     Other lines are skipped before parsing: vLLM's app has a thousand of them.
     """
     lines = [line for line in text.splitlines() if line.startswith(wanted)]
@@ -23,6 +24,7 @@ def parse(text: str, wanted: tuple[str, ...]) -> dict[Key, float]:
         (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
         for family in families
         for sample in family.samples
+        if abs(sample.value) < 2**63
     }
 
 

@@ -62,7 +62,10 @@ class ChildProcess:
         return self._process.pid if self._process else 0
 
     async def __aenter__(self) -> Self:
-        read_end, write_end = os.pipe()
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as exc:
+            raise self._cannot_start(exc) from exc
         try:
             self._reports = await _reader(read_end)
             with _output(self._launch.log_path) as log:
@@ -78,7 +81,7 @@ class ChildProcess:
                     preexec_fn=death_signal_hook(),
                 )
         except OSError as exc:
-            raise StartupError(f"{self._launch.name}: cannot start its process: {exc}") from exc
+            raise self._cannot_start(exc) from exc
         finally:
             os.close(write_end)
         return self
@@ -122,6 +125,9 @@ class ChildProcess:
         """SIGKILL to the whole process group."""
         if self._process is not None and self._process.returncode is None:
             signal_group(self._process.pid, signal.SIGKILL)
+
+    def _cannot_start(self, why: OSError) -> StartupError:
+        return StartupError(f"{self._launch.name}: cannot start its process: {why}")
 
     async def _read_reports(self, on_report: Callable[[dict[str, Any]], None]) -> None:
         if self._reports is None:

@@ -110,17 +110,14 @@ class _EmbeddedServer(ABC):
             raise StartupError(f"{self.name}: port {port} is in use; stop the process that has it")
 
     async def _start_once(self) -> bool:
-        """Returns True when it is ready, False when it has ended (for example: port in use)."""
-        with self.log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.directory,
-                start_new_session=True,
-                preexec_fn=death_signal_hook(signal.SIGKILL),  # ends a frozen one, too
-            )
+        """Returns True when it is ready, False when it has ended (for example: port in use).
+
+        Raises StartupError when it cannot be spawned or is not ready in time.
+        """
+        try:
+            self._process = await self._spawn()
+        except OSError as exc:
+            raise StartupError(f"{self.name}: cannot start its process: {exc}") from exc
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 while self._process.returncode is None:
@@ -132,6 +129,19 @@ class _EmbeddedServer(ABC):
             message = f"{self.name} was not ready within {_READY_TIMEOUT_S:g} s"
             raise StartupError(f"{message}; {self._log_tail()}") from exc
         return False
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        """Raises OSError, also when a file of its directory cannot be written."""
+        with self.log_path.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+                start_new_session=True,
+                preexec_fn=death_signal_hook(signal.SIGKILL),  # ends a frozen one, too
+            )
 
     async def _stop(self) -> None:
         process = self._process

@@ -36,7 +36,8 @@ class Keep(Protocol):
 class Fleet:
     """tiers: one service each, in drain order.
 
-    Raises StartupError when the devices do not suffice for the processes of the start.
+    Raises StartupError when the devices do not suffice for the processes of the start, or their
+    files cannot be written.
     """
 
     def __init__(self, tiers: Sequence[Launches], devices: Devices, keep: Keep):
@@ -50,7 +51,11 @@ class Fleet:
         for name, launches in self._launches.items():
             self._tiers[name] = []
             for number in range(launches.service.workers):
-                if self._enter(name, number) is None:
+                try:
+                    entered = self._enter(name, number)
+                except OSError as exc:
+                    raise StartupError(_unwritten(name, exc).reason) from exc
+                if entered is None:
                     raise StartupError(f"{name}: {self._no_device(name)}")
 
     def __iter__(self) -> Iterator[InstanceSupervisor]:

@@ -16,6 +16,8 @@ from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
 
 _LOG_TAIL_LINES = 12
+#: In place of an exit code, which is smaller.
+_NOT_SPAWNED = 1 << 16
 
 #: What happens when it cannot be started for the first time: the graph ends ("needed"), the graph
 #: goes on without it ("once"), or it is tried again.
@@ -89,8 +91,9 @@ class InstanceSupervisor:
     async def keep(self) -> None:
         """Runs until the instance exits with 0 or `stop` was called and it has ended.
 
-        If it ends before it was ready for the first time: raises StartupError if its first start
-        is "needed"; its state becomes "failed" if the first start is tried "once".
+        If it cannot be spawned or ends before it was ready for the first time: raises StartupError
+        if its first start is "needed"; its state becomes "failed" if the first start is tried
+        "once". Later it is spawned again in any case.
         """
         failures = 0
         failed = False
@@ -145,7 +148,18 @@ class InstanceSupervisor:
             self._child.kill()
 
     async def _run_once(self) -> int:
+        """Returns the exit code; `_NOT_SPAWNED` before another try. Raises StartupError."""
         self._error = ""
+        try:
+            return await self._run_child()
+        except StartupError as exc:
+            if not self.ready.is_set() and self._first_start != "again":
+                raise
+            # A file, memory or a process id may be missing for a while only.
+            self._error = str(exc)
+            return _NOT_SPAWNED
+
+    async def _run_child(self) -> int:
         async with ChildProcess(self.launch) as child:
             self._child = child
             self.state.pid = child.pid
@@ -161,15 +175,14 @@ class InstanceSupervisor:
                 self._child = None
 
     async def _pause(self, code: int, delay_s: float) -> None:
+        what = "not started" if code == _NOT_SPAWNED else f"ended ({exit_text(code)})"
         self.state.restarts += 1
         self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
         if not self.ready.is_set():
             self.state.error = self._error or exit_text(code)
         self._change("backoff")
         why = f": {self._error}" if self._error else ""
-        self._progress.line(
-            self.launch.name, f"ended ({exit_text(code)}){why}; restarting in {delay_s:g} s"
-        )
+        self._progress.line(self.launch.name, f"{what}{why}; restarting in {delay_s:g} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._stopping.wait()

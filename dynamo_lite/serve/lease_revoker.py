@@ -8,8 +8,9 @@ import asyncio
 import http.client
 import json
 import logging
-from typing import Any
+from typing import Any, cast
 
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import ServerAddress, host_port, parse_etcd_url
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class LeaseRevoker:
             try:
                 _revoke_at(self._address, host, port, lease_id, self._timeout_s)
                 return True
-            except (OSError, ValueError, http.client.HTTPException) as exc:
+            except (OSError, ValueError, ConfigError, http.client.HTTPException) as exc:
                 problems.append(f"{host_port(host, port)}: {exc or type(exc).__name__}")
         logger.warning(
             "lease %x was not revoked, it will expire: %s", lease_id, "; ".join(problems)
@@ -46,7 +47,8 @@ class LeaseRevoker:
 def _revoke_at(
     address: ServerAddress, host: str, port: int, lease_id: int, timeout_s: float
 ) -> None:
-    """Raises OSError, ValueError or HTTPException when the server does not revoke the lease."""
+    """Raises OSError, ValueError or HTTPException when the server does not revoke the lease, and
+    ConfigError when a file that the URL names cannot be read."""
     if address.tls is None:
         connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     else:
@@ -57,7 +59,9 @@ def _revoke_at(
         if address.user is not None:
             login = {"name": address.user, "password": address.password}
             answer = _post(connection, "/v3/auth/authenticate", login, headers)
-            headers["authorization"] = str(answer["token"])
+            if not isinstance(token := answer.get("token"), str):
+                raise ValueError("/v3/auth/authenticate: the answer has no token")
+            headers["authorization"] = token
         _post(connection, "/v3/lease/revoke", {"ID": str(lease_id)}, headers, missing_ok=True)
     finally:
         connection.close()
@@ -71,7 +75,7 @@ def _post(
     *,
     missing_ok: bool = False,
 ) -> dict[str, Any]:
-    """The JSON object of the answer. Raises ValueError for another status than 200."""
+    """The JSON object of the answer. Raises ValueError for another answer or status than 200."""
     connection.request("POST", path, json.dumps(body), headers)
     answer = connection.getresponse()
     data = answer.read()
@@ -79,4 +83,7 @@ def _post(
         return {}
     if answer.status != 200:
         raise ValueError(f"{path}: status {answer.status}")
-    return json.loads(data)
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: the answer is no JSON object")
+    return cast("dict[str, Any]", found)

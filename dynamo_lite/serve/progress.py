@@ -1,7 +1,9 @@
 """Progress of `dynamo-lite serve` on the terminal: one line per event, with seconds."""
 
+import os
 import sys
 import time
+from typing import TextIO
 
 
 class Progress:
@@ -12,7 +14,19 @@ class Progress:
 
     def line(self, name: str, text: str) -> None:
         elapsed = time.monotonic() - self._began
-        print(f"{elapsed:7.1f}s  {name:<16} {text}", file=sys.stderr, flush=True)
+        say(f"{elapsed:7.1f}s  {name:<16} {text}", sys.stderr)
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Prints a line. If nobody can read it any more (a closed terminal, or the end of a pipe), all
+    further output of the stream is dropped: the processes of a graph go on, or drain in order."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        # What is in the stream's buffer must have a place to go, or Python would exit with 120.
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def exit_text(code: int) -> str:

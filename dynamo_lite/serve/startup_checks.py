@@ -4,6 +4,7 @@ A failed check raises StartupError. Nothing has been started by then.
 """
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -204,8 +205,10 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
     if key not in verdicts:
         verdicts[key] = _ask_vllm(question)
         kept = dict(list(verdicts.items())[-_VERDICTS_KEPT:])
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_private(cache, msgspec.json.encode(kept))
+        # Without it only the next start takes longer.
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_private(cache, msgspec.json.encode(kept))
     services = {c.service.name: c.service for c in config.services}
     for mistake in verdicts[key]:
         section, name = mistake["section"], mistake["key"]

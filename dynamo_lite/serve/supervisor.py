@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 
 from dynamo_lite.policy.backoff import Backoff
@@ -14,7 +15,7 @@ from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
-from dynamo_lite.serve.progress import Progress
+from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunFile
 from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
 from dynamo_lite.serve.switches import RoleSwitch, Switches
@@ -236,10 +237,10 @@ class Supervisor:
             if not url:
                 continue
             model = instance.facts.get("model", "MODEL")
-            print(f"ready {url}", flush=True)
-            print(_example(url, model, needs_key=bool(instance.facts.get("asks_key"))), flush=True)
+            say(f"ready {url}", sys.stdout)
+            say(_example(url, model, needs_key=bool(instance.facts.get("asks_key"))), sys.stdout)
             return
-        print(f"ready {' '.join(self._fleet.names())}", flush=True)
+        say(f"ready {' '.join(self._fleet.names())}", sys.stdout)
 
     async def _until_stop(self) -> None:
         async def all_done() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -192,6 +193,20 @@ async def test_a_client_that_reads_slowly_gets_all_and_is_not_buffered(
         assert events == tokens
         # One read of the engine's socket beyond the limit at most.
         assert waiting < 1 << 20
+
+
+async def test_a_client_that_reads_nothing_does_not_keep_its_leg():
+    tokens = 4000
+    async with rig(idle_timeout_s=2.0) as r, asyncio.timeout(90):
+        r.decode[0].tokens = tokens
+        # Together more than what the buffers of both connections take.
+        r.decode[0]._text = lambda number: "x" * 10_000  # type: ignore[method-assign]
+        body = json.dumps({**COMPLETION, "max_tokens": tokens, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", int(r.url.rpartition(":")[2]))) as client:
+            client.sendall(post(body, f"Content-Length: {len(body)}"))
+            await eventually(lambda: r.decode[0].legs, 60)
+            await r.decode[0].legs[0].aborted.wait()
+        await eventually(lambda: r.forwarding.stats.gone == 1, 60)
 
 
 async def test_a_drain_finishes_what_is_open():

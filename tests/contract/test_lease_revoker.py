@@ -1,6 +1,7 @@
 """What the supervisor does about the lease of a process that died, on a real etcd."""
 
 import asyncio
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -62,6 +63,36 @@ async def test_a_member_that_is_away_is_passed_over(etcd_url: str):
         both = f"http://127.0.0.1:{port},{etcd_url.removeprefix('http://')}"
         assert await LeaseRevoker(both).revoke(lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"token": 1}', b"[]"])
+async def test_an_answer_that_is_not_of_etcd(answer: bytes, caplog: pytest.LogCaptureFixture):
+    """As of a proxy in its place."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(answer)
+        writer.write(head + answer)
+        writer.close()
+
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert not await LeaseRevoker(f"http://me:s3cret@127.0.0.1:{port}").revoke(0x1234)
+    (message,) = caplog.messages
+    assert message.startswith(f"lease 1234 was not revoked, it will expire: 127.0.0.1:{port}: /v3/")
+    assert "s3cret" not in message
+
+
+async def test_files_that_are_gone(
+    tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
+):
+    """The supervisor must outlive this: a certificate may be in the middle of its replacement."""
+    authority = tmp_path / "ca.pem"
+    shutil.copy(certificates.folder / "ca.pem", authority)
+    revoker = LeaseRevoker(f"https://127.0.0.1:1?ca={authority}")
+    authority.unlink()
+    assert not await revoker.revoke(0x1234)
+    assert f"ca={authority} cannot be read" in caplog.text
 
 
 async def test_an_etcd_that_stands_still_delays_the_restart_for_one_timeout(

@@ -1,11 +1,14 @@
 """What the supervisor promises about its processes, with stub components."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,15 @@ import pytest
 from dynamo_lite.protocol.names import components_prefix
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, group_members, serving
+from tests.process.command import (
+    PATIENCE_S,
+    ROOT,
+    STUB,
+    Serving,
+    eventually,
+    group_members,
+    serving,
+)
 
 
 def test_starts_tells_and_drains_in_order(tmp_path: Path):
@@ -110,6 +121,37 @@ def test_a_second_signal_forces(tmp_path: Path):
         graph.wait_line("draining")
         graph.signal(signal.SIGTERM)
         assert graph.end() == 130
+
+
+def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
+    """Its hangup is a stop signal, and each line that is printed after it fails."""
+    release = tmp_path / "release"
+    arguments = ["serve", STUB, "--state-dir", str(tmp_path), f"--Front.release={release}"]
+    terminal, ours = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dynamo_lite.cli.cli", *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=ours,
+        stderr=ours,
+        start_new_session=True,
+    )
+    os.close(ours)
+    try:
+        seen = b""
+        while b"ready http" not in seen:
+            seen += os.read(terminal, 4096)
+        os.close(terminal)
+        process.send_signal(signal.SIGHUP)
+        log = tmp_path / "logs" / "Front-0.log"
+        eventually(lambda: "drain began" in log.read_text(), "the drain begins")
+        release.touch()
+        assert process.wait(PATIENCE_S) == 0
+        assert "closed Front" in log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_a_drain_waits_for_what_runs(tmp_path: Path):

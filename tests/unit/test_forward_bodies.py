@@ -103,6 +103,19 @@ def test_no_object_is_malformed(data: bytes):
         bodies.read(COMPLETIONS, data)
 
 
+@pytest.mark.parametrize("field", [b'"n"', b'"stream"', b'"sampling_params"', b'"x"'])
+def test_nor_is_one_that_is_not_utf8(field: bytes):
+    """No matter where: whether a value is decoded here depends on its name."""
+    with pytest.raises(MalformedBody):
+        bodies.read(TOKENS, b'{"token_ids": [1], %b: {"vllm_xargs": "\xff"}}' % field)
+
+
+def test_integers_that_python_does_not_decode_are_left_to_the_engine():
+    data = b'{"sampling_params": {"n": %b}}' % (b"9" * 5000)
+    request = bodies.read(TOKENS, data)
+    assert request.sequences == 1 and request.data is data
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "alone", "batch", "sequences"),
     [

@@ -145,6 +145,13 @@ def test_load_is_read_of_vllm_and_sglang():
     assert parse_load("process_cpu_seconds_total 1\nvllm:num_requests_running x\n") is None
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e400", "-1"])
+def test_numbers_that_are_no_load_are_skipped(value: str):
+    page = f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
+    assert parse_load(page) is None
+    assert parse_load(f"{page}vllm:num_requests_waiting 2\n") == EngineLoad(2, 0.0, waiting=2)
+
+
 def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> Engine:
     options = EngineOptions(url="http://10.0.0.1:8000", role=role, **fields)
     return Engine(0, options, PROTOCOLS[protocol])

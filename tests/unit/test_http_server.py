@@ -51,6 +51,21 @@ async def serving(options: HttpOptions) -> AsyncIterator[str]:
             await server.stop(0.0)
 
 
+async def test_an_app_that_fails_to_start_is_an_error_and_not_the_end_of_the_process(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def failing(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no tokenizer"})
+
+    with bind("127.0.0.1", 0) as sock:
+        server = HttpServer(failing, sock)
+        with pytest.raises(StartupError, match="the HTTP app has failed to start"):
+            await server.start()
+        await server.stop(0.0)
+    assert "no tokenizer" in caplog.text
+
+
 class Issued:
     """Certificates of one authority, as files."""
 

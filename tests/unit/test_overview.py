@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dynamo_lite.overview.compose import WANTED, Seen, compose
+from dynamo_lite.overview.drains import GraphSeen
 from dynamo_lite.overview.history import History
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.samples import Samples, increases, known, parse, quantile, total
@@ -67,6 +68,28 @@ def test_only_what_is_wanted_is_read():
 def test_what_is_no_metric_is_refused(text: str):
     with pytest.raises(ValueError):
         parse(text, WANTED)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308", "1e19"])
+def test_values_that_cannot_be_summed_are_left_out(value: str):
+    """A process that tells such must not end the planner, which looks at all of them."""
+    name, history = "dynamo_lite_prefill_decisions_total", History(60.0)
+    page = f'{name}{{verdict="remote",reason="long"}} {value}\n'
+    for source in ("a", "b"):
+        history.add(0.0, {source: parse(page, (name,))})
+    assert view(history).decisions == []
+
+
+def test_impossible_facts_are_unknown():
+    huge, history = 10**400, History(60.0)
+    facts = {DECODE: {**READY, "running": huge, "waiting": -1, "kv_usage": huge}}
+    seen = next(w for w in view(history, facts=facts).workers if w.component == "VllmWorker")
+    assert (seen.running, seen.waiting, seen.kv_usage) == (None, None, None)
+    record = next(one for one in MEMBERS if one.lease_id == DECODE)
+    told = {DECODE: {"writers": ["1"], "writers_age_s": huge, "in_flight": huge}}
+    graph = GraphSeen(records={DECODE: record}, facts=told)
+    assert graph.writers(5.0) == {DECODE: None}
+    assert [one.in_flight for one in graph.workers("VllmWorker")] == [None]
 
 
 def test_a_counter_that_shrank_began_anew():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.errors import Refused, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.progress import Progress
@@ -79,6 +79,15 @@ class World:
         switch = self.switches.begin(worker.launch.service, worker.lease_id, to)
         worker.stop()
         return switch
+
+
+def test_a_graph_whose_files_cannot_be_written_is_not_started():
+    class Full(World):
+        def _keep(self, launches: Any, number: int, devices: Any, first_start: Any = None) -> Any:
+            raise OSError(28, "No space left on device", "plans/Frontend-0.json")
+
+    with pytest.raises(StartupError, match=r"Frontend: its files cannot be written: .*plans/Front"):
+        Full()
 
 
 def test_the_devices_pass_from_one_to_the_other_and_nobody_gets_them_in_between():

@@ -53,4 +53,12 @@ def plain(value: Any) -> Any:
     try:
         return msgspec.json.decode(value)
     except msgspec.DecodeError:
-        return json.loads(bytes(value))
+        return json.loads(bytes(value), parse_int=_integer)
+
+
+def _integer(digits: str) -> int | float:
+    """Infinity for more digits than Python decodes (4300)."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)

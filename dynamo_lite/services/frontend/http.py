@@ -148,7 +148,8 @@ class HttpServer(uvicorn.Server):
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Raises StartupError when the socket cannot listen or TLS cannot be set up."""
+        """Raises StartupError when the socket cannot listen, TLS cannot be set up, or the app's own
+        startup fails."""
         self.config.load()
         if (tls := self._options.tls) is not None:
             self.config.ssl = tls.context()
@@ -168,6 +169,10 @@ class HttpServer(uvicorn.Server):
             await self.lifespan.shutdown()
             await self._stack.aclose()
             raise StartupError(f"cannot listen on {url_of(self._sock)}: {exc.strerror}") from exc
+        except SystemExit as exc:
+            # uvicorn would end the process at once: the app's own startup has failed.
+            await self._stack.aclose()
+            raise StartupError("the HTTP app has failed to start; the log says why") from exc
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
     def disconnect(self, scope: Scope) -> None:

@@ -1,0 +1,139 @@
+"""What keeps processes and servers running when they cannot be spawned for a while."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve import instance_supervisor
+from dynamo_lite.serve.child_process import ChildProcess, Launch
+from dynamo_lite.serve.embedded import _EmbeddedServer
+from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from dynamo_lite.serve.progress import Progress
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+#: An exit code after it was ready, an exit code before, or why it cannot be spawned.
+Life = tuple[int, bool] | str
+
+
+class Children:
+    """Takes the place of `ChildProcess`."""
+
+    def __init__(self, *lives: Life):
+        self.left = list(lives)
+        self.pid = 1
+
+    def __call__(self, launch: Launch) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        if isinstance(self.left[0], str):
+            raise StartupError(str(self.left.pop(0)))
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | TracebackType | object) -> None: ...
+
+    async def run(self, on_report: Callable[[dict[str, Any]], None]) -> int:
+        life = self.left.pop(0)
+        assert not isinstance(life, str)
+        if life[1]:
+            on_report({"state": "ready"})
+        return life[0]
+
+
+def launch_in(folder: Path) -> Launch:
+    return Launch(
+        service="Back",
+        instance=0,
+        plan_path=folder / "plan.json",
+        log_path=folder / "logs" / "Back-0.log",
+        env=dict(os.environ),
+    )
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    async def kept(first_start: FirstStart, *lives: Life) -> InstanceSupervisor:
+        """Runs until it has left. All lives must have been lived."""
+        children = Children(*lives)
+        monkeypatch.setattr(instance_supervisor, "ChildProcess", children)
+        one = InstanceSupervisor(
+            launch_in(tmp_path),
+            Backoff(first_s=0.001),
+            LeaseRevoker("http://127.0.0.1:1"),
+            Progress(),
+            lambda: None,
+            first_start=first_start,
+        )
+        async with asyncio.timeout(10):
+            await one.keep()
+        assert children.left == []
+        return one
+
+    return kept
+
+
+@pytest.mark.parametrize("first_start", ["needed", "once", "again"])
+async def test_a_process_that_was_ready_is_spawned_until_that_succeeds(
+    keep: Any, first_start: FirstStart, capsys: pytest.CaptureFixture[str]
+):
+    """Its end and that of the whole graph would be worse than its absence."""
+    lives = [(1, True), "no log folder", "no log folder", (0, True)]
+    one = await keep(first_start, *lives)
+    assert (one.state.state, one.state.restarts, one.state.error) == ("stopped", 3, "")
+    assert capsys.readouterr().err.count("not started: no log folder; restarting in") == 2
+
+
+async def test_a_first_spawn_that_fails(keep: Any):
+    with pytest.raises(StartupError, match="no log folder"):
+        await keep("needed", "no log folder")
+    one = await keep("once", "no log folder")
+    assert (one.state.state, one.state.error) == ("failed", "no log folder")
+    assert (await keep("again", "no log folder", (0, True))).state.state == "stopped"
+
+
+async def test_why_a_process_cannot_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(StartupError, match=r"Back-0: cannot start its process: .*No such file"):
+        async with ChildProcess(launch_in(tmp_path)):
+            pytest.fail("its log has no folder")
+
+    def no_pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", no_pipe)
+    with pytest.raises(StartupError, match=r"Back-0: cannot start its process: .*Too many open"):
+        async with ChildProcess(launch_in(tmp_path)):
+            pytest.fail("it has no pipe")
+
+
+async def test_a_server_that_cannot_be_spawned_is_tried_again_by_its_owner(tmp_path: Path):
+    """`ServerSupervisor` tries again after a StartupError, and ends the graph for any other."""
+    server = Sleeper(tmp_path / "here")
+    async with server:
+        (tmp_path / "here").rename(tmp_path / "moved")
+        with pytest.raises(StartupError, match=r"sleeper: cannot start its process: .*No such"):
+            await server.restart()
+        (tmp_path / "moved").rename(tmp_path / "here")
+        await server.restart()
+        assert server.running
+
+
+class Sleeper(_EmbeddedServer):
+    """A server that is ready at once."""
+
+    name = "sleeper"
+
+    def _command(self) -> list[str]:
+        return ["sleep", "600"]
+
+    async def _is_ready(self) -> bool:
+        return True
