@@ -20,6 +20,8 @@ from tests.servers import PrivateServer
 _LOOPBACK = "127.0.0.1"
 #: An election of nats-server takes up to 9 s, and a new cluster may need two.
 _FORMED_S = 60.0
+#: JetStream's error code for a stream that does not exist.
+_NO_STREAM = 10059
 
 
 def nats_config(
@@ -145,8 +147,13 @@ class NatsCluster(Cluster[M]):
             answer = await self._ask("$JS.API.STREAM.CREATE.probe", config % len(self.members))
             return "error" not in answer
 
+        async def has_none() -> bool:
+            """Also when an earlier request was carried out and its answer lost."""
+            error = (await self._ask("$JS.API.STREAM.DELETE.probe")).get("error")
+            return error is None or (isinstance(error, dict) and error["err_code"] == _NO_STREAM)
+
         await eventually(takes_a_stream, _FORMED_S)
-        await eventually(lambda: self._ask("$JS.API.STREAM.DELETE.probe"))
+        await eventually(has_none, _FORMED_S)
 
     async def _ask(self, subject: str, payload: bytes = b"") -> dict[str, Any]:
         servers = [member.url for member in self.members.values() if member.answers]

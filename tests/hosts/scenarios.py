@@ -79,7 +79,13 @@ async def frontend_host_vanishes(stage: Stage) -> None:
     gone = stage.clients[0]
     host = gone.frontend.host
     ports = await _stream_ports(stage.rig)
-    assert all(worker.host.sends_to(host, port) for worker, port in ports)
+
+    async def connected() -> bool:
+        """A worker that is a member is connected to a moment later."""
+        await asyncio.sleep(_LOOK_S)
+        return all(worker.host.sends_to(host, port) for worker, port in ports)
+
+    await eventually(connected, _AGAIN_S)
     with stage.rig.unplugged(host):
         began = time.monotonic()
         await gone.leave()
@@ -171,7 +177,7 @@ async def nats_leader_killed(stage: Stage) -> None:
     member = stage.rig.nats.members[name]
     await member.kill()
     await stage.goes_on()
-    await asyncio.sleep(10)
+    await asyncio.sleep(10)  # longer than an election, so that it comes back to another leader
     member.start()
     await stage.rig.nats.current(names.prefill_stream("jobs"))
 
@@ -180,7 +186,7 @@ async def etcd_leader_killed(stage: Stage) -> None:
     member = stage.rig.etcd.members[await stage.rig.etcd.leader()]
     await member.kill()
     await stage.goes_on()
-    await asyncio.sleep(8)
+    await asyncio.sleep(8)  # longer than an election, so that it comes back to another leader
     member.start()
     await stage.rig.etcd.healthy()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import eventually
 from tests.joining import Cluster, cluster
 from tests.process.command import PATIENCE_S, ROOT, run
 from tests.process.joining import joining
@@ -93,10 +94,12 @@ async def test_a_lost_lease_is_followed_by_a_new_one(c: Cluster, etcd_server: Pr
     with joining(engine, *at(c, etcd_server.url)) as process:
         first = await process.joined()
         await etcd_server.kill()
-        async with asyncio.timeout(PATIENCE_S):
-            # Its status server ends with the run that lost its lease.
-            while await _answers(c, first["status"]):
-                await asyncio.sleep(0.05)
+
+        async def silent() -> bool:
+            return not await _answers(c, first["status"])
+
+        # Its status server ends with the run that lost its lease.
+        await eventually(silent, PATIENCE_S)
         await etcd_server.restart(wiped=True)
         second = await process.joined()
         assert second["lease"] != first["lease"]

@@ -113,10 +113,16 @@ def test_what_an_operator_sets_survives_kills_of_the_planner(tmp_path: Path):
 
 def test_of_two_planners_one_acts_and_the_other_takes_over(tmp_path: Path):
     with planned(tmp_path, "--Planner.ServiceArgs.workers=2") as graph:
-        status = graph.status()
+
+        def led() -> dict[str, Any] | None:
+            """A planner is ready before one is elected."""
+            status = graph.status()
+            leads = [p["lease"] for p in status["planners"] if p["leads"]]
+            return status if leads == [status["leader"]] else None
+
+        status = eventually(led, "one leads, and says so")
         leader = status["leader"]
         assert len(status["planners"]) == 2
-        assert [p["lease"] for p in status["planners"] if p["leads"]] == [leader]
         assert run("planner", "set", f"{D}=2", *graph.place).returncode == 0
         graph.until(1, 2)
         entry = next(p for p in graph.graph.processes().values() if p["lease"] == leader)

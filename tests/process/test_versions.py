@@ -15,6 +15,7 @@ import pytest
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.codec import WIRE_VERSION
+from tests.builders import eventually
 from tests.process.command import Serving, run, serving
 from tests.process.dispatcher import dispatching
 from tests.process.wheels import Installation, build, source
@@ -103,14 +104,13 @@ async def test_a_worker_of_the_release_before_joins_serves_and_leaves(
             assert "0.1.9" in listing.stdout and __version__ in listing.stdout
             async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
                 loads = [tasks.create_task(dispatcher.load()) for _ in range(8)]
-                while min(dispatcher.gave[lease] for lease in versions.values()) < 100:
-                    await asyncio.sleep(0.02)
+                gave = dispatcher.gave
+                await eventually(lambda: min(gave[one] for one in versions.values()) >= 100, 60)
                 other.signal(signal.SIGTERM)
                 assert await asyncio.to_thread(other.end) == 0
                 await roster.wait(lambda members: len(members) == 1, 10)
                 answers = dispatcher.answers
-                while dispatcher.answers < answers + 8:
-                    await asyncio.sleep(0.02)
+                await eventually(lambda: dispatcher.answers >= answers + 8, 60)
                 for load in loads:
                     load.cancel()
             assert not dispatcher.client.stats.moved
