@@ -7,8 +7,9 @@ budget of all roles is here:
 
 - More workers: needed in two ticks in a row, at least half a tick's time apart; at most half as
   many again, or four.
-- Fewer: needed in no tick of the whole down window, and the load was known all the time. One at a
-  time; of more than twenty workers five percent may drain together.
+- Fewer: needed in no tick of the whole down window, and the load was known all the time; while the
+  arrivals surely fall a part of the window is enough. One at a time; of more than twenty workers
+  five percent may drain together.
 - After a change, none in the other direction for the cooldown and for the time of a start.
 - All workers together stay within the budget, starting and draining ones included. When it is
   full, a role that is needed less gives one worker: it switches its role (`role_switch.py`), or
@@ -71,7 +72,9 @@ def plan(memory: Memory, seen: Seen, limits: PlannerOptions, now: float) -> tupl
         one = seen.roles[role]
         remembered = _noted(memory.role(role), one, needs[role], limits, now)
         wanted = seen.manual.get(role)
-        step = steps[role] = RoleStep(role, remembered, one, needs[role], limits, now)
+        step = steps[role] = RoleStep(
+            role, remembered, one, needs[role], limits, now, falls=memory.work.falls
+        )
         memories[role], wishes[role], plans[role] = (
             step.demand() if wanted is None else step.manual(wanted)
         )

@@ -1,7 +1,9 @@
 """How many workers of a role a load needs. Pure.
 
-Two numbers for each role: `up` keeps the workers below the share at which more are added, `down`
-below the lower share at which one may be removed. Between both nothing changes.
+`up` workers stay below the share at which more are added, `down` ones below the lower share at
+which one may be removed. Between both nothing changes. Where the arrivals are known, the distance
+between both also covers chance: `sure` workers are needed even if the load is only by chance as
+high as it looks, and more are added below these; `down` are enough even if it is by chance as low.
 """
 
 import math
@@ -15,8 +17,6 @@ from dynamo_lite.protocol.options import PlannerOptions
 
 #: A backlog is to be gone after the time of a start, but no faster than this.
 _SHORTEST_DRAIN_S = 10.0
-#: What is left after a start is to be gone in so long at least.
-_SHORTEST_QUEUE_S = 60.0
 #: See `_prefill_workers`.
 _SPARE = 0.5
 #: With one worker less, the time between tokens must stay below this share of its target.
@@ -31,6 +31,14 @@ class Need:
     down: int | None
     #: What they are needed for, as a sentence part.
     reason: str
+    #: No worker is added to these; None: `up`.
+    sure: int | None = None
+
+    def wanted(self, count: int) -> int | None:
+        """`up`, but not more than the present `count` if these could be enough."""
+        if self.up is None or self.sure is None or self.sure > count:
+            return self.up
+        return min(self.up, count)
 
 
 def fresh(datum: Datum | None, limits: PlannerOptions) -> float | None:
@@ -59,15 +67,17 @@ def prefill_need(
     backlog = fresh(load.backlog, limits)
     known = asked is not None and refused is not None and backlog is not None
     arriving = (asked or 0.0) + (refused or 0.0)
-    each, margin = work.prefill_tokens.value, 0.0
+    each, doubt, reserve, spare = work.prefill_tokens.value, 0.0, 0.0, 0.0
     if work.per_s is not None and each is not None:
+        doubt, reserve, spare = work.doubt * each, work.reserve * each, _SPARE
         expected = work.per_s * each
-        arriving = max(expected, arriving if refused else 0.0) * work.growth(start_s)
-        margin = work.margin * each
+        # More than chance explains is asked for while a backlog of decode workers drains.
+        measured = min(arriving, expected + work.margin * each) if refused else 0.0
+        arriving = max(expected, measured) * work.growth(start_s)
     elif known and arriving:
         arriving += trend.rise(start_s)
     if work.per_s is not None and rate:
-        extra = _late(backlog or 0.0, count * rate - arriving, start_s)
+        extra = _late(backlog or 0.0, count * rate - arriving, start_s, limits)
     else:
         extra = (backlog or 0.0) / max(start_s, _SHORTEST_DRAIN_S)
     demand = arriving + extra
@@ -78,10 +88,10 @@ def prefill_need(
             return Need(count + 1, None, "prompts find no room, and no rate is measured yet")
         return Need(None, None, "no rate of a prefill worker is measured yet")
     reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
-    spare = _SPARE if margin else 0.0
     up = _prefill_workers(demand / rate, limits.prefill_up_share, spare)
-    down = _prefill_workers((demand + margin) / rate, limits.down_share, spare) if known else None
-    return Need(up, down, reason)
+    sure = _prefill_workers(max(demand - doubt, 0.0) / rate, limits.prefill_up_share, spare)
+    down = _prefill_workers((demand + reserve) / rate, limits.down_share, spare) if known else None
+    return Need(up, down, reason, sure)
 
 
 def _prefill_workers(busy: float, share: float, spare: float) -> int:
@@ -93,10 +103,11 @@ def _prefill_workers(busy: float, share: float, spare: float) -> int:
     return max(_ceil(busy / share), _ceil(busy + spare * math.sqrt(busy)))
 
 
-def _late(waiting: float, spare_per_s: float, start_s: float) -> float:
-    """What waits, as a rate: only what the present workers leave until a new one could be there."""
+def _late(waiting: float, spare_per_s: float, start_s: float, limits: PlannerOptions) -> float:
+    """What waits, as a rate: only what the present workers leave until a new one could be there.
+    A worker that is added for it stays for the down window, so it may take as long."""
     left = waiting - max(spare_per_s, 0.0) * start_s
-    return max(left, 0.0) / max(start_s, _SHORTEST_QUEUE_S)
+    return max(left, 0.0) / (start_s + limits.down_window_s)
 
 
 def prefill_arrivals(load: PrefillLoad, limits: PlannerOptions) -> float | None:
@@ -122,16 +133,19 @@ def decode_need(
     count: decode workers now. itl: time between tokens by requests per worker. young: a worker is
     too young for the measured time between tokens. prefill_short: more prefill workers are needed,
     so blocks that wait for remote prefills are their lack and not that of decode workers. work:
-    what requests need; while that is known, those that wait are counted with their rate.
+    what requests need; while that is known, those that wait are counted with their rate, and the KV
+    in use adds no worker: it belongs to the arrivals, which the rate counts, or to a backlog that
+    the present workers will drain.
     """
     requests = decode_requests(load, limits)
     rate = _rate_need(load, limits, work, count, start_s)
     if rate is not None:
         load = replace(load, kv_waiting=Datum(0.0))
         running = fresh(load.running, limits)
+        kv = _kv_need(load, limits, prefill_short, 1.0)
         parts = [
             rate,
-            _kv_need(load, limits, prefill_short, 1.0),
+            kv if kv.up is None else replace(kv, up=0),
             _sequence_need(load, limits, running, 1.0),
         ]
     else:
@@ -156,12 +170,13 @@ def _rate_need(
     if work.per_s is None or each is None or one is None or queued is None:
         return None
     arriving = work.per_s * work.growth(start_s)
-    demand = (arriving + _late(queued, count * one / each - arriving, start_s)) * each
-    margin = work.margin * each
+    demand = (arriving + _late(queued, count * one / each - arriving, start_s, limits)) * each
+    share = limits.decode_up_share * one
     return Need(
-        _ceil(demand / (limits.decode_up_share * one)),
-        _ceil((demand + margin) / (limits.down_share * one)),
+        _ceil(demand / share),
+        _ceil((demand + work.reserve * each) / (limits.down_share * one)),
         f"{demand:.0f} output tokens/s at {one:.0f} for each worker",
+        _ceil(max(demand - work.doubt * each, 0.0) / share),
     )
 
 
@@ -236,7 +251,8 @@ def _most(parts: Sequence[Need]) -> Need:
     top = max(known, key=lambda part: part.up or 0)
     downs = [part.down for part in parts]
     down = None if None in downs else max(d for d in downs if d is not None)
-    return Need(top.up, down, top.reason)
+    sure = max(part.up or 0 if part.sure is None else part.sure for part in known)
+    return Need(top.up, down, top.reason, sure)
 
 
 def _ceil(value: float) -> int:

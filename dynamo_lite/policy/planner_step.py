@@ -19,6 +19,9 @@ from dynamo_lite.protocol.options import PlannerOptions
 UP_TICKS = 2
 #: A step up is at most this share of the present number, or `_FREE_STEP`.
 _UP_STEP, _FREE_STEP = 0.5, 4
+#: Share of the down window that counts while the arrivals surely fall: their trend is made of more
+#: ticks than the window has, so a load that only pauses does not look like that.
+_FALL_WINDOW = 0.25
 #: Of more workers than `_MANY`, this share may drain at a time.
 _MANY, _DRAIN_SHARE = 20, 0.05
 _UNDER_WAY = {
@@ -70,9 +73,13 @@ class RoleStep:
         need: Need,
         limits: PlannerOptions,
         now: float,
+        *,
+        falls: bool,
     ):
+        """falls: whether the arrivals surely fall."""
         self._role, self._memory, self._seen, self._need = role, memory, seen, need
         self._limits, self._now = limits, now
+        self._window_s = limits.down_window_s * (_FALL_WINDOW if falls else 1.0)
         self._least, self._most = bounds(limits, role)
 
     def manual(self, wanted: int) -> tuple[RoleMemory, Wish, RolePlan]:
@@ -97,7 +104,8 @@ class RoleStep:
     def demand(self) -> tuple[RoleMemory, Wish, RolePlan]:
         """Towards what the load needs."""
         seen, need, now = self._seen, self._need, self._now
-        wanted = None if need.up is None else min(max(need.up, self._least), self._most)
+        wanted = need.wanted(seen.count)
+        wanted = None if wanted is None else min(max(wanted, self._least), self._most)
         goal = max(self._least if wanted is None else wanted, self._least)
         below = seen.count < self._least
         memory = self._memory
@@ -145,7 +153,8 @@ class RoleStep:
         if memory.known_since is None or not memory.needs:
             state: State = "hold" if self._need.up is None else "observe"
             return Wish(), self._plan(state, wanted, reason)
-        floor = max(memory.needs[0][1], self._least)
+        lately = next((n for at, n in memory.needs if at > now - self._window_s), self._most)
+        floor = max(lately, self._least)
         if floor >= seen.count:
             gives = self._gives(memory)
             return Wish(gives=gives), self._plan("observe", wanted, reason)

@@ -24,6 +24,11 @@ _CHANCE = 3.0
 _ALPHA, _LEVEL_CHANCE, _SLOPE_CHANCE = 0.1, 0.4, 0.0034
 #: Standard deviations beyond which a difference counts.
 _SURE = 2.0
+#: Of the slope: beyond these the arrivals surely rise. Of the level: what may be chance then.
+_RISES, _RISING = 2.5, 1.0
+#: Of the slope: beyond these the arrivals surely fall. More than of a rise, because a worker that
+#: was removed too early takes a start to return.
+_FALLING = 4.0
 #: A slope says nothing of a time that is farther away, in seconds.
 _FARTHEST_S = 300.0
 
@@ -76,8 +81,10 @@ class Work:
         chance = math.sqrt(max(per_s, trend.level, 0.0) / _QUEUE_S)
         away = per_s - trend.level
         jump = 0 if abs(away) <= _CHANCE * chance else 1 if away > 0 else -1
-        if jump and jump == self.jump:
-            trend = replace(trend, level=per_s)
+        if jump:
+            # It is no trend: taken for one, it would be expected to go on.
+            level = per_s if jump == self.jump else trend.level
+            trend = replace(trend, level=level, slope=self.trend.slope)
         return replace(
             self,
             queued=(*kept, (now, queued)),
@@ -117,8 +124,28 @@ class Work:
 
     @property
     def margin(self) -> float:
-        """By how much the arrivals may be more than `per_s`, per second."""
+        """By how much the arrivals may be more or less than `per_s` by chance, per second."""
         return _SURE * _LEVEL_CHANCE * self.chance
+
+    @property
+    def doubt(self) -> float:
+        """How much of `per_s` may be chance, per second. Less while the arrivals surely rise: what
+        is chance now will be load soon, and a late order costs more."""
+        rises = self.trend.slope > _RISES * _SLOPE_CHANCE * self.chance
+        return _RISING * _LEVEL_CHANCE * self.chance if rises else self.margin
+
+    @property
+    def falls(self) -> bool:
+        """Whether the arrivals fall, and not only by chance."""
+        return self.per_s is not None and (
+            self.trend.slope < -_FALLING * _SLOPE_CHANCE * self.chance
+        )
+
+    @property
+    def reserve(self) -> float:
+        """By how much the arrivals may soon be more than `per_s`, per second. 0 while they fall,
+        because the fall outweighs chance."""
+        return 0.0 if self.falls else self.margin
 
     def growth(self, seconds: float) -> float:
         """Factor on the arrivals, in so many seconds; at least 1. Falls are not expected: the load

@@ -132,7 +132,7 @@ class PlannerOptions:
     #: A decode worker is added above this share of the KV blocks or of `max-num-seqs`.
     decode_up_share: Share = 0.85
     #: A worker is removed if the others would stay below this share.
-    down_share: Share = 0.7
+    down_share: Share = 0.75
     #: Decode workers are added until the median time between two tokens is at most this; 0: not
     #: considered.
     itl_target_s: Weight = 0.0

@@ -7,7 +7,9 @@ import pytest
 
 from dynamo_lite.policy.planner import plan
 from dynamo_lite.policy.planner_inputs import Datum, Role, RoleSeen, Seen
-from dynamo_lite.policy.planner_memory import Memory
+from dynamo_lite.policy.planner_memory import Memory, RoleMemory
+from dynamo_lite.policy.planner_needs import Need
+from dynamo_lite.policy.planner_step import RoleStep
 from dynamo_lite.policy.planner_work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -33,7 +35,7 @@ def test_a_jump_of_the_arrivals_is_believed_in_the_second_tick():
     assert works[59].per_s == pytest.approx(2.0)
     assert [works[i].per_s for i in (60, 61, 62)] == pytest.approx([5.0, 8.0, 8.0], abs=0.3)
     # It is a jump and no ramp.
-    assert works[63].growth(60.0) < 1.15
+    assert works[63].growth(60.0) == 1.0
 
 
 def test_a_ramp_is_extrapolated():
@@ -51,6 +53,36 @@ def test_chance_is_no_load(rate: float):
         assert max(high) < rate + 3.5 * (rate / 10) ** 0.5
         inside = sum(abs((one.per_s or 0) - rate) <= one.margin for one in works)
         assert inside > 0.8 * len(works)
+
+
+def test_what_surely_falls_needs_no_reserve():
+    works = arrivals([8.0] * 60 + [8.0 - 0.06 * tick for tick in range(60)])
+    assert not works[59].falls
+    assert works[59].reserve == works[59].margin > 0.5
+    assert works[-1].falls
+    assert works[-1].reserve == 0.0 < works[-1].margin
+    # What is not known does not fall.
+    assert not replace(works[-1], per_s=None).falls
+
+
+def test_less_of_a_load_that_surely_rises_may_be_chance():
+    works = arrivals([4.0] * 60 + [4.0 + 0.06 * tick for tick in range(60)])
+    assert works[59].doubt == works[59].margin
+    assert works[-1].doubt == pytest.approx(works[-1].margin / 2)
+
+
+@pytest.mark.parametrize("rate", [2.0, 8.0])
+def test_a_constant_load_does_not_fall(rate: float):
+    for seed in range(5):
+        assert not any(one.falls for one in arrivals([rate] * 400, seed=seed)[20:])
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_a_part_of_the_window_is_enough_while_the_arrivals_fall(falls: bool):
+    memory = RoleMemory(count=3, known_since=0.0, needs=((100.0, 3), (180.0, 2)))
+    seen = RoleSeen(counts=RoleCounts(ready=3), start_s=20.0)
+    step = RoleStep(D, memory, seen, Need(2, 2, ""), PlannerOptions(), 180.0, falls=falls)
+    assert (step.demand()[1].remove is not None) is falls
 
 
 def test_what_waits_for_memory_has_arrived():
@@ -104,11 +136,17 @@ def needed(memory: Memory, seen: Seen, role: Role) -> int | None:
 
 def test_needs_follow_the_rate_of_arrivals():
     # 1,000 tokens/s of one worker: 50 requests of 2 % each, 10 + 0.8 * 50 ms.
-    for rate, workers in ((8.0, 1), (9.0, 2), (16.9, 2), (17.2, 3), (60.0, 8)):
+    for rate, workers in ((8.0, 1), (9.5, 2), (16.9, 2), (17.2, 3), (60.0, 8)):
         assert needed(*known(1, rate), D) == workers
     # Two prefill workers for 6.2 tenths of one: a single one would let prompts wait by chance.
-    for rate, workers in ((3.0, 1), (6.2, 2), (16.0, 3), (64.0, 8)):
+    for rate, workers in ((3.0, 1), (7.0, 2), (16.0, 3), (64.0, 8)):
         assert needed(*known(1, rate), P) == workers
+
+
+def test_what_could_be_chance_adds_no_worker_and_removes_none():
+    # 8.5 requests/s are 0.85 of a decode worker; 9.0 may be 8.3 and chance.
+    assert needed(*known(1, 9.0), D) == 1
+    assert needed(*known(2, 9.0), D) == 2
 
 
 def test_requests_that_wait_are_served_within_a_start():
@@ -117,6 +155,13 @@ def test_requests_that_wait_are_served_within_a_start():
     seen = replace(seen, decode=replace(seen.decode, waiting=Datum(100.0), queued=Datum(100.0)))
     # They have arrived in the last ten seconds, too: 10 more per second.
     assert needed(memory, seen, D) == 3
+
+
+def test_the_kv_of_a_backlog_that_drains_adds_no_worker():
+    memory, seen = known(4, 20.0, kv_used=3.9, running=195.0)
+    assert needed(memory, seen, D) == 3
+    memory, seen = known(4, 20.0, kv_used=3.9, running=195.0, queued=None)
+    assert needed(memory, seen, D) == 5
 
 
 def test_without_the_rates_the_stock_tells():
