@@ -17,6 +17,8 @@ from dynamo_lite.protocol.options import PlannerOptions
 
 #: A backlog is to be gone after the time of a start, but no faster than this.
 _SHORTEST_DRAIN_S = 10.0
+#: What is left after a start is to be gone in so long at least.
+_SHORTEST_QUEUE_S = 60.0
 #: See `_prefill_workers`.
 _SPARE = 0.5
 #: With one worker less, the time between tokens must stay below this share of its target.
@@ -77,7 +79,7 @@ def prefill_need(
     elif known and arriving:
         arriving += trend.rise(start_s)
     if work.per_s is not None and rate:
-        extra = _late(backlog or 0.0, count * rate - arriving, start_s, limits)
+        extra = _late(backlog or 0.0, count * rate - arriving, start_s)
     else:
         extra = (backlog or 0.0) / max(start_s, _SHORTEST_DRAIN_S)
     demand = arriving + extra
@@ -103,11 +105,10 @@ def _prefill_workers(busy: float, share: float, spare: float) -> int:
     return max(_ceil(busy / share), _ceil(busy + spare * math.sqrt(busy)))
 
 
-def _late(waiting: float, spare_per_s: float, start_s: float, limits: PlannerOptions) -> float:
-    """What waits, as a rate: only what the present workers leave until a new one could be there.
-    A worker that is added for it stays for the down window, so it may take as long."""
+def _late(waiting: float, spare_per_s: float, start_s: float) -> float:
+    """What waits, as a rate: only what the present workers leave until a new one could be there."""
     left = waiting - max(spare_per_s, 0.0) * start_s
-    return max(left, 0.0) / (start_s + limits.down_window_s)
+    return max(left, 0.0) / max(start_s, _SHORTEST_QUEUE_S)
 
 
 def prefill_arrivals(load: PrefillLoad, limits: PlannerOptions) -> float | None:
@@ -170,7 +171,7 @@ def _rate_need(
     if work.per_s is None or each is None or one is None or queued is None:
         return None
     arriving = work.per_s * work.growth(start_s)
-    demand = (arriving + _late(queued, count * one / each - arriving, start_s, limits)) * each
+    demand = (arriving + _late(queued, count * one / each - arriving, start_s)) * each
     share = limits.decode_up_share * one
     return Need(
         _ceil(demand / share),
