@@ -287,6 +287,17 @@ async def test_whoever_was_held_up_itself_listens_before_it_judges(held_up_s: fl
         assert graph.turned.empty() and graph.responsive() == [A]
 
 
+async def test_an_unfounded_suspicion_changes_nothing() -> None:
+    """The event loop was blocked once: everybody is suspected, and has sent heartbeats since."""
+    async with Graph(MemoryMessaging()).open() as graph, graph.beating(A):
+        await graph.join(A)
+        known = graph.monitor.responsive
+        asyncio.get_running_loop().call_soon(time.sleep, 0.35)
+        await asyncio.sleep(0.02)
+        await graph.hear(6)
+        assert graph.turned.empty() and graph.monitor.responsive is known
+
+
 @virtual
 async def test_nobody_is_blamed_for_our_own_outage() -> None:
     messaging = MemoryMessaging()

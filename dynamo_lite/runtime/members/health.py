@@ -267,7 +267,8 @@ class HealthMonitor:
         if self._now() > due + SECOND_LOOK_S / 2:
             return self._suspect(due)  # this process was delayed: check again
         silent = self._overdue(SILENT_S + SECOND_LOOK_S)
-        self._known = None
+        if silent:
+            self._known = None
         for lease_id in silent:
             self._members[lease_id].silent = True
             logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
