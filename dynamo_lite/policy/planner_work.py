@@ -76,6 +76,10 @@ class Work:
         kept = tuple(one for one in self.queued if one[0] >= now - _QUEUE_S - 1e-6)
         change = (queued - kept[0][1]) / (now - kept[0][0]) if kept and now > kept[0][0] else 0.0
         per_s = max(admitted_per_s + change, 0.0)
+        if queued > admitted_per_s * _QUEUE_S and self.per_s and per_s < self.trend.level:
+            # The queue is long, so it may have reached its limit: then requests are rejected, and
+            # nothing here counts them. A lower rate tells nothing.
+            return replace(self, queued=(*kept, (now, queued)))
         trend = self.trend.add(per_s, now)
         # So many requests arrive by chance in the time of a rate.
         chance = math.sqrt(max(per_s, trend.level, 0.0) / _QUEUE_S)

@@ -38,6 +38,20 @@ def test_a_jump_of_the_arrivals_is_believed_in_the_second_tick():
     assert works[63].growth(60.0) == 1.0
 
 
+def test_a_queue_at_its_limit_hides_no_load():
+    """Beyond the limit requests are rejected: what is admitted looks like the arrivals."""
+    work = Work()
+    for tick in range(60):
+        work = work.arrived(2.0, 0.0, 5.0 * tick)
+    for tick, queued in enumerate([30, 60, 90, 94, 94, 94, 94, 94], 60):
+        work = work.arrived(2.0, queued, 5.0 * tick)
+    assert work.per_s == pytest.approx(8.0, abs=0.3)
+    # The new workers admit what waits. The rate is known again when the queue is short.
+    for tick, queued in enumerate([54, 14, 0, 0, 0, 0], 68):
+        work = work.arrived(10.0 if queued else 4.0, queued, 5.0 * tick)
+    assert work.per_s == pytest.approx(4.0, abs=0.3)
+
+
 def test_a_ramp_is_extrapolated():
     works = arrivals([4.0 + 0.05 * tick for tick in range(100)])
     now, in_a_minute = 4.0 + 0.05 * 99, 4.0 + 0.05 * (99 + 12)
