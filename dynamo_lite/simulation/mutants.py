@@ -5,6 +5,7 @@ They show that its invariants can fail, and run nowhere else.
 
 from dynamo_lite.simulation.client_mutants import CLIENT_MUTANTS
 from dynamo_lite.simulation.decode_mutants import DECODE_MUTANTS
+from dynamo_lite.simulation.planner_mutants import FOUND_BY as PLANNER_FOUND_BY
 from dynamo_lite.simulation.planner_mutants import PLANNER_MUTANTS
 from dynamo_lite.simulation.prefill_mutants import PREFILL_MUTANTS
 from dynamo_lite.simulation.shipped import Shipped
@@ -15,4 +16,15 @@ MUTANTS: dict[str, type[Shipped]] = {
     **PREFILL_MUTANTS,
     **CLIENT_MUTANTS,
     **PLANNER_MUTANTS,
+}
+
+#: A seed that finds it, of those that only many seeds find.
+FOUND_BY: dict[str, int] = {
+    "no-fence": 405,
+    "late-resume": 241,
+    "silently-used-up": 54,
+    "no-prefix-hold": 82,
+    "redelivery-lost": 23,
+    "no-attempt-id": 24,
+    **PLANNER_FOUND_BY,
 }
