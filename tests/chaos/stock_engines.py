@@ -67,6 +67,13 @@ class StockCluster:
         """Of the Forwarder."""
         return len(os.listdir(f"/proc/{self._forwarder_pid}/fd"))
 
+    async def open_files_at_rest(self, most: int, within_s: float) -> int:
+        """Of the Forwarder, as soon as there are at most so many, or when the time is over."""
+        deadline = time.monotonic() + within_s
+        while (now := self.open_files()) > most and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        return now
+
     async def when(self, engine: StockEngine, moment: str, within_s: float) -> bool:
         """Waits until a leg of this engine begins, ends or runs; False if none does in time."""
         name, before = _name(engine), None
