@@ -18,7 +18,7 @@ MUTANTS: dict[str, type[Shipped]] = {
     **PLANNER_MUTANTS,
 }
 
-#: A seed that finds it, of those that only many seeds find.
+#: A seed that finds the mutant, for those that few seeds find.
 FOUND_BY: dict[str, int] = {
     "no-fence": 405,
     "late-resume": 241,
