@@ -107,6 +107,8 @@ class Choice:
                 self._tally.crowded.add(name)
         if self._learns:
             self._chosen[name] = _Chosen(side_of(verdict), now, cached, opinion)
+            if side_of(verdict) == "local":
+                self._policy.costs.chosen_local(now)
         return verdict
 
     def stepped(self, phase: Phase, now: float) -> None:
@@ -132,8 +134,10 @@ class Choice:
             return
         del self._chosen[str(sequence.note)]
         took_s = now - chosen.at
-        self._policy.costs.add_local(chosen.opinion.costs, took_s)
-        self._realised(chosen, took_s + chosen.pause_s)
+        costs = chosen.opinion.costs
+        self._policy.costs.add_local(costs, took_s)
+        if costs is not None:
+            self._realised(chosen, took_s + chosen.pause_s + costs.behind_s)
 
     def received(self, job: Job, engine: Engine, now: float) -> None:
         """The KV of a remote prefill is here."""

@@ -205,8 +205,9 @@ def _costs(costs: CostsSeen) -> list[str]:
     band = "unknown" if costs.band_s is None else as_time(costs.band_s)
     here, there = costs.local_s, costs.remote_s
     lines = [
-        f"  cost here   {as_time(here + costs.pause_s)}: {as_time(here)} to the first token,"
-        f" {as_time(costs.pause_s)} of pauses of others",
+        f"  cost here   {as_time(here + costs.pause_s + costs.behind_s)}: {as_time(here)} to the"
+        f" first token, {as_time(costs.pause_s)} of pauses of others,"
+        f" {as_time(costs.behind_s)} for prompts behind it",
         f"  elsewhere   {as_time(there + costs.queue_s + costs.memory_s)}: {as_time(there)} to the"
         f" first token, {as_time(costs.queue_s)} for jobs behind it,"
         f" {as_time(costs.memory_s)} for its memory; +- {band}",

@@ -25,16 +25,18 @@ _WORST_LOG_RATIO = 0.4
 _FULL_KV = 0.8
 #: Of the time of a remote prefill, what is left if the wait is predicted longer than all of it.
 _LEAST_SHARE = 0.2
-#: Time over which the rate of arriving jobs is measured.
+#: Time over which the rates of arriving jobs and prompts are measured.
 _RATE_S = 10.0
 
 
 class Costs(NamedTuple):
     """Predictions for one prompt, in seconds."""
 
-    #: Here: until the first token, and the pauses of all streams beside it.
+    #: Here: until the first token, the pauses of all streams beside it, and the wait of the prompts
+    #: that arrive before it is computed.
     local_s: float
     pause_s: float
+    behind_s: float
     #: Elsewhere: until this engine's first step with the KV, the wait that jobs behind it get, and
     #: the work that the KV memory cannot do meanwhile.
     remote_s: float
@@ -49,7 +51,7 @@ class Costs(NamedTuple):
 
     @property
     def here_s(self) -> float:
-        return self.local_s + self.pause_s
+        return self.local_s + self.pause_s + self.behind_s
 
     @property
     def elsewhere_s(self) -> float:
@@ -82,6 +84,11 @@ class PrefillCosts:
         self.local_error, self.remote_error = RunningMedian(0.2), RunningMedian(0.2)
         self._job_tokens = FadingMean()
         self._asked_tokens, self._asked_at, self._tokens_per_s = 0, -math.inf, 0.0
+        self._local_rate = _EventRate(_RATE_S)
+
+    def chosen_local(self, now: float) -> None:
+        """A prompt is going to be computed here."""
+        self._local_rate.add(now)
 
     def add_local(self, costs: Costs | None, took_s: float) -> None:
         """A prompt was computed here. costs: as they were predicted."""
@@ -136,6 +143,8 @@ class PrefillCosts:
         return Costs(
             local_s=local_s,
             pause_s=streams * work_s,
+            # Those that arrive while it is computed wait for half of its work on average.
+            behind_s=self._local_rate.per_s(now) * (local_s - work_s / 2) * work_s,
             remote_s=remote_s,
             queue_s=self._queue_s(uncached, queue, each_s, wait_s, now),
             memory_s=full * streams * min(uncached / here.kv_tokens, 1.0) * remote_s,
@@ -165,6 +174,23 @@ class PrefillCosts:
             old = math.exp(-since_s / _RATE_S)
             self._tokens_per_s = old * self._tokens_per_s + (1 - old) * asked / since_s
         self._asked_tokens, self._asked_at = queue.asked_tokens, now
+
+
+class _EventRate:
+    """Events per second, older ones fading with the time constant `over_s`."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._weight, self._at = 0.0, -math.inf
+
+    def add(self, now: float) -> None:
+        self._weight, self._at = self._faded(now) + 1.0, now
+
+    def per_s(self, now: float) -> float:
+        return self._faded(now) / self._over_s
+
+    def _faded(self, now: float) -> float:
+        return self._weight * math.exp((self._at - now) / self._over_s)
 
 
 def _each_s(tokens: int, queue: QueueView) -> float:

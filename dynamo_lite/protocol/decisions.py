@@ -81,7 +81,7 @@ class CostsSeen(msgspec.Struct, frozen=True, kw_only=True):
     thresholds: Literal["local", "remote"]
     #: local, remote, close, or why they could not be relied on.
     says: Word
-    #: Costs here: until the first token, and the pauses of other requests.
+    #: Costs here: until the first token, and the pauses of other requests. See `behind_s`.
     local_s: float
     pause_s: float
     #: Costs elsewhere: until the first token, the wait of jobs behind it, and of requests that
@@ -96,6 +96,8 @@ class CostsSeen(msgspec.Struct, frozen=True, kw_only=True):
     #: What the side that was taken has cost, and how much less the other side would have cost.
     cost_s: float | None = None
     regret_s: float | None = None
+    #: Also a cost here: the wait of prompts that arrive before it is computed.
+    behind_s: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

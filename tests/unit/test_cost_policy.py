@@ -118,6 +118,25 @@ def test_more_streams_and_more_jobs_cost_more():
     assert full.costs.memory_s > 0 == many.costs.memory_s  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def test_prompts_that_arrive_here_make_a_long_one_remote():
+    policy = taught()
+    alone = opinion(policy, 6000, here=engine(0))
+    assert alone.side == "local" and alone.costs is not None and alone.costs.behind_s == 0
+    for number in range(1200):
+        policy.costs.chosen_local(NOW - 60 + number / 20)
+    beside = opinion(policy, 6000, here=engine(0))
+    assert beside.side == "remote" and beside.costs is not None
+    # 20 a second, who wait for its whole work, or if they come during it for half of it.
+    work_s = 6000 * 2e-5 + 0.0018
+    assert beside.costs.local_s == pytest.approx(0.01 + work_s, rel=0.1)
+    assert beside.costs.behind_s == pytest.approx(20 * (0.01 + work_s / 2) * work_s, rel=0.1)
+    minute_later = opinion(
+        policy, 6000, replace(FREE, read_at=NOW + 60), here=engine(0), now=NOW + 60
+    )
+    assert minute_later.costs is not None
+    assert minute_later.costs.behind_s < beside.costs.behind_s / 100
+
+
 @pytest.mark.parametrize(
     ("policy", "now", "why"),
     [
@@ -147,7 +166,17 @@ def test_wrong_predictions_are_noticed():
     assert opinion(policy, 4000).why == "wrong_local"
 
 
-CLOSE = Costs(0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.05, (1.0, 0.0, 0.0, 0.0))
+CLOSE = Costs(
+    local_s=0.1,
+    pause_s=0.0,
+    behind_s=0.0,
+    remote_s=0.1,
+    queue_s=0.0,
+    memory_s=0.0,
+    wait_s=0.0,
+    band_s=0.05,
+    remote_row=(1.0, 0.0, 0.0, 0.0),
+)
 
 
 def trials(policy: CostPolicy, count: int, now: float, step_s: float = 0.0) -> list[str]:
@@ -200,7 +229,7 @@ def test_a_bucket_holds_one_trial():
 
 
 def test_regret_is_what_the_other_side_would_have_saved():
-    costs = CLOSE._replace(pause_s=0.5)
+    costs = CLOSE._replace(pause_s=0.3, behind_s=0.2)
     assert regret_s(costs, "local", 0.7) == pytest.approx(0.6)
     assert regret_s(costs, "remote", 0.7) == pytest.approx(0.1)
     assert regret_s(costs, "remote", 0.2) == 0.0

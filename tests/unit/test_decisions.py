@@ -454,7 +454,7 @@ async def test_realised_costs_and_regret_are_told(decode: Decode, clock: ManualC
     [said] = told(decode, request_id="r1")
     assert said.costs is not None and said.costs.cost_s is not None
     assert said.costs.cost_s == pytest.approx(4, rel=0.1)
-    here_s = said.costs.local_s + said.costs.pause_s
+    here_s = said.costs.local_s + said.costs.pause_s + said.costs.behind_s
     assert said.costs.regret_s == pytest.approx(said.costs.cost_s - here_s)
     assert decode.counted("prefill_regret/remote") == said.costs.regret_s
     assert "a regret of" in decision_view.as_text(PastDecision(1.0, 1, said))

@@ -89,6 +89,8 @@ class CostLearning:
         if decided.opinion is not None:
             side = side_of(decided.usual or decided.verdict)
             self._stats.add(f"{OPINION}/{side}/{decided.opinion.word}")
+            if side_of(decided.verdict) == "local":
+                self.policy.costs.chosen_local(now)
         if decided.verdict.reason is DecisionReason.EXPLORED:
             self.policy.exploration.take(now)
 
@@ -125,7 +127,9 @@ class CostLearning:
         if opinion is None or opinion.costs is None or side_of(prefill.decided.verdict) != "local":
             return
         self.policy.costs.add_local(opinion.costs, took_s)
-        self._realised(prefill, opinion, took_s, opinion.costs.local_s, took_s + prefill.pause_s)
+        costs = opinion.costs
+        cost_s = took_s + prefill.pause_s + costs.behind_s
+        self._realised(prefill, opinion, took_s, costs.local_s, cost_s)
 
     def remote(self, prefill: RemotePrefill, took_s: float, now: float) -> None:
         """The KV came, after `took_s`, and the step that samples is scheduled."""

@@ -123,4 +123,5 @@ def _costs(prefill: RemotePrefill) -> CostsSeen | None:
         propensity=decided.propensity,
         cost_s=prefill.cost_s,
         regret_s=prefill.regret_s,
+        behind_s=costs.behind_s,
     )
