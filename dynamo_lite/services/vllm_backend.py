@@ -1,6 +1,5 @@
 """The real parts of a worker: stock vLLM, JetStream, a mapped fence."""
 
-import asyncio
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from dynamo_lite.queue.base import PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.fence import Fence, FenceHolder
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, VllmWorkerConfig
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ class VllmBackend:
         self._spec = spec
 
     async def prepare(self) -> None:
-        # vLLM takes seconds to import, which must not starve the lease.
-        await asyncio.to_thread(__import__, "dynamo_lite.vllm.engine.core")
+        await import_in_thread("dynamo_lite.vllm.engine.core")
 
     def open_fence(self, host: Host, config: PrefillWorkerConfig) -> FenceHolder:
         return FenceHolder(_engine_file(self._spec, "fence"), permits=config.most_jobs)

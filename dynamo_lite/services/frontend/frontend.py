@@ -16,6 +16,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.services.frontend.dashboard.app import Dashboard
@@ -87,9 +88,8 @@ class Frontend:
         return url
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
-        # Importing vLLM takes seconds: in a thread, so that the loop keeps running, and after
-        # the checks of the port and of etcd.
-        await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.openai_app")
+        # After the checks of the port and of etcd, because it takes seconds.
+        await import_in_thread("dynamo_lite.vllm.frontend.openai_app")
         from dynamo_lite.vllm.frontend.openai_app import open_app
         from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
@@ -108,7 +108,7 @@ class Frontend:
         )
 
     async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
-        await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.rust_edge")
+        await import_in_thread("dynamo_lite.vllm.frontend.rust_edge")
         from dynamo_lite.vllm.frontend.rust_core import RustCore
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
