@@ -24,7 +24,7 @@ from tests.chaos.questions import Question, answers, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
 from tests.chaos.storm import rage
-from tests.vllm.graph import PlainServer
+from tests.vllm.graph import DISAGG, PlainServer
 from tests.vllm.stock import Role, StockEngine, forwarded
 
 #: Of the prefill engines: how long they keep blocks that no decode engine reads.
@@ -79,11 +79,17 @@ def greedy_questions() -> list[Question]:
     ]
 
 
-async def right_answers(directory: Path, say: Say) -> Known:
-    """The questions, and what one plain engine answers."""
-    asked = greedy_questions()
+async def right_answers(
+    directory: Path,
+    say: Say,
+    asked: list[Question] | None = None,
+    graph: tuple[str, str] = DISAGG,
+) -> Known:
+    """The questions, and what one plain engine answers that is configured as `graph`'s. asked:
+    other questions than `greedy_questions()`."""
+    asked = greedy_questions() if asked is None else asked
     say(f"{len(asked)} questions to a plain vLLM server")
-    server = PlainServer(directory / "plain")
+    server = PlainServer(directory / "plain", graph)
     server.start()
     try:
         await asyncio.to_thread(server.wait_until, server.is_ready, _BACK_S)
