@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from benchmarks import intervals
-from benchmarks.client import Answer, complete
+from benchmarks.client import complete
 from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.load import prompt_of
+from dynamo_lite.capacity.compare import parse_counts
+from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.regret import Play as SimulatedPlay
+from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.timing import read_timing
+from dynamo_lite.protocol.options import PrefillPolicy
 
 #: Tokens of prompts, from and to.
 SHORT, LONG = (64, 256), (600, 3000)
@@ -23,9 +29,13 @@ _SHORT_PER_S, _LONG_PER_S, _BURST = 3.0, 0.5, 6
 _LEARNING = 10
 #: Share of the decisions by which the costs count as learned.
 _LEARNED = 0.5
+#: Plays of a simulated pair, one after the other, and the seconds between them.
+_SIMULATED_PLAYS, _PAUSE_S = 8, 5.0
 
 #: Side -> `prefill-policy`. In the shadow the thresholds decide, and the engine goes on learning.
 SIDES = {"thresholds": "shadow", "cost": "cost"}
+#: The same in simulation, where nothing is learned for another play.
+_POLICIES: dict[str, PrefillPolicy] = {"thresholds": "thresholds", "cost": "cost"}
 _DECISIONS, _OPINIONS = (
     "dynamo_lite_prefill_decisions_total",
     "dynamo_lite_prefill_opinions_total",
@@ -44,6 +54,10 @@ other tokens, so that no prefix cache has them:
 Every second pair begins with the other one. Before the pairs the graph is played in the shadow
 until the costs are known. Prints the ratios cost / thresholds of the mean times, and what was
 decided why.
+
+--simulated plays the same arrivals in `dynamo-lite simulate`'s engine model, where each engine has
+a core of its own: {_SIMULATED_PLAYS} plays one after the other per side of a pair, of which the
+first ones teach the costs.
 """
 
 
@@ -73,9 +87,9 @@ class Play:
     def first_s(self) -> list[float]:
         return self.short_s + self.long_s
 
-    def add(self, arrival: Arrival, answer: Answer) -> None:
-        (self.long_s if arrival.long else self.short_s).append(answer.first_s)
-        self.total_s.append(answer.total_s)
+    def add(self, arrival: Arrival, first_s: float, total_s: float) -> None:
+        (self.long_s if arrival.long else self.short_s).append(first_s)
+        self.total_s.append(total_s)
 
 
 Pair = dict[str, Play]
@@ -104,16 +118,43 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="of plays (default 8)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a play (default 20)")
     parser.add_argument("--quick", action="store_true", help="two pairs of 10 s")
+    parser.add_argument("--simulated", action="store_true", help="no graph: see above")
     options = begin(parser)
     if options.quick:
         options.pairs, options.seconds = 2, 10.0
     pairs: list[Pair] = []
-    with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
-        with until_interrupted():
-            asyncio.run(measure(graph, options.pairs, options.seconds, pairs))
+    if options.simulated:
+        pairs += [simulated(options.seconds, seed) for seed in range(options.pairs)]
+    else:
+        with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
+            with until_interrupted():
+                asyncio.run(measure(graph, options.pairs, options.seconds, pairs))
     report(pairs)
     found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
     write_json(options.json, found)
+
+
+def simulated(seconds: float, seed: int) -> Pair:
+    plan = [
+        Arrival(number * (seconds + _PAUSE_S) + one.at_s, one.prompt_tokens)
+        for number in range(_SIMULATED_PLAYS)
+        for one in arrivals(seconds, seed * _SIMULATED_PLAYS + number)
+    ]
+    load = SimulatedPlay(
+        requests=[Request(one.at_s, one.prompt_tokens, _TOKENS) for one in plan],
+        timing=read_timing("tiny_cpu"),
+        options=GraphOptions(),
+        counts=parse_counts("1P1D"),
+    )
+    pair: Pair = {}
+    for side, policy in _POLICIES.items():
+        result = load.run(policy)
+        records, play = result.records, Play()
+        for arrival, first_s, total_s in zip(plan, records.ttft_s, records.total_s, strict=True):
+            play.add(arrival, first_s, total_s)
+        play.decisions = dict(Counter(result.graph.tally.choices.taken.values()))
+        pair[side] = play
+    return pair
 
 
 async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pair]) -> None:
@@ -149,7 +190,8 @@ async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random
 
     async def ask(arrival: Arrival, prompt: list[int]) -> None:
         await asyncio.sleep(began + arrival.at_s - loop.time())
-        play.add(arrival, await complete(graph.port, prompt, _TOKENS))
+        answer = await complete(graph.port, prompt, _TOKENS)
+        play.add(arrival, answer.first_s, answer.total_s)
 
     async with asyncio.TaskGroup() as group:
         for arrival in plan:

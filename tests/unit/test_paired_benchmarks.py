@@ -7,7 +7,6 @@ import statistics
 import pytest
 
 from benchmarks import intervals, mixed, stalled
-from benchmarks.client import Answer
 
 
 def test_the_interval_is_that_of_students_t():
@@ -53,8 +52,8 @@ def test_a_mixed_pair_compares_means_by_kind_of_prompt():
     pair: mixed.Pair = {}
     for side, first_s in (("thresholds", 2.0), ("cost", 1.0)):
         pair[side] = mixed.Play()
-        pair[side].add(mixed.Arrival(0.0, mixed.SHORT[0]), Answer(first_s, 4.0, []))
-        pair[side].add(mixed.Arrival(0.0, mixed.LONG[1]), Answer(3.0, 8.0, []))
+        pair[side].add(mixed.Arrival(0.0, mixed.SHORT[0]), first_s, 4.0)
+        pair[side].add(mixed.Arrival(0.0, mixed.LONG[1]), 3.0, 8.0)
     found = {name: mixed.ratios([pair], times) for name, times in mixed.ROWS.items()}
     assert found == {
         "first token": [2.0 / 2.5],
