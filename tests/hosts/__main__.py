@@ -66,8 +66,9 @@ def main() -> int:
     parser.add_argument(
         "--engines",
         action="store_true",
-        help="instead: vLLM with the tiny model on the CPU, KV over TCP between the hosts, links of"
-        " the decode and the prefill worker cut; also: every block comes back. Minutes to start",
+        help="instead: two Frontends, two decode and two prefill workers with vLLM and the tiny"
+        " model on the CPU, KV over TCP between the hosts; links between the workers are cut, and"
+        " hosts vanish; also: every block comes back. Minutes to start; needs 8 GiB",
     )
     parser.add_argument("--directory", type=Path, help="keeps logs and state here")
     options = parser.parse_args()

@@ -53,7 +53,7 @@ NULL = Kind(
 VLLM = Kind(
     graph="graphs.disagg:Frontend",
     options=("-f", "configs/chaos.yaml", "--Common.queue.replicas=3"),
-    services={"Frontend": 1, "VllmWorker": 1, "PrefillWorker": 1},
+    services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
 )
 """vLLM with the tiny model; KV goes over TCP from host to host."""
 
