@@ -2,9 +2,11 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from openai import AsyncOpenAI
 
@@ -18,61 +20,78 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
-from tests.hosts.rig import NAMESPACE, Rig
+from tests.hosts.network import Host
+from tests.hosts.rig import LEASE_TTL_S, NAMESPACE, VLLM, VLLM_CONFIG, Rig
 from tests.vllm.asking import prompt_ids
+from tests.vllm.graph import PlainServer
 
-#: Longer than a lease, with the time until its end is noticed.
-_PARTED_S = 20.0
+#: Longer than a lease, with the time until its end is noticed; and shorter than a lease.
+_PARTED_S, _SHORT_S = 20.0, 4.0
+#: Longer than an election, so that a killed member comes back to another leader.
+_ELECTION_S = 10.0
 _AGAIN_S = 240.0
 _TOKENS = 24
+#: Answers that each client gets before, during and after a cut.
+_FEW = 4
+Say = Callable[[str], None]
+#: Longest time to a whole answer, with a cut that has to be noticed first.
+_ANSWER_S = 120.0
 #: Decisions that are read of each engine.
 _LAST = 50
 
 
 @dataclass
 class Streams:
-    """One client of each Frontend. right: each prompt's answer while nothing was wrong."""
+    """One client of each Frontend.
+
+    prompts: an odd number, so that two workers that take turns get all of them. right: the answer
+    to each of one plain vLLM server.
+    """
 
     clients: Sequence[AsyncOpenAI]
     prompts: Sequence[list[int]]
-    right: list[str] = field(default_factory=list)
-    ended: int = 0
+    right: Sequence[str]
+    #: Of each client.
+    ended: list[int] = field(init=False)
     wrong: list[str] = field(default_factory=list)
 
-    async def learn(self) -> None:
-        """Raises AssertionError if a decode worker answers otherwise than another."""
-        self.right = [await self._ask(self.clients[0], prompt) for prompt in self.prompts]
-        for client in (*self.clients, *self.clients):
-            again = [await self._ask(client, prompt) for prompt in self.prompts]
-            assert again == self.right, "the answers differ before anything was cut"
+    def __post_init__(self) -> None:
+        self.ended = [0] * len(self.clients)
 
-    async def keep_asking(self, client: AsyncOpenAI) -> None:
+    async def keep_asking(self, number: int) -> None:
+        """As the client of this number."""
         while True:
             for prompt, right in zip(self.prompts, self.right, strict=True):
                 try:
-                    said = await self._ask(client, prompt)
+                    async with asyncio.timeout(_ANSWER_S):
+                        said = await ask(self.clients[number], prompt)
                 except Exception as exc:
-                    self.wrong.append(f"{len(prompt)} tokens: {exc!r}")
+                    self.wrong.append(f"client {number}, {len(prompt)} tokens: {exc!r}")
                 else:
-                    self.ended += 1
+                    self.ended[number] += 1
                     if said != right:
                         self.wrong.append(f"{len(prompt)} tokens: {said!r} instead of {right!r}")
 
-    async def more(self, number: int) -> None:
-        before = self.ended
-        await eventually(lambda: self.ended >= before + number, _AGAIN_S)
-
-    async def _ask(self, client: AsyncOpenAI, prompt: list[int]) -> str:
-        """With a salt of its own, so that no engine knows the prompt."""
-        stream = await client.completions.create(
-            model="tiny",
-            prompt=prompt,
-            max_tokens=_TOKENS,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True, "cache_salt": secrets.token_hex(4)},
+    async def more(self, answers: int) -> None:
+        """Returns when every client has got so many more. Raises TimeoutError."""
+        wanted = [ended + answers for ended in self.ended]
+        await eventually(
+            lambda: all(have >= want for have, want in zip(self.ended, wanted, strict=True)),
+            _AGAIN_S,
         )
-        return "".join([piece.choices[0].text async for piece in stream if piece.choices])
+
+
+async def ask(client: AsyncOpenAI, prompt: list[int]) -> str:
+    """With a salt of its own, so that no engine knows the prompt."""
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=_TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "cache_salt": secrets.token_hex(4)},
+    )
+    return "".join([piece.choices[0].text async for piece in stream if piece.choices])
 
 
 async def engines(rig: Rig) -> list[EngineStatus]:
@@ -112,39 +131,136 @@ async def at_rest(rig: Rig, free_blocks: int | None = None) -> int:
     return free.pop()
 
 
-async def remote_prefills(rig: Rig) -> int:
-    """How many of the last prompts of each decode engine were prefilled remotely. Raises
+async def remote_prefills(rig: Rig, within_s: float) -> list[int]:
+    """How many prompts of each decode engine were prefilled remotely of late. Raises
     DynamoLiteError."""
-    asked, found = Explain(last=_LAST), 0
+    asked = encode(Explain(last=_LAST, within_s=within_s))
+    found: list[int] = []
     async with open_messaging(rig.nats.url, rig.directory / "secret") as messaging:
         for engine in await engines(rig):
             subject = names.explain_subject(NAMESPACE, engine.metadata.engine_id)
-            said = decode_explained(await messaging.request(subject, encode(asked), timeout_s=5.0))
-            found += sum(
-                decision.asked is not None and decision.asked.outcome == "committed"
-                for decision in said.decisions
-            )
+            said = decode_explained(await messaging.request(subject, asked, timeout_s=5.0))
+            outcomes = [one.asked.outcome for one in said.decisions if one.asked is not None]
+            found.append(outcomes.count("committed"))
     return found
 
 
-def cuts(rig: Rig) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """Between decode and prefill workers, and between workers and the servers: of one worker, the
-    others go on, or of all."""
-    decode = [program.host for program in rig.services["VllmWorker"]]
-    prefill = [program.host for program in rig.services["PrefillWorker"]]
-    return {
-        "one-decode-parted-from-one-prefill": lambda: rig.parted(decode[:1], prefill[:1]),
-        "decode-parted-from-prefill": lambda: rig.parted(decode, prefill),
-        "decode-hears-no-prefill": lambda: rig.deaf(decode, prefill),
-        "prefill-hears-no-decode": lambda: rig.deaf(prefill, decode),
-        "prefill-parted-from-servers": lambda: rig.parted(prefill, rig.server_hosts),
-        "prefill-host-vanishes": lambda: rig.unplugged(prefill[0]),
-        "decode-host-vanishes": lambda: rig.unplugged(decode[0]),
-    }
+async def in_order(rig: Rig, streams: Streams) -> None:
+    """Returns when every process is a member, every client gets answers and every decode engine
+    gets prompts from prefill workers. Raises TimeoutError, AssertionError."""
+    await rig.whole()
+    began = time.monotonic()
+    await streams.more(_FEW)
+
+    async def all_remote() -> bool:
+        try:
+            found = await remote_prefills(rig, time.monotonic() - began)
+        except DynamoLiteError:
+            return False
+        return len(found) == len(rig.services["VllmWorker"]) and all(found)
+
+    await eventually(all_remote, _AGAIN_S)
 
 
-async def play_all(rig: Rig, say: Callable[[str], None]) -> int:
-    """Every cut under load. Returns after how many something was wrong."""
+#: What happens to the rig while the clients go on; at its end all is mended.
+Scenario = Callable[[Rig, Streams], Awaitable[None]]
+
+
+def _during(cut: Callable[[Rig], AbstractContextManager[None]], seconds: float) -> Scenario:
+    async def play(rig: Rig, streams: Streams) -> None:
+        with cut(rig):
+            await asyncio.sleep(seconds)
+            if seconds > LEASE_TTL_S:
+                await streams.more(_FEW)
+
+    return play
+
+
+async def _nats_leader_killed(rig: Rig, streams: Streams) -> None:
+    stream = names.prefill_stream(NAMESPACE)
+    member = rig.nats.members[await rig.nats.leader(stream)]
+    await member.kill()
+    await streams.more(_FEW)
+    await asyncio.sleep(_ELECTION_S)
+    member.start()
+    await rig.nats.current(stream)
+
+
+async def _etcd_leader_killed(rig: Rig, streams: Streams) -> None:
+    member = rig.etcd.members[await rig.etcd.leader()]
+    await member.kill()
+    await streams.more(_FEW)
+    await asyncio.sleep(_ELECTION_S)
+    member.start()
+    await rig.etcd.healthy()
+
+
+async def _workers_restarted_in_turn(rig: Rig, streams: Streams) -> None:
+    for worker in (*rig.services["PrefillWorker"], *rig.services["VllmWorker"]):
+        assert await worker.end() == 0, f"{worker.name} has not ended in order"
+        worker.start()
+        await worker.ready()
+
+
+def _hosts(rig: Rig, service: str) -> list[Host]:
+    return [program.host for program in rig.services[service]]
+
+
+def _decode(rig: Rig) -> list[Host]:
+    return _hosts(rig, "VllmWorker")
+
+
+def _prefill(rig: Rig) -> list[Host]:
+    return _hosts(rig, "PrefillWorker")
+
+
+def _parted(rig: Rig) -> AbstractContextManager[None]:
+    return rig.parted(_decode(rig), _prefill(rig))
+
+
+def _one_parted(rig: Rig) -> AbstractContextManager[None]:
+    return rig.parted(_decode(rig)[:1], _prefill(rig)[:1])
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "one-decode-parted-from-one-prefill": _during(_one_parted, _PARTED_S),
+    "decode-parted-from-prefill-shortly": _during(_parted, _SHORT_S),
+    "decode-parted-from-prefill": _during(_parted, _PARTED_S),
+    "decode-hears-no-prefill": _during(
+        lambda rig: rig.deaf(_decode(rig), _prefill(rig)), _PARTED_S
+    ),
+    "prefill-hears-no-decode": _during(
+        lambda rig: rig.deaf(_prefill(rig), _decode(rig)), _PARTED_S
+    ),
+    "prefill-parted-from-servers": _during(
+        lambda rig: rig.parted(_prefill(rig), rig.server_hosts), _PARTED_S
+    ),
+    "decode-parted-from-servers": _during(
+        lambda rig: rig.parted(_decode(rig)[:1], rig.server_hosts), _PARTED_S
+    ),
+    "prefill-host-vanishes": _during(lambda rig: rig.unplugged(_prefill(rig)[0]), _PARTED_S),
+    "decode-host-vanishes": _during(lambda rig: rig.unplugged(_decode(rig)[0]), _PARTED_S),
+    "nats-leader-killed": _nats_leader_killed,
+    "etcd-leader-killed": _etcd_leader_killed,
+    "workers-restarted-in-turn": _workers_restarted_in_turn,
+}
+
+
+def questions() -> list[list[int]]:
+    return [prompt_ids(length, seed=length) for length in (40, 400, 900, 1500, 700)]
+
+
+async def plain_answers(directory: Path) -> list[str]:
+    """What one plain vLLM server answers, before the hosts are made."""
+    with PlainServer(directory / "plain", (VLLM.graph, VLLM_CONFIG)) as plain:
+        url = await asyncio.to_thread(lambda: plain.url)
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            return [await ask(client, prompt) for prompt in questions()]
+
+
+async def play_all(rig: Rig, right: Sequence[str], wanted: Sequence[str], say: Say) -> int:
+    """The scenarios of these names under load. right: see `Streams`. Returns after how many
+    something was wrong."""
     failed = 0
     async with AsyncExitStack() as stack:
         clients = [
@@ -153,39 +269,29 @@ async def play_all(rig: Rig, say: Callable[[str], None]) -> int:
             )
             for url in rig.frontends
         ]
-        prompts = [prompt_ids(length, seed=length) for length in (40, 400, 900, 1500)]
-        streams = Streams(clients, prompts)
-        await streams.learn()
+        streams = Streams(clients, questions(), right)
         free_blocks = await at_rest(rig)
-        remote = await remote_prefills(rig)
-        say(f"{remote} remote prefills before the first cut")
-        if not remote:
-            return 1
-        for name, cut in cuts(rig).items():
+        for name in wanted:
             streams.wrong.clear()
-            trouble = await _play(rig, streams, cut, free_blocks)
+            began = time.monotonic()
+            trouble = await _play(rig, streams, SCENARIOS[name], free_blocks)
             failed += bool(trouble)
-            say(f"{name:36} {streams.ended} answers; " + ("; ".join(trouble) or "right"))
+            answers = " and ".join(map(str, streams.ended))
+            verdict = "; ".join(trouble or ["right"])
+            say(f"{name:36} {time.monotonic() - began:6.1f} s  {verdict}, {answers} answers so far")
     return failed
 
 
-async def _play(
-    rig: Rig,
-    streams: Streams,
-    cut: Callable[[], AbstractContextManager[None]],
-    free_blocks: int,
-) -> list[str]:
+async def _play(rig: Rig, streams: Streams, scenario: Scenario, free_blocks: int) -> list[str]:
     try:
         async with AsyncExitStack() as stack:
-            for client in streams.clients:
-                asking = running(streams.keep_asking(client), name="a client")
+            for number in range(len(streams.clients)):
+                asking = running(streams.keep_asking(number), name=f"client {number}")
                 await stack.enter_async_context(asking)
-            await streams.more(4)
-            with cut():
-                await asyncio.sleep(_PARTED_S)
-                await streams.more(4)
-            await streams.more(4)
+            await in_order(rig, streams)
+            await scenario(rig, streams)
+            await streams.more(_FEW)
         await at_rest(rig, free_blocks)
-    except TimeoutError:
-        return ["no answers, or blocks are missing", *streams.wrong]
+    except (AssertionError, TimeoutError) as exc:
+        return [f"no answers, no remote prefills, or blocks are missing: {exc}", *streams.wrong]
     return streams.wrong

@@ -50,9 +50,10 @@ NULL = Kind(
 )
 """Decode workers whose engines compute nothing."""
 
+VLLM_CONFIG = "configs/chaos.yaml"
 VLLM = Kind(
     graph="graphs.disagg:Frontend",
-    options=("-f", "configs/chaos.yaml", "--Common.queue.replicas=3"),
+    options=("-f", VLLM_CONFIG, "--Common.queue.replicas=3"),
     services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
 )
 """vLLM with the tiny model; KV goes over TCP from host to host."""
