@@ -108,7 +108,7 @@ class Choice:
         if self._learns:
             self._chosen[name] = _Chosen(side_of(verdict), now, cached, opinion)
             if side_of(verdict) == "local":
-                self._policy.costs.chosen_local(now)
+                self._policy.costs.computes_here(now)
         return verdict
 
     def stepped(self, phase: Phase, now: float) -> None:
@@ -151,9 +151,10 @@ class Choice:
         costs.add_remote(predicted, job.tokens, took_s, now)
         self._realised(chosen, took_s + predicted.queue_s + predicted.memory_s)
 
-    def lost(self, job: Job) -> None:
-        """A remote prefill has failed."""
+    def lost(self, job: Job, now: float) -> None:
+        """A remote prefill has failed: its prompt is computed here."""
         self._chosen.pop(str(job.sequence.note), None)
+        self._policy.costs.computes_here(now)
 
     def _realised(self, chosen: _Chosen, cost_s: float) -> None:
         if chosen.opinion.costs is None or not chosen.opinion.reliable:

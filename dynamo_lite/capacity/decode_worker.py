@@ -209,7 +209,7 @@ class DecodeWorker:
     def _computes(self, job: Job, outcome: str) -> None:
         self.parked_tokens -= job.sequence.context
         self._tally.outcomes[outcome] += 1
-        self._choice.lost(job)
+        self._choice.lost(job, self._events.now)
         self._tally.unserved_tokens += job.tokens
         self.engine.compute(job.sequence)
 

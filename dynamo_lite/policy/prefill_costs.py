@@ -86,8 +86,8 @@ class PrefillCosts:
         self._asked_tokens, self._asked_at, self._tokens_per_s = 0, -math.inf, 0.0
         self._local_rate = _EventRate(_RATE_S)
 
-    def chosen_local(self, now: float) -> None:
-        """A prompt is going to be computed here."""
+    def computes_here(self, now: float) -> None:
+        """A prompt is going to be computed here, for whatever reason."""
         self._local_rate.add(now)
 
     def add_local(self, costs: Costs | None, took_s: float) -> None:
@@ -131,12 +131,17 @@ class PrefillCosts:
         each_s = _each_s(uncached, queue)
         wait_s = queue.earlier_tokens / uncached * each_s
         remote_s = wait_s + self.remote.predict(row) * self.remote.mean_ratio()
+        rate = self._local_rate.per_s(now)
+        # Of the difference, by the coefficients of a step. The work is in the time here, in the
+        # pauses and, with the time before it, in the wait of those behind it.
+        before, own = 1 + rate * work_s, 1 + streams + rate * local_s
+        decodes = steps * before - 1
         gradient = (
-            steps - 1.0,
-            ahead.tokens + work.tokens * (1 + streams),
-            ahead.attention + work.attention * (1 + streams),
-            (steps - 1.0) * streams,
-            (steps - 1.0) * load.kv_tokens,
+            decodes,
+            ahead.tokens * before + work.tokens * own,
+            ahead.attention * before + work.attention * own,
+            decodes * streams,
+            decodes * load.kv_tokens,
         )
         variance = self.steps.fit.variance(gradient) + self.remote.variance(row)
         full = max(0.0, here.kv_usage - _FULL_KV) / (1 - _FULL_KV)
@@ -144,7 +149,7 @@ class PrefillCosts:
             local_s=local_s,
             pause_s=streams * work_s,
             # Those that arrive while it is computed wait for half of its work on average.
-            behind_s=self._local_rate.per_s(now) * (local_s - work_s / 2) * work_s,
+            behind_s=rate * (local_s - work_s / 2) * work_s,
             remote_s=remote_s,
             queue_s=self._queue_s(uncached, queue, each_s, wait_s, now),
             memory_s=full * streams * min(uncached / here.kv_tokens, 1.0) * remote_s,

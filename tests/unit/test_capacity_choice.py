@@ -17,6 +17,7 @@ from dynamo_lite.capacity.run import Result
 from dynamo_lite.capacity.timing import read_timing
 from dynamo_lite.capacity.traces import Shape, generate
 from dynamo_lite.policy.cost_policy import Side
+from dynamo_lite.policy.prefill_costs import PrefillCosts
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import PrefillPolicy
 
@@ -77,6 +78,15 @@ def test_the_costs_decide_once_they_are_known():
     # The same seed gives the same run.
     again = made.run("cost").graph.tally
     assert (again.decisions, again.choices.cost_s) == (tally.decisions, tally.choices.cost_s)
+
+
+def test_the_simulated_engines_count_the_prompts_that_they_compute(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made = play(load("burst", 6, 60))
+    counted = made.run("cost").graph.tally.choices.cost_s
+    monkeypatch.setattr(PrefillCosts, "computes_here", lambda *_: None)
+    assert made.run("cost").graph.tally.choices.cost_s != counted
 
 
 def test_many_short_prompts_wait_less_by_costs():

@@ -123,13 +123,16 @@ def test_prompts_that_arrive_here_make_a_long_one_remote():
     alone = opinion(policy, 6000, here=engine(0))
     assert alone.side == "local" and alone.costs is not None and alone.costs.behind_s == 0
     for number in range(1200):
-        policy.costs.chosen_local(NOW - 60 + number / 20)
+        policy.costs.computes_here(NOW - 60 + number / 20)
     beside = opinion(policy, 6000, here=engine(0))
     assert beside.side == "remote" and beside.costs is not None
     # 20 a second, who wait for its whole work, or if they come during it for half of it.
     work_s = 6000 * 2e-5 + 0.0018
     assert beside.costs.local_s == pytest.approx(0.01 + work_s, rel=0.1)
     assert beside.costs.behind_s == pytest.approx(20 * (0.01 + work_s / 2) * work_s, rel=0.1)
+    # It rests on the same coefficients of a step as the rest of this side.
+    of_remote = policy.costs.remote.variance(beside.costs.remote_row)
+    assert beside.costs.band_s**2 - of_remote > 9 * (alone.costs.band_s**2 - of_remote) > 0
     minute_later = opinion(
         policy, 6000, replace(FREE, read_at=NOW + 60), here=engine(0), now=NOW + 60
     )

@@ -487,6 +487,41 @@ async def test_the_costs_decide_where_they_are_told_to(decode: Decode, clock: Ma
     await decode.network()
 
 
+async def test_prompts_that_are_computed_here_make_the_next_one_dearer(
+    decode: Decode, clock: ManualClock
+):
+    await taught(decode, clock)
+    decode.tune(VllmWorkerLiveOptions(prefill_policy="cost"), 1)
+    for number in range(30):
+        assert decode.admit(prompt(f"cheap{number}", 30)) == 0
+    assert decode.admit(prompt("last", 30)) == 0
+    [last] = told(decode, request_id="last")
+    assert last.costs is not None and (behind_s := last.costs.behind_s) > 0
+    assert "for prompts behind it" in decision_view.as_text(PastDecision(1.0, 1, last))
+    at = clock.now
+    decode.half.build_step((), {"stream": 1, "last": 30}, StepLoad(30, 450.0, 1, 100))
+    clock.now += 0.01
+    decode.half.build_step((), {"stream": 1, "last": 1}, StepLoad(0, 0.0, 2, 130))
+    [last] = told(decode, request_id="last")
+    assert last.costs is not None and last.costs.cost_s is not None
+    pause_s = decode.half.prefills.by_request["last"].pause_s
+    assert last.costs.cost_s == pytest.approx(clock.now - at + pause_s + behind_s, rel=1e-9)
+    await decode.network()
+
+
+async def test_a_prompt_whose_remote_prefill_failed_counts_as_computed_here(
+    decode: Decode, clock: ManualClock
+):
+    await taught(decode, clock)
+    before = decode.half._costs.policy.costs._local_rate.per_s(clock.now)
+    decode.admit(prompt("r1", 30))
+    [attempt] = decode.half.build_step().expect
+    await decode.network()
+    assert await decode.claim(attempt) == Granted()
+    decode.output(failed=["r1"])
+    assert decode.half._costs.policy.costs._local_rate.per_s(clock.now) > before
+
+
 async def test_before_anything_is_learned_the_thresholds_decide(decode: Decode):
     decode.tune(VllmWorkerLiveOptions(prefill_policy="cost"), 1)
     decode.admit(prompt("short", LIMIT))

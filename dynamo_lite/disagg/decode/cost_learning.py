@@ -89,10 +89,14 @@ class CostLearning:
         if decided.opinion is not None:
             side = side_of(decided.usual or decided.verdict)
             self._stats.add(f"{OPINION}/{side}/{decided.opinion.word}")
-            if side_of(decided.verdict) == "local":
-                self.policy.costs.chosen_local(now)
+        if side_of(decided.verdict) == "local":
+            self.computes_here(now)
         if decided.verdict.reason is DecisionReason.EXPLORED:
             self.policy.exploration.take(now)
+
+    def computes_here(self, now: float) -> None:
+        """A prompt is going to be computed here, also after a remote prefill that has failed."""
+        self.policy.costs.computes_here(now)
 
     def step(self, load: StepLoad | None, scheduled: Mapping[str, int], now: float) -> None:
         """A step is scheduled, so the step before it has ended (with overlapping steps, an earlier

@@ -228,8 +228,10 @@ class DecodeScheduler:
                 )
             self._apply(instructions, fresh=True)
             if prefill is not None and not received:
-                if not self._resumes.lost(prefill, self._clock.monotonic()):
+                now = self._clock.monotonic()
+                if not self._resumes.lost(prefill, now):
                     self.prefills.falls_back(prefill)
+                    self._costs.computes_here(now)
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended, with its KV or without."""
