@@ -23,6 +23,7 @@ Ctrl-C, which stops all processes; a second one kills them.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -65,6 +66,8 @@ _GROWN_S = 30.0
 _BACK_S = 300.0
 _SETTLED_S = 60.0
 _LOOK_S = 0.2
+#: The logs are read less often.
+_LOOKS_PER_READING = 10
 _NEWS_S = 15.0
 _KILLED = re.compile(r"still there after|killing it")
 
@@ -148,8 +151,10 @@ class Check:
                 self._show()
 
     async def _look(self) -> None:
-        while True:
+        for look in itertools.count():
             self._sight.see(self._graph.processes())
+            if look % _LOOKS_PER_READING == 0:
+                self._sight.note_errors(self._graph.errors())
             self._strike()
             self._show()
             await asyncio.sleep(_LOOK_S)
@@ -210,9 +215,10 @@ async def _running(directory: Path, sight: Sight) -> AsyncIterator[Graph]:
             sight.trouble.append(f"serve ended with {code}")
         said = graph.output.splitlines()
         sight.said = [line.strip() for line in said if _KILLED.search(line)]
-        sight.errors = graph.errors() + [
+        sight.note_errors(graph.errors())
+        sight.note_errors(
             f"serve: {line}" for line in said if " ERROR " in line or "Traceback" in line
-        ]
+        )
 
 
 async def _check(args: argparse.Namespace, directory: Path, sight: Sight, say: Say) -> None:
@@ -270,7 +276,7 @@ def _arguments() -> argparse.Namespace:
         "--seconds",
         type=float,
         default=150.0,
-        help="of load (150); longer, by 5 minutes at most, if a role has not grown 30 s before",
+        help="of load (150); longer, by 6 minutes at most, if a role has not grown 30 s before",
     )
     parser.add_argument(
         "--concurrency",

@@ -29,7 +29,6 @@ PHASES = (
     ),
     IDLE,
 )
-#: One for each of the four changes.
 FEWEST_KILLS = 4
 _ERRORS_SHOWN = 10
 _GONE = ("stopped", "failed")
@@ -96,11 +95,14 @@ class Sight:
     most: dict[str, int] = field(default_factory=dict[str, int])
     present: dict[str, int] = field(default_factory=dict[str, int])
     at_end: dict[str, int] = field(default_factory=dict[str, int])
-    restarts: dict[str, int] = field(default_factory=dict[str, int])
+    restarts: Counter[str] = field(default_factory=Counter[str])
     failed: list[str] = field(default_factory=list[str])
     said: list[str] = field(default_factory=list[str])
     errors: list[str] = field(default_factory=list[str])
     trouble: list[str] = field(default_factory=list[str])
+    #: The restarts of each process as last seen. A worker that gets the number of one that is gone
+    #: begins again at 0.
+    _seen: dict[str, int] = field(default_factory=dict[str, int])
 
     def see(self, processes: Collection[ProcessState]) -> None:
         """processes: of a graph that was ready."""
@@ -112,8 +114,18 @@ class Sight:
             self.most[role] = max(self.most.get(role, 0), ready)
             self.present[role] = max(self.present.get(role, 0), present)
             self.at_end[role] = ready
-        self.restarts = {f"{p.service}-{p.instance}": p.restarts for p in processes}
-        self.failed = [f"{p.service}-{p.instance}" for p in processes if p.state == "failed"]
+        for process in processes:
+            name, restarts = f"{process.service}-{process.instance}", process.restarts
+            before = self._seen.get(name, 0)
+            self.restarts[name] += restarts - before if restarts >= before else restarts
+            self._seen[name] = restarts
+            if process.state == "failed" and name not in self.failed:
+                self.failed.append(name)
+
+    def note_errors(self, lines: Iterable[str]) -> None:
+        """lines: of the logs, as far as they are there: the log of a worker is emptied when another
+        gets its number."""
+        self.errors += [line for line in dict.fromkeys(lines) if line not in self.errors]
 
     @property
     def grown(self) -> bool:

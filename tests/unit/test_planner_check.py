@@ -90,7 +90,11 @@ def not_come_back(sight: Sight) -> None:
 
 
 def crash_worker(sight: Sight) -> None:
-    sight.restarts["VllmWorker-1"] = 1
+    """Another worker gets its number later."""
+    crashed = ProcessState(service=D, instance=1, state="ready", restarts=1)
+    sight.see([*workers("ready", "ready", 9), crashed])
+    sight.see(workers("ready ready", "ready", 9))
+    sight.see(workers("ready stopped", "ready", 9))
 
 
 def crash_planner(sight: Sight) -> None:
@@ -98,7 +102,10 @@ def crash_planner(sight: Sight) -> None:
 
 
 def not_start(sight: Sight) -> None:
-    sight.see(workers("ready", "failed ready", 9))
+    """The next one with its number starts."""
+    sight.see(workers("ready", "ready failed", 9))
+    sight.see(workers("ready", "ready ready", 9))
+    sight.see(workers("ready", "ready stopped", 9))
 
 
 def kill_worker(sight: Sight) -> None:
@@ -110,7 +117,10 @@ def not_kill(sight: Sight) -> None:
 
 
 def log_error(sight: Sight) -> None:
-    sight.errors = ["Planner-0.log: 12:00:00 ERROR Planner-0 x: y"]
+    """Its log is emptied later."""
+    sight.note_errors(["VllmWorker-1.log: 12:00:00 ERROR VllmWorker-1 x: y"])
+    sight.note_errors(["VllmWorker-1.log: 12:00:00 ERROR VllmWorker-1 x: y"])
+    sight.note_errors([])
 
 
 def be_late(sight: Sight) -> None:
@@ -131,7 +141,7 @@ def be_late(sight: Sight) -> None:
         (not_come_back, "VllmWorker: 2 ready at the end instead of 1"),
         (crash_worker, "VllmWorker-1: restarted 1 times, killed here 0 times"),
         (crash_planner, "Planner-0: restarted 10 times, killed here 9 times"),
-        (not_start, "PrefillWorker-0: could not be started"),
+        (not_start, "PrefillWorker-1: could not be started"),
         (kill_worker, "the supervisor had to kill: VllmWorker-0  still there after 110 s: killed"),
         (not_kill, "planner: killed 3 times, fewer than 4"),
         (log_error, "errors in the logs: 1"),
