@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 from benchmarks import intervals
 from benchmarks.client import complete
@@ -29,8 +30,9 @@ _SHORT_PER_S, _LONG_PER_S, _BURST = 3.0, 0.5, 6
 _LEARNING = 10
 #: Share of the decisions by which the costs count as learned.
 _LEARNED = 0.5
-#: Plays of a simulated pair, one after the other, and the seconds between them.
-_SIMULATED_PLAYS, _PAUSE_S = 8, 5.0
+#: Plays on each side of a simulated pair, one after the other: those that teach the costs and do
+#: not count, and those that do. And the seconds between them.
+_TEACHING_PLAYS, _SIMULATED_PLAYS, _PAUSE_S = 4, 8, 5.0
 
 #: Side -> `prefill-policy`. In the shadow the thresholds decide, and the engine goes on learning.
 SIDES = {"thresholds": "shadow", "cost": "cost"}
@@ -56,8 +58,8 @@ until the costs are known. Prints the ratios cost / thresholds of the mean times
 decided why.
 
 --simulated plays the same arrivals in `dynamo-lite simulate`'s engine model, where each engine has
-a core of its own: {_SIMULATED_PLAYS} plays one after the other per side of a pair, of which the
-first ones teach the costs.
+a core of its own. Each side of a pair is {_SIMULATED_PLAYS} plays one after the other, after
+{_TEACHING_PLAYS} that teach the costs and do not count.
 """
 
 
@@ -124,7 +126,10 @@ def main() -> None:
         options.pairs, options.seconds = 2, 10.0
     pairs: list[Pair] = []
     if options.simulated:
-        pairs += [simulated(options.seconds, seed) for seed in range(options.pairs)]
+        with until_interrupted():
+            for seed in range(options.pairs):
+                pairs.append(simulated(options.seconds, seed))
+                _say(pairs, options.pairs)
     else:
         with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
             with until_interrupted():
@@ -135,11 +140,14 @@ def main() -> None:
 
 
 def simulated(seconds: float, seed: int) -> Pair:
+    """A pair of the same arrivals in simulation, without noise: the same seed, the same pair."""
+    plays, each_s = _TEACHING_PLAYS + _SIMULATED_PLAYS, seconds + _PAUSE_S
     plan = [
-        Arrival(number * (seconds + _PAUSE_S) + one.at_s, one.prompt_tokens)
-        for number in range(_SIMULATED_PLAYS)
-        for one in arrivals(seconds, seed * _SIMULATED_PLAYS + number)
+        Arrival(number * each_s + one.at_s, one.prompt_tokens)
+        for number in range(plays)
+        for one in arrivals(seconds, seed * plays + number)
     ]
+    first = sum(one.at_s < _TEACHING_PLAYS * each_s for one in plan)
     load = SimulatedPlay(
         requests=[Request(one.at_s, one.prompt_tokens, _TOKENS) for one in plan],
         timing=read_timing("tiny_cpu"),
@@ -150,9 +158,12 @@ def simulated(seconds: float, seed: int) -> Pair:
     for side, policy in _POLICIES.items():
         result = load.run(policy)
         records, play = result.records, Play()
-        for arrival, first_s, total_s in zip(plan, records.ttft_s, records.total_s, strict=True):
+        times = zip(plan, records.ttft_s, records.total_s, strict=True)
+        for arrival, first_s, total_s in islice(times, first, None):
             play.add(arrival, first_s, total_s)
-        play.decisions = dict(Counter(result.graph.tally.choices.taken.values()))
+        taken = result.graph.tally.choices.taken
+        sides = [side for name, side in taken.items() if int(name) >= first]
+        play.decisions = dict(Counter(sides))
         pair[side] = play
     return pair
 
@@ -166,7 +177,7 @@ async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pa
             await asyncio.to_thread(graph.set_options, "VllmWorker", prefill_policy=SIDES[side])
             pair[side] = await _play(graph, arrivals(seconds, number), random.Random())
         into.append(pair)
-        print(f"pair {number + 1} of {count}: {_described(pair)}", file=sys.stderr, flush=True)
+        _say(into, count)
 
 
 async def _learn(graph: RunningGraph, seconds: float) -> None:
@@ -242,8 +253,10 @@ def ratios(pairs: Sequence[Pair], times: Callable[[Play], list[float]]) -> list[
     ]
 
 
-def _described(pair: Pair) -> str:
-    return ", ".join(f"{name} {ratios([pair], times)[0]:.2f} x" for name, times in ROWS.items())
+def _say(pairs: Sequence[Pair], count: int) -> None:
+    """The last pair."""
+    told = ", ".join(f"{row} {ratios(pairs[-1:], times)[0]:.2f} x" for row, times in ROWS.items())
+    print(f"pair {len(pairs)} of {count}: {told}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,15 @@ def test_a_mixed_load_is_the_same_for_both_plays_of_a_pair():
         assert all(least <= one.prompt_tokens <= most for one in kind)
 
 
+def test_a_simulated_pair_has_the_same_arrivals_on_both_sides():
+    pair = mixed.simulated(5.0, seed=1)
+    assert pair == mixed.simulated(5.0, seed=1)
+    by, cost = pair["thresholds"], pair["cost"]
+    assert len(by.short_s) == len(cost.short_s) and len(by.long_s) == len(cost.long_s) > 0
+    assert sum(by.decisions.values()) == sum(cost.decisions.values()) == len(by.total_s)
+    assert all(0 < first_s for first_s in (*by.first_s, *cost.first_s))
+
+
 def test_a_mixed_pair_compares_means_by_kind_of_prompt():
     pair: mixed.Pair = {}
     for side, first_s in (("thresholds", 2.0), ("cost", 1.0)):
