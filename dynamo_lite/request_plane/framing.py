@@ -48,10 +48,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 class FrameParser:
-    """Splits a byte stream into payloads; buffers at most one incomplete frame."""
+    """Splits a byte stream into payloads; buffers at most one incomplete frame.
 
-    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES):
+    max_bytes: of a payload. first_max_bytes: of the first one; None: the same.
+    """
+
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES, first_max_bytes: int | None = None):
         self._max_bytes = max_bytes
+        self._limit = max_bytes if first_max_bytes is None else first_max_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -69,7 +73,7 @@ class FrameParser:
         at = 0
         while (end := at + self._wanted(data, at)) <= len(data):
             payloads.append(data[at + _HEADER_BYTES : end])
-            at = end
+            at, self._limit = end, self._max_bytes
         self._rest += data[at:]
         return payloads
 
@@ -78,8 +82,8 @@ class FrameParser:
         if len(data) - at < _HEADER_BYTES:
             return _HEADER_BYTES
         length = int.from_bytes(data[at : at + _HEADER_BYTES], "big")
-        if not 0 < length <= self._max_bytes:
-            raise ProtocolError(f"frame length {length} (1 to {self._max_bytes} allowed)")
+        if not 0 < length <= self._limit:
+            raise ProtocolError(f"frame length {length} (1 to {self._limit} allowed)")
         return _HEADER_BYTES + length
 
 
@@ -98,7 +102,8 @@ class FrameReceiver(Protocol):
 class FrameConnection(asyncio.Protocol):
     """One TCP connection. `send` never waits; a peer that does not read is disconnected.
 
-    on_drop: called with "stream" when a frame is malformed or unexpected.
+    first_max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is malformed or
+    unexpected.
     States: new -> open -> closed; `repr` shows the state and the unsent bytes.
     """
 
@@ -109,6 +114,7 @@ class FrameConnection(asyncio.Protocol):
         first_frame_timeout_s: float = FIRST_FRAME_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
+        first_max_bytes: int | None = None,
         on_open: Callable[["FrameConnection"], None] | None = None,
         on_drop: OnDrop = uncounted,
     ):
@@ -118,7 +124,7 @@ class FrameConnection(asyncio.Protocol):
         self._stall_timeout_s = stall_timeout_s
         self._max_unsent_bytes = max_unsent_bytes
         self._on_open = on_open
-        self._parser = FrameParser()
+        self._parser = FrameParser(first_max_bytes=first_max_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._frames_received = 0

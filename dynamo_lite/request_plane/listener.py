@@ -48,6 +48,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Connections without a Hello. With one more, the oldest of them is closed: who does not have the
+#: secret cannot keep clients out, whose Hello comes at once.
+MAX_UNGREETED = 64
+#: Of a Hello, which anybody may send.
+MAX_HELLO_BYTES = 1 << 16
+
 
 class _ConnectionSink:
     """Sends a session's deltas over its connection, in one frame where they fit."""
@@ -110,7 +116,7 @@ class Listener:
         loop, certificate = asyncio.get_running_loop(), self._certificate
         try:
             self._server = await loop.create_server(
-                lambda: FrameConnection(self, on_open=self._opened, on_drop=self._on_drop),
+                self._connection,
                 self._bind_host,
                 0,
                 ssl=None if certificate is None else certificate.context,
@@ -141,7 +147,17 @@ class Listener:
             for connection in list(self._connections):
                 connection.abort("the worker closed the stream")
 
+    def _connection(self) -> FrameConnection:
+        return FrameConnection(
+            self, first_max_bytes=MAX_HELLO_BYTES, on_open=self._opened, on_drop=self._on_drop
+        )
+
     def _opened(self, connection: FrameConnection) -> None:
+        ungreeted = [one for one, session in self._connections.items() if session is None]
+        if len(ungreeted) >= MAX_UNGREETED:
+            self._on_drop("stream")
+            del self._connections[ungreeted[0]]
+            ungreeted[0].abort(f"more than {MAX_UNGREETED} connections without a Hello")
         self._connections[connection] = None
 
     # FrameReceiver

@@ -31,6 +31,7 @@ from dynamo_lite.protocol.generate import (
 )
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
+from dynamo_lite.request_plane.listener import MAX_HELLO_BYTES, MAX_UNGREETED
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import endpoint_record, generate_request
@@ -138,7 +139,7 @@ def is_refused(sent: bytes) -> bool:
     """Whether a worker, to which `ITS_ID` is connected, disconnects a client that sends this."""
     greeted = False
     try:
-        for payload in FrameParser().feed(sent):
+        for payload in FrameParser(first_max_bytes=MAX_HELLO_BYTES).feed(sent):
             message = decode_client_frame(payload)
             if isinstance(message, Hello):
                 if greeted or message.client_id == ITS_ID or message.wire_version != WIRE_VERSION:
@@ -283,6 +284,36 @@ def test_hostile_requests_on_a_connection_are_answered_and_end_with_it(rng: Rand
             await graph.answer("c")
 
     asyncio.run(main())
+
+
+async def test_connections_without_a_hello_are_few_and_keep_no_client_out():
+    graph = Graph()
+    async with graph.running(), contextlib.AsyncExitStack() as stack:
+        address = parse_address(graph.server.stream_address)
+        made: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        for _ in range(2 * MAX_UNGREETED):
+            made.append(await asyncio.open_connection(*address))
+            stack.callback(made[-1][1].close)
+        async with asyncio.timeout(2):  # less than the timeout of a first frame
+            for reader, _ in made[:MAX_UNGREETED]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+        assert graph.drops["stream"] == MAX_UNGREETED
+        await graph.answer("a")
+        assert not any(reader.at_eof() for reader, _ in made[MAX_UNGREETED + 1 :])
+
+
+async def test_a_large_first_frame_is_refused_before_its_bytes_arrive():
+    graph = Graph()
+    async with graph.running():
+        address = parse_address(graph.server.stream_address)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write((1 << 20).to_bytes(4, "big"))
+        async with asyncio.timeout(2):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+        assert graph.drops["stream"] == 1
 
 
 ROWS = LogprobRows(1, 1, bytes(8), bytes(4), bytes(8))

@@ -88,6 +88,13 @@ def test_a_length_out_of_bounds_is_refused_before_its_bytes_arrive(length: int):
         FrameParser().feed(length.to_bytes(4, "big"))
 
 
+def test_the_first_frame_may_have_a_smaller_limit():
+    with pytest.raises(ProtocolError):
+        FrameParser(first_max_bytes=8).feed((9).to_bytes(4, "big"))
+    parser = FrameParser(first_max_bytes=8)
+    assert parser.feed(frame(bytes(8)) + frame(bytes(9))) == [bytes(8), bytes(9)]
+
+
 @pytest.mark.parametrize("payload", [b"", bytes(MAX_MESSAGE_BYTES + 1)])
 def test_a_frame_out_of_bounds_is_not_made(payload: bytes):
     with pytest.raises(ProtocolError):
