@@ -197,6 +197,8 @@ async def _connect(
     await startup_checks.check_servers(
         nats_url, etcd_url, namespace, authenticated=authenticated, queue=queue
     )
+    for warning in startup_checks.readable_by_others(nats_url, etcd_url):
+        progress.line("serve", warning)
     data = request.state_dir / "embedded"
     for name, url in (("nats", nats_url), ("etcd", etcd_url)):
         if url is None:

@@ -101,6 +101,11 @@ def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
         _note_origins(document, value_node, here)
 
 
+#: Keys and variables that are never given on a command line, which all users of a machine can read,
+#: and the variable to set in their place.
+_SECRETS = {"api-key": "VLLM_API_KEY", "VLLM_API_KEY": "VLLM_API_KEY", "HF_TOKEN": "HF_TOKEN"}
+
+
 def _apply_override(document: Document, text: str) -> None:
     """Applies one `--Service.key=value`; the value is parsed as YAML."""
     name, equals, value = text.removeprefix("--").partition("=")
@@ -110,6 +115,12 @@ def _apply_override(document: Document, text: str) -> None:
         shown = text.partition("=")[0] if text.startswith("-") else redact(text)
         document.mistakes.append(
             f"{shown}: unknown option; overrides have the form --Service.key=value"
+        )
+        return
+    if (variable := _SECRETS.get(path[-1])) is not None:
+        document.mistakes.append(
+            f"--{name}: a secret on the command line, which all users of this machine can read; put"
+            f" it into the configuration file, or set the variable {variable}"
         )
         return
     try:

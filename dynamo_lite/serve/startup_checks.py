@@ -20,6 +20,7 @@ from dynamo_lite.queue.base import QueueOptions, single_server_text
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
+    is_loopback,
     parse_etcd_url,
     parse_nats_url,
     redact,
@@ -105,6 +106,23 @@ def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
             mistakes += exc.mistakes
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def readable_by_others(nats_url: str | None, etcd_url: str | None) -> list[str]:
+    """A warning for each server of another host that is reached without TLS. The URLs are well
+    formed."""
+    said = {
+        "NATS": (nats_url, parse_nats_url, "prompts"),
+        "etcd": (etcd_url, parse_etcd_url, "the addresses and metadata of all processes"),
+    }
+    return [
+        f"warning: {what} at {redact(url)} is reached without TLS: who can read the network can"
+        f" read {contents}"
+        for what, (url, parse, contents) in said.items()
+        if url is not None
+        and (address := parse(url)).tls is None
+        and not all(is_loopback(host) for host, _ in address.hosts)
+    ]
 
 
 async def check_servers(

@@ -99,11 +99,11 @@ def edge_of(config: GraphConfig) -> str:
 
 def test_rust_is_refused_with_every_option_that_it_cannot_honour(tmp_path: Path):
     binary = f"--Frontend.edge-binary={program(tmp_path)}"
-    refused = ("--Frontend.api-key=[k]", "--Frontend.dashboard=true")
+    refused = ("--Frontend.ssl-ciphers=x", "--Frontend.dashboard=true")
     _, note, document = settled("--Frontend.edge=rust", binary, *refused)
     assert note == ""
     assert [mistake.partition(":")[0] for mistake in document.mistakes] == [
-        "--Frontend.api-key",
+        "--Frontend.ssl-ciphers",
         "--Frontend.dashboard",
     ]
     assert all("not with `edge: rust`" in mistake for mistake in document.mistakes)
@@ -114,7 +114,7 @@ def test_auto_takes_rust_where_it_can_and_says_why_not(tmp_path: Path):
     config, note, document = settled("--Frontend.edge=auto", binary)
     assert (edge_of(config), note, document.mistakes) == ("rust", "", [])
     for option, reason in (
-        ("--Frontend.api-key=[k]", "api-key: vLLM's Rust frontend leaves"),
+        ("--Frontend.ssl-ciphers=x", "ssl-ciphers: "),
         ("--Graph.otlp-endpoint=http://127.0.0.1:1", "a client's traceparent"),
         (f"--Frontend.edge-binary={tmp_path}/absent", "there is no file"),
     ):
