@@ -5,7 +5,8 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -94,18 +95,16 @@ class Legs:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
         and dropped, and `all` notices when it fails. on_data: else takes the whole answer.
         Raises PrefillFailed, Final."""
-        try:
-            async with asyncio.timeout(self._config.prefill_timeout_s):
+        deadline = asyncio.get_running_loop().time() + self._config.prefill_timeout_s
+        with self._in_time(one.engine):
+            async with asyncio.timeout_at(deadline):
                 response = await self.open(one, PrefillFailed)
                 if streams:
                     self._rest = self.start(
-                        self._read_out(one.engine, response), "rest of the prefill leg"
+                        self._read_out(one.engine, response, deadline), "rest of the prefill leg"
                     )
                     return PrefillAnswer()
                 data = await self.whole(one.engine, response, PrefillFailed)
-        except TimeoutError as exc:
-            detail = f"no answer within {self._config.prefill_timeout_s:g} s"
-            raise PrefillFailed(one.engine, "timeout", detail) from exc
         if on_data is not None:
             on_data(data)
         try:
@@ -207,10 +206,24 @@ class Legs:
             if response not in left:
                 response.close()
 
-    async def _read_out(self, engine: Engine, response: EngineAnswer) -> None:
-        """Raises PrefillFailed."""
-        data = await self.some(engine, response, PrefillFailed)
-        if data.startswith(ERROR_EVENTS):
-            raise PrefillFailed(engine, "event")
-        while data:
-            data = await self.some(engine, response, PrefillFailed)
+    async def _read_out(self, engine: Engine, response: EngineAnswer, deadline: float) -> None:
+        """deadline: of the whole leg, in the loop's time. Raises PrefillFailed."""
+        with self._in_time(engine):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    data = await self.some(engine, response, PrefillFailed)
+                    if data.startswith(ERROR_EVENTS):
+                        raise PrefillFailed(engine, "event")
+                    while data:
+                        data = await self.some(engine, response, PrefillFailed)
+            finally:
+                response.close()  # else it would stay open as long as the decode leg
+
+    @contextmanager
+    def _in_time(self, engine: Engine) -> Iterator[None]:
+        """Turns the timeout of a prefill leg into PrefillFailed."""
+        try:
+            yield
+        except TimeoutError as exc:
+            detail = f"no whole answer within {self._config.prefill_timeout_s:g} s"
+            raise PrefillFailed(engine, "timeout", detail) from exc
