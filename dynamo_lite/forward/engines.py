@@ -45,6 +45,8 @@ class Engine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
+    #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
+    answered_at: float = 0.0
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
     #: Legs of this process that have not ended.
