@@ -151,6 +151,11 @@ class Engine:
             self._identities.remove(identity)
         self._identities.append(identity)
 
+    def replaced(self, ids: Mapping[int, str]) -> bool:
+        """Whether another process than the one with these `engine_ids` is known to be at its
+        address. Ranks that are not known now tell nothing: the engine may be starting."""
+        return any(self.engine_ids.get(rank, one) != one for rank, one in ids.items())
+
     def reported(self, load: EngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)
         self.kv_usage = load.kv_usage

@@ -64,7 +64,9 @@ class Legs:
         self._tasks: list[asyncio.Task[Any]] = []
         #: Legs that the caller of `leave_open` ends.
         self._left: list[asyncio.Task[EngineAnswer]] = []
-        self._rest: asyncio.Task[None] | None = None
+        #: Fails when a prefill leg fails after `prefill` has returned.
+        self._rest: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,8 +77,10 @@ class Legs:
         if running:
             await end_tasks(*running)
             self._close()
-        for task in self._tasks:
-            if not task.cancelled():
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in (*self._tasks, self._rest):
+            if task is not None and task.done() and not task.cancelled():
                 task.exception()  # else asyncio would report a second failure as unread
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -169,6 +173,23 @@ class Legs:
             await self._upstream.pass_on(engine, response, push, client.drained)
         except LegFailed as exc:
             raise DecodeFailed(engine, exc.kind, exc.detail) from exc
+
+    def stays(self, engine: Engine, ids: Mapping[int, str]) -> None:
+        """After a prefill leg that was handed over under these `engine_ids`: `all` and `first` fail
+        once the engine's checks show that another process has answered it."""
+        self._rest = asyncio.get_running_loop().create_future()
+        self._look_replaced(self._rest, engine, ids)
+
+    def _look_replaced(
+        self, found: asyncio.Future[None], engine: Engine, ids: Mapping[int, str]
+    ) -> None:
+        """By a timer: the end of a task would have to be waited for in every request."""
+        if engine.replaced(ids):
+            text = "the engine was restarted before this request"
+            return found.set_exception(PrefillFailed(engine, "unpaired", text))
+        self._timer = asyncio.get_running_loop().call_later(
+            self._config.health_interval_s, self._look_replaced, found, engine, ids
+        )
 
     async def all(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.

@@ -309,6 +309,27 @@ async def test_a_push_of_a_restarted_engine_is_noticed():
         assert r.answered["disaggregated", ""] == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check(stream: bool):
+    """Its answer does not say who it is, and the decode engine waits for the process before."""
+    async with rig("mooncake", health_interval_s=0.05) as r:
+        await warm(r)
+        bad = r.prefill[0]
+        bad.bootstrap_ids = {"0": {"engine_id": "another"}}
+        async with slow(r.decode[0]):
+            asked = asyncio.create_task(r.stream() if stream else r.text())
+            await until(r, 1, r.decode[0])
+            await eventually(lambda: bool(bad.legs) and bad.legs[0].ended is not None, 5)
+            await r.check()
+            async with asyncio.timeout(5):
+                assert await asked
+                await r.decode[0].legs[0].aborted.wait()
+        assert r.answered["alone", "prefill_failed"] == 1
+        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
+        assert await r.text() == TEXT
+        assert r.answered["disaggregated", ""] == 2
+
+
 # The decode engine fails.
 
 
