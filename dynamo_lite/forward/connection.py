@@ -7,9 +7,12 @@ from typing import cast
 import httptools
 
 from dynamo_lite.forward.engine_answer import EngineAnswer
+from dynamo_lite.runtime.lost_host import notice_a_lost_host
 
 #: Size limit of an answer's head, in bytes.
 _MAX_HEAD_BYTES = 64 << 10
+#: A connection is lost when the engine's host acknowledges nothing for this long.
+_LOST_HOST_S = 20.0
 
 
 class Connection(asyncio.Protocol):
@@ -22,6 +25,8 @@ class Connection(asyncio.Protocol):
         on_lost: Callable[["Connection"], None],
     ):
         self.paused = False
+        #: When the engine's last bytes came, in the loop's time; 0: none has come.
+        self.heard_at = 0.0
         self._on_free, self._on_lost = on_free, on_lost
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -61,6 +66,10 @@ class Connection(asyncio.Protocol):
         if self._answer is not None:
             self._answer.left(silence_s)
 
+    def give_up(self, why: str) -> bool:
+        """See `EngineAnswer.give_up`."""
+        return self._answer is not None and self._answer.give_up(why)
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -82,12 +91,13 @@ class Connection(asyncio.Protocol):
         # uvloop's transports are no subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("ssl_object") is not None
+        notice_a_lost_host(transport.get_extra_info("socket"), _LOST_HOST_S)
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
         if answer is None:
             return self.abort()  # nothing was asked
-        answer.touched = self._loop.time()
+        self.heard_at = answer.touched = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:

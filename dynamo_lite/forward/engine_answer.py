@@ -49,6 +49,7 @@ class EngineAnswer:
         self._connection = connection
         self._parts: list[bytes] = []
         self._size = 0
+        self._fed = False
         self._ended = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -120,6 +121,7 @@ class EngineAnswer:
         self._wake()
 
     def feed(self, data: bytes) -> None:
+        self._fed = True
         if self._push is None:
             self._parts.append(data)
             self._size += len(data)
@@ -156,6 +158,14 @@ class EngineAnswer:
             self.touched = self._loop.time()
             self._timer.cancel()
             self._look_idle()
+
+    def give_up(self, why: str) -> bool:
+        """Breaks the connection if nothing of the body has come. Returns whether it did."""
+        if self._fed or self._ended or self._error is not None:
+            return False
+        self.fail(ConnectionResetError(why))
+        self._connection.abort()
+        return True
 
     def until_closed(self) -> bool:
         """Whether the end of the connection is the end of this answer."""

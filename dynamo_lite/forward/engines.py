@@ -45,6 +45,8 @@ class Engine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
+    #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
+    answered_at: float = 0.0
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
     #: Legs of this process that have not ended.
@@ -148,6 +150,11 @@ class Engine:
             self.varies = True
             self._identities.remove(identity)
         self._identities.append(identity)
+
+    def replaced(self, ids: Mapping[int, str]) -> bool:
+        """Whether another process than the one with these `engine_ids` is known to be at its
+        address. Ranks that are not known now tell nothing: the engine may be starting."""
+        return any(self.engine_ids.get(rank, one) != one for rank, one in ids.items())
 
     def reported(self, load: EngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)

@@ -7,8 +7,9 @@ Pure: whole events in, whole events out. Corner cases:
   engine's is dropped.
 - A choice whose first token ends it (end of sequence, or a limit of one token) ends with the
   prefill engine's finish reason. Everything of it from the decode engine is dropped.
-- A decode engine's first chunk may contain more than the first token. What goes beyond the prefill
-  engine's text is shown.
+- A decode engine's first chunk may contain more than the first token, and a first token may show
+  nothing. So the text is compared (`shown_delta.py`): what goes beyond the prefill engine's is
+  shown.
 - Usage is the decode engine's, which counts all tokens. Only its cached tokens are the prefill
   engine's.
 - Errors of either engine are shown as they are.
@@ -20,6 +21,7 @@ import msgspec
 
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.rewriting import Changes
+from dynamo_lite.forward.shown_delta import ShownDelta, has_token
 from dynamo_lite.forward.usage import cached_tokens
 
 _DONE = b"[DONE]"
@@ -30,10 +32,11 @@ class FirstTokenMerge:
 
     def __init__(self, limit: int | None):
         self._one_token = limit == 1
-        #: Text that the prefill engine has shown, by choice.
-        self._shown: dict[int, str] = {}
+        #: What the prefill engine has shown, by choice.
+        self._shown: dict[int, ShownDelta] = {}
         self._ended: set[int] = set()
-        self._skipped: set[int] = set()
+        #: Choices of which the decode engine has repeated it.
+        self._repeated: set[int] = set()
         self._held: list[bytes] = []
         self._id: msgspec.Raw | None = None
         #: The decode engine's id and the prefill engine's, where they differ.
@@ -53,7 +56,7 @@ class FirstTokenMerge:
         return b"".join(map(_event, [*self._held, _DONE]))
 
     def from_decode(self, events: bytes) -> bytes:
-        if self._ended or self._skipped < self._shown.keys():
+        if self._ended or self._repeated < self._shown.keys():
             events = b"".join(self._decode_event(payload) for payload in _payloads(events))
         elif self._ids is not None:
             events = events.replace(*self._ids)
@@ -84,9 +87,9 @@ class FirstTokenMerge:
         is removed."""
         index = choice.get("index", 0)
         reason = choice.get("finish_reason")
-        if not (_has_token(choice) or reason is not None):
+        if not (has_token(choice) or reason is not None):
             return
-        self._shown[index] = self._shown.get(index, "") + _text(choice)
+        self._shown.setdefault(index, ShownDelta()).add(choice)
         if reason is None:
             return
         if reason == "length" and not self._one_token:
@@ -117,19 +120,16 @@ class FirstTokenMerge:
         index = choice.get("index", 0)
         if index in self._ended:
             return False
-        if index in self._skipped:
+        if index in self._repeated:
             return True
-        if not _has_token(choice):
-            return choice.get("finish_reason") is not None
-        self._skipped.add(index)
-        rest = _text(choice).removeprefix(self._shown.get(index, ""))
-        if rest and rest != _text(choice):
-            _set_text(choice, rest)
-            return True
-        if choice.get("finish_reason") is None:
-            return False
-        _set_text(choice, "")
-        return True
+        ends = choice.get("finish_reason") is not None
+        if not has_token(choice):
+            return ends
+        shown = self._shown.setdefault(index, ShownDelta())
+        left = shown.take_out(choice)
+        if left or ends or shown.repeated:
+            self._repeated.add(index)
+        return left or ends
 
 
 def _payloads(events: bytes) -> list[bytes]:
@@ -145,30 +145,3 @@ def _decoded(payload: bytes) -> dict[str, Any] | None:
         return msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         return None
-
-
-#: Fields of a delta that contain tokens.
-_CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")
-
-
-def _has_token(choice: dict[str, Any]) -> bool:
-    """A chat's first chunk has a role, and empty content."""
-    if "text" in choice:
-        return True
-    delta = choice.get("delta") or {}
-    if delta.get("role") is not None and not any(delta.get(key) for key in _CONTENT):
-        return False
-    return any(delta.get(key) is not None for key in _CONTENT)
-
-
-def _text(choice: dict[str, Any]) -> str:
-    if "text" in choice:
-        return choice["text"] or ""
-    return (choice.get("delta") or {}).get("content") or ""
-
-
-def _set_text(choice: dict[str, Any], text: str) -> None:
-    if "text" in choice:
-        choice["text"] = text
-    else:
-        choice["delta"] = {**(choice.get("delta") or {}), "content": text}

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Self
 
-from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.engines import FAILURES, Engine, Engines
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.probe import EngineProbe
 from dynamo_lite.forward.upstream import LegFailed, Upstream
@@ -12,6 +12,10 @@ from dynamo_lite.policy.forwarding import SentPrompts
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
+
+#: An engine whose server has been silent for this many times the timeout of a check, and does not
+#: answer then either, stands still or cannot be reached.
+_SILENT_TIMES = 2
 
 
 class EngineMonitor:
@@ -21,6 +25,7 @@ class EngineMonitor:
         self, engines: Engines, upstream: Upstream, config: ForwarderConfig, sent: SentPrompts
     ):
         self._engines, self._config, self._sent = engines, config, sent
+        self._upstream = upstream
         self._probe = EngineProbe(upstream, within_s=config.health_timeout_s)
         self._tasks = OwnedTasks()
         #: Model names of the first decode engine that reported any.
@@ -54,24 +59,48 @@ class EngineMonitor:
             self._sent.forget(engine.number)
 
     async def _follow(self, engine: Engine) -> None:
-        while not engine.left:
+        # An engine that has left may have open legs.
+        while not engine.left or engine.legs:
             await self.check(engine)
             await asyncio.sleep(self._config.health_interval_s)
 
     async def check(self, engine: Engine) -> None:
-        """One check; what the engine serves is read when it has become healthy."""
+        """One check; what the engine serves is read when it has become healthy. Legs that wait for
+        an engine that is silent are given up."""
+        loop = asyncio.get_running_loop()
         try:
             await self._probe.check(engine)
         except LegFailed as exc:
+            if exc.kind == "broken":
+                engine.answered_at = loop.time()
             if engine.failed(str(exc), at_once=exc.kind == "refused"):
                 logger.warning("%s is unhealthy", exc)
                 self._sent.forget(engine.number)
             elif not engine.healthy:
                 engine.trouble = str(exc)
+            if exc.kind != "broken":
+                await self._end_silent(engine)
             return
+        engine.answered_at = loop.time()
         if engine.passed():
             logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self.compare()
+
+    async def _end_silent(self, engine: Engine) -> None:
+        """Gives up the legs without a first byte, if nothing at all comes from the engine. One that
+        computes for long, or whose streams move, may answer checks late and keeps its legs."""
+        now = asyncio.get_running_loop().time()
+        silent_s = now - max(engine.answered_at, self._upstream.heard_at(engine))
+        enough_s = _SILENT_TIMES * self._config.health_timeout_s
+        if not engine.legs or engine.failures < FAILURES or silent_s < enough_s:
+            return
+        if await self._probe.answers(engine):
+            engine.answered_at = asyncio.get_running_loop().time()
+            return
+        if self._upstream.heard_at(engine) > now:
+            return
+        if count := self._upstream.give_up(engine, "the engine has fallen silent"):
+            logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
 
     def compare(self) -> None:
         """An engine of another model than the first one that decodes is not used."""

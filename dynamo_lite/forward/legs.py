@@ -5,7 +5,8 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -63,7 +64,9 @@ class Legs:
         self._tasks: list[asyncio.Task[Any]] = []
         #: Legs that the caller of `leave_open` ends.
         self._left: list[asyncio.Task[EngineAnswer]] = []
-        self._rest: asyncio.Task[None] | None = None
+        #: Fails when a prefill leg fails after `prefill` has returned.
+        self._rest: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -74,8 +77,10 @@ class Legs:
         if running:
             await end_tasks(*running)
             self._close()
-        for task in self._tasks:
-            if not task.cancelled():
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in (*self._tasks, self._rest):
+            if task is not None and task.done() and not task.cancelled():
                 task.exception()  # else asyncio would report a second failure as unread
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -94,18 +99,16 @@ class Legs:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
         and dropped, and `all` notices when it fails. on_data: else takes the whole answer.
         Raises PrefillFailed, Final."""
-        try:
-            async with asyncio.timeout(self._config.prefill_timeout_s):
+        deadline = asyncio.get_running_loop().time() + self._config.prefill_timeout_s
+        with self._in_time(one.engine):
+            async with asyncio.timeout_at(deadline):
                 response = await self.open(one, PrefillFailed)
                 if streams:
                     self._rest = self.start(
-                        self._read_out(one.engine, response), "rest of the prefill leg"
+                        self._read_out(one.engine, response, deadline), "rest of the prefill leg"
                     )
                     return PrefillAnswer()
                 data = await self.whole(one.engine, response, PrefillFailed)
-        except TimeoutError as exc:
-            detail = f"no answer within {self._config.prefill_timeout_s:g} s"
-            raise PrefillFailed(one.engine, "timeout", detail) from exc
         if on_data is not None:
             on_data(data)
         try:
@@ -171,6 +174,23 @@ class Legs:
         except LegFailed as exc:
             raise DecodeFailed(engine, exc.kind, exc.detail) from exc
 
+    def stays(self, engine: Engine, ids: Mapping[int, str]) -> None:
+        """After a prefill leg that was handed over under these `engine_ids`: `all` and `first` fail
+        once the engine's checks show that another process has answered it."""
+        self._rest = asyncio.get_running_loop().create_future()
+        self._look_replaced(self._rest, engine, ids)
+
+    def _look_replaced(
+        self, found: asyncio.Future[None], engine: Engine, ids: Mapping[int, str]
+    ) -> None:
+        """By a timer: the end of a task would have to be waited for in every request."""
+        if engine.replaced(ids):
+            text = "the engine was restarted before this request"
+            return found.set_exception(PrefillFailed(engine, "unpaired", text))
+        self._timer = asyncio.get_running_loop().call_later(
+            self._config.health_interval_s, self._look_replaced, found, engine, ids
+        )
+
     async def all(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.
 
@@ -207,10 +227,24 @@ class Legs:
             if response not in left:
                 response.close()
 
-    async def _read_out(self, engine: Engine, response: EngineAnswer) -> None:
-        """Raises PrefillFailed."""
-        data = await self.some(engine, response, PrefillFailed)
-        if data.startswith(ERROR_EVENTS):
-            raise PrefillFailed(engine, "event")
-        while data:
-            data = await self.some(engine, response, PrefillFailed)
+    async def _read_out(self, engine: Engine, response: EngineAnswer, deadline: float) -> None:
+        """deadline: of the whole leg, in the loop's time. Raises PrefillFailed."""
+        with self._in_time(engine):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    data = await self.some(engine, response, PrefillFailed)
+                    if data.startswith(ERROR_EVENTS):
+                        raise PrefillFailed(engine, "event")
+                    while data:
+                        data = await self.some(engine, response, PrefillFailed)
+            finally:
+                response.close()  # else it would stay open as long as the decode leg
+
+    @contextmanager
+    def _in_time(self, engine: Engine) -> Iterator[None]:
+        """Turns the timeout of a prefill leg into PrefillFailed."""
+        try:
+            yield
+        except TimeoutError as exc:
+            detail = f"no whole answer within {self._config.prefill_timeout_s:g} s"
+            raise PrefillFailed(engine, "timeout", detail) from exc

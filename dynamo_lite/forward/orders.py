@@ -170,6 +170,9 @@ class Orders:
         """A prefill leg. Raises PrefillFailed also if another process has answered than the one
         that the decode engine waits for."""
         answer = await legs.prefill(one, streams=streams, on_data=on_data)
+        if attempt.prefill.engine_ids:
+            # Its answer has no id. The decode engine would wait for the process that has ended.
+            legs.stays(one.engine, attempt.prefill.engine_ids)
         if not self._protocol.needs_identity:
             return answer
         learned, expected = self._protocol.learn(answer), attempt.prefill.identity

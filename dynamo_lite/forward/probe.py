@@ -36,6 +36,15 @@ class EngineProbe:
             # Read each time, because the ids change after every restart.
             await self._query(engine)
 
+    async def answers(self, engine: Engine) -> bool:
+        """Whether its server answers at all, whatever it says. Nothing is computed for a list of
+        models, while `/health` may wait for a computation (SGLang's runs a request)."""
+        try:
+            await self._fetch(engine, f"{engine.base}/v1/models")
+        except LegFailed as exc:
+            return exc.kind == "broken"
+        return True
+
     async def load(self, engine: Engine) -> EngineLoad | None:
         """None if its metrics do not contain the load. Raises LegFailed."""
         _, page = await self._fetch(engine, f"{engine.base}/metrics")

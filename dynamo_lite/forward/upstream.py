@@ -149,6 +149,19 @@ class Upstream:
         except TimeoutError as exc:
             raise LegFailed(engine.name, "timeout", f"no answer within {within_s:g} s") from exc
 
+    def heard_at(self, engine: Engine) -> float:
+        """When an open connection to the engine had its last bytes, in the loop's time; 0: none
+        had any."""
+        return max((one.heard_at for one in self._to(engine)), default=0.0)
+
+    def give_up(self, engine: Engine, why: str) -> int:
+        """Breaks off the answers of the engine that have no byte of their body yet; to their
+        readers, the connection was lost. Returns how many."""
+        return sum(one.give_up(why) for one in self._to(engine))
+
+    def _to(self, engine: Engine) -> list[Connection]:
+        return [one for one, where in self._open.items() if where == engine.options.address]
+
     def _kept(self, place: _Place) -> Connection | None:
         """An idle connection that may be used again."""
         idle = self._idle.get(place)

@@ -7,7 +7,6 @@ Malformed bytes end their connection and nothing else.
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -15,6 +14,7 @@ from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.lost_host import notice_a_lost_host
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class FrameConnection(asyncio.Protocol):
         self._tls = transport.get_extra_info("ssl_object") is not None
         peer = transport.get_extra_info("peername")
         self.peer = host_port(peer[0], peer[1]) if peer else "?"
-        _notice_a_lost_host(transport.get_extra_info("socket"))
+        notice_a_lost_host(transport.get_extra_info("socket"), UNACKNOWLEDGED_TIMEOUT_S)
         self._timer = asyncio.get_running_loop().call_later(
             self._first_frame_timeout_s,
             self.abort,
@@ -265,20 +265,3 @@ class FrameConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _notice_a_lost_host(sock: socket.socket | None) -> None:
-    """The kernel closes the connection UNACKNOWLEDGED_TIMEOUT_S after the peer's last sign of life,
-    whether bytes are under way or not: the limit also replaces the number of keep-alive probes.
-    """
-    if sock is None or sock.family == getattr(socket, "AF_UNIX", None):
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    timeout_ms = round(UNACKNOWLEDGED_TIMEOUT_S * 1000)
-    for name, value in (
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 3),
-        ("TCP_USER_TIMEOUT", timeout_ms),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

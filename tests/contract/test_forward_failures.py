@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -123,6 +124,58 @@ async def test_a_prefill_that_takes_too_long_is_given_up(name: str):
             async with asyncio.timeout(5):
                 await r.prefill[0].legs[0].aborted.wait()
         assert r.answered["alone", "prefill_failed"] == 1
+
+
+@pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
+@pytest.mark.parametrize(("stream", "after_head"), [(False, False), (True, False), (True, True)])
+async def test_a_prefill_that_takes_too_long_is_replaced(name: str, stream: bool, after_head: bool):
+    """A stream's head may come at once, long before its first token."""
+    async with rig(name, prefill=2, prefill_timeout_s=0.5) as r:
+        bad = r.prefill[0]
+        hold = asyncio.Event()
+        if after_head:
+            bad.handover = _alone
+            bad._stream = partial(_stops_after_head, hold)  # type: ignore[method-assign]
+        else:
+            bad.faults.append(Fault(hold=hold))
+        try:
+            async with asyncio.timeout(5):
+                assert (b"[DONE]" in await r.stream()) if stream else (await r.text() == TEXT)
+                await bad.legs[0].aborted.wait()
+        finally:
+            hold.set()
+        assert r.forwarding.stats.failures == {("prefill", "timeout"): 1}
+        assert [len(engine.legs) for engine in r.prefill] == [1, 1]
+
+
+async def test_a_prefill_stream_that_never_ends_is_closed_while_the_decode_engine_goes_on():
+    async with rig("sglang", prefill_timeout_s=0.3) as r:
+        hold = asyncio.Event()
+        bad, good = r.prefill[0], r.decode[0]
+        bad._stream = partial(_stops_after_head, hold)  # type: ignore[method-assign]
+        stream = good._stream
+
+        async def late(request: Any, leg: Any, fault: Fault) -> web.StreamResponse:
+            return await stream(request, leg, Fault("mid_stream", seen=bad.legs[0].aborted))
+
+        good._stream = late  # type: ignore[method-assign]
+        body = {**COMPLETION, "stream": True}
+        async with (
+            asyncio.timeout(5),
+            r.session.post(f"{r.url}/v1/completions", json=body) as answer,
+        ):
+            with pytest.raises(aiohttp.ClientPayloadError):  # the script cuts it, once it may
+                await answer.read()
+        assert bad.legs[0].aborted.is_set() and len(good.legs) == 1
+
+
+async def _stops_after_head(
+    hold: asyncio.Event, request: web.BaseRequest, leg: Any, fault: Fault
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    await hold.wait()
+    return response
 
 
 @pytest.mark.parametrize("name", FALLING_BACK)
@@ -252,6 +305,27 @@ async def test_a_push_of_a_restarted_engine_is_noticed():
         r.decode[0].faults.append(Fault(hold=asyncio.Event()))  # it would wait for ever
         assert await r.text() == TEXT
         assert r.answered["alone", "prefill_failed"] == 1
+        assert await r.text() == TEXT
+        assert r.answered["disaggregated", ""] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check(stream: bool):
+    """Its answer does not say who it is, and the decode engine waits for the process before."""
+    async with rig("mooncake", health_interval_s=0.05) as r:
+        await warm(r)
+        bad = r.prefill[0]
+        bad.bootstrap_ids = {"0": {"engine_id": "another"}}
+        async with slow(r.decode[0]):
+            asked = asyncio.create_task(r.stream() if stream else r.text())
+            await until(r, 1, r.decode[0])
+            await eventually(lambda: bool(bad.legs) and bad.legs[0].ended is not None, 5)
+            await r.check()
+            async with asyncio.timeout(5):
+                assert await asked
+                await r.decode[0].legs[0].aborted.wait()
+        assert r.answered["alone", "prefill_failed"] == 1
+        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
         assert await r.text() == TEXT
         assert r.answered["disaggregated", ""] == 2
 

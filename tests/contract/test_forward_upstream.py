@@ -1,6 +1,7 @@
 """The Forwarder's HTTP client, against a server that says exactly what a test scripts."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -366,3 +367,45 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
         # Not a timeout: another engine may be asked.
         assert failed.value.kind == "broken"
         assert await w.upstream.read(w.engine, draining) == b"a" * 10
+
+
+async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
+    async with world(says(HEALTHY)) as w:
+        await w.get()
+        (connection,) = w.upstream._open
+        assert connection._transport is not None
+        sock = connection._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+async def test_only_answers_without_a_byte_of_their_body_are_given_up():
+    async def hangs(served: Served) -> None:
+        await served.reader.read()
+
+    async def only_a_head(served: Served) -> None:
+        await served.say(CHUNKED)
+        await served.reader.read()
+
+    end = asyncio.Event()
+
+    async def streams(served: Served) -> None:
+        await served.say(CHUNKED, b"1\r\na\r\n")
+        await end.wait()
+        await served.say(b"0\r\n\r\n")
+
+    async with world(streams, only_a_head, hangs) as w:
+        begun = await w.upstream.open(w.engine, "GET", "/")
+        assert await w.upstream.read_some(w.engine, begun) == b"a"
+        headed = await w.upstream.open(w.engine, "GET", "/")
+        hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
+        await eventually(lambda: len(w.requests) >= 3)
+        heard_at = w.upstream.heard_at(w.engine)
+        assert 0 < heard_at <= asyncio.get_running_loop().time()
+        assert w.upstream.give_up(w.engine, "silent") == 2
+        for failing in (hanging, w.upstream.read(w.engine, headed)):
+            with pytest.raises(LegFailed, match="silent") as failed:
+                await failing
+            assert failed.value.kind == "broken"
+        end.set()
+        assert await w.upstream.read(w.engine, begun) == b""

@@ -141,6 +141,115 @@ def test_a_first_chunk_that_is_also_the_last_keeps_its_reason():
     assert (texts(events), reasons(events)) == (["a", ""], ["stop"])
 
 
+def deltas(events: list[Any]) -> list[Any]:
+    return [choice["delta"] for event in events for choice in event["choices"]]
+
+
+ROLE = delta(0, role="assistant", content="")
+SHOWN_ROLE = {"role": "assistant", "content": ""}
+
+
+def test_a_first_token_that_shows_nothing_hides_nothing_of_the_second_one():
+    """A reasoning parser takes the mark of a thought, and sends nothing for it."""
+    events, _ = merged(
+        stream(ROLE, delta(0, "length")),
+        stream(
+            ROLE, delta(0, reasoning="r"), delta(0, reasoning="s"), delta(0, "stop", content="a")
+        ),
+    )
+    assert deltas(events) == [
+        SHOWN_ROLE,
+        {},
+        {"reasoning": "r"},
+        {"reasoning": "s"},
+        {"content": "a"},
+    ]
+    assert reasons(events) == ["stop"]
+
+
+def test_a_first_token_of_a_tool_call_that_shows_nothing_hides_no_name():
+    name = [{"index": 0, "id": "d", "type": "function", "function": {"name": "f"}}]
+    arguments = [{"index": 0, "function": {"arguments": "{}"}}]
+    events, _ = merged(
+        stream(ROLE, delta(0, "length")),
+        stream(ROLE, delta(0, tool_calls=name), delta(0, "tool_calls", tool_calls=arguments)),
+    )
+    assert deltas(events)[2:] == [{"tool_calls": name}, {"tool_calls": arguments}]
+
+
+def test_after_a_first_token_without_text_a_chunk_of_two_tokens_is_whole():
+    events, _ = merged(stream(text(0, "", "length")), stream(text(0, "ab"), text(0, "c", "stop")))
+    assert texts(events) == ["", "ab", "c"]
+    events, _ = merged(
+        stream(ROLE, delta(0, "length", content="")),
+        stream(ROLE, delta(0, content="ab"), delta(0, "stop", content="c")),
+    )
+    assert "".join(texts(events)) == "abc"
+
+
+def test_the_tool_call_that_was_shown_keeps_its_id_and_gets_the_rest_of_its_arguments():
+    """Each engine draws an id of its own."""
+
+    def call(name: str, arguments: str) -> list[Any]:
+        function = {"name": "f", "arguments": arguments}
+        return [{"index": 0, "id": name, "type": "function", "function": function}]
+
+    more = [{"index": 0, "function": {"arguments": "1}"}}]
+    for first, rest in (("", [{"index": 0, "function": {"arguments": "{"}}]), ("{", None)):
+        events, _ = merged(
+            stream(ROLE, delta(0, "length", tool_calls=call("p", first))),
+            stream(
+                ROLE,
+                delta(0, tool_calls=call("d", "{")),
+                delta(0, "tool_calls", tool_calls=more),
+            ),
+        )
+        expected = [{"tool_calls": call("p", first)}, {"tool_calls": rest}, {"tool_calls": more}]
+        assert deltas(events)[1:] == [one for one in expected if one["tool_calls"] is not None]
+
+
+def test_a_second_tool_call_in_the_first_chunk_is_shown():
+    calls = [{"index": n, "id": f"d{n}", "function": {"name": "f"}} for n in range(2)]
+    events, _ = merged(
+        stream(ROLE, delta(0, "length", tool_calls=calls[:1])),
+        stream(ROLE, delta(0, tool_calls=calls), delta(0, "tool_calls", content="")),
+    )
+    assert deltas(events)[1:3] == [{"tool_calls": calls[:1]}, {"tool_calls": calls[1:]}]
+
+
+def test_a_first_chunk_may_go_on_in_another_field():
+    events, _ = merged(
+        stream(ROLE, delta(0, "length", reasoning="r")),
+        stream(ROLE, delta(0, reasoning="r", content="a"), delta(0, "stop", content="b")),
+    )
+    assert deltas(events)[1:] == [{"reasoning": "r"}, {"content": "a"}, {"content": "b"}]
+
+
+def test_text_that_is_held_back_is_not_shown_twice():
+    """A decode engine holds back what could begin a stop string; the prefill engine has ended."""
+    events, _ = merged(
+        stream(text(0, "Hello", "length")),
+        stream(text(0, ""), text(0, "Hel"), text(0, "lo wor"), text(0, "ld", "stop")),
+    )
+    assert "".join(texts(events)) == "Hello world"
+
+
+def test_a_character_that_was_shown_in_part_is_shown_whole():
+    for first in (text(0, ""), None):
+        decode = [text(0, "é"), text(0, "b", "stop")]
+        events, _ = merged(
+            stream(text(0, "\ufffd", "length")),
+            stream(*([first] if first else []), *decode),
+        )
+        assert "".join(texts(events)) == "\ufffdéb"
+
+
+def test_another_first_token_is_removed():
+    """Engines that sample may differ; two first tokens would be one too many."""
+    events, _ = merged(stream(text(0, "a", "length")), stream(text(0, "x"), text(0, "b", "stop")))
+    assert texts(events) == ["a", "b"]
+
+
 @pytest.mark.parametrize("cached", [None, 3])
 def test_usage_is_the_decode_engines_and_its_cached_tokens_the_prefill_engines(
     cached: int | None,
