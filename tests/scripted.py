@@ -346,6 +346,7 @@ async def nixl(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
             "tp_size": 1,
+            "transfer_mode": "pull",
             "unknown": {"kept": [1.0, None]},
         }
         fleet.offered[name] = params

@@ -168,8 +168,13 @@ class Orders:
         on_data: Callable[[bytes], None] | None = None,
     ) -> PrefillAnswer:
         """A prefill leg. Raises PrefillFailed also if another process has answered than the one
-        that the decode engine waits for."""
+        that the decode engine waits for, or an engine of another protocol."""
         answer = await legs.prefill(one, streams=streams, on_data=on_data)
+        if misfit := self._protocol.mismatch(answer):
+            if not one.engine.misfit:
+                logger.error("engine %s gets no prefill legs: %s", one.engine.name, misfit)
+            one.engine.misfit = misfit
+            raise PrefillFailed(one.engine, "mismatch", misfit)
         if not self._protocol.needs_identity:
             return answer
         learned, expected = self._protocol.learn(answer), attempt.prefill.identity

@@ -24,7 +24,7 @@ from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.process.status import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
-from tests.scripted import Fault, ScriptedEngine
+from tests.scripted import HANDOVERS, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -242,6 +242,45 @@ async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
         assert await r.text() == TEXT
         assert r.decode[0].legs[0].params is None
         assert r.answered == {("alone", "no_handoff"): 1}
+
+
+@pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
+async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, engines: str):
+    """It would end a decode engine, or let it wait for minutes."""
+    async with rig(name, prefill=2, decode=2) as r:
+        for engine in (*r.prefill, *r.decode):
+            engine.handover = HANDOVERS[engines]
+        for _ in range(4):
+            assert await r.text() == TEXT
+        assert all(leg.params is None for engine in r.decode for leg in engine.legs)
+        assert r.forwarding.stats.failures == {("prefill", "mismatch"): 2}
+        # Each engine is asked once.
+        assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
+        assert "transfer_mode" in r.engines[0].misfit and engines in r.engines[0].misfit
+        # Started again, with the other connector.
+        for engine in (*r.prefill, *r.decode):
+            await engine.stop()
+        await r.check()
+        for engine in (*r.prefill, *r.decode):
+            engine.handover = HANDOVERS[name]
+            await engine.start()
+        await r.check()
+        assert await r.text() == TEXT
+        assert r.answered["disaggregated", ""] == 1
+
+
+async def test_an_engine_that_does_not_tell_its_transfer_mode_is_used():
+    async with rig("nixl") as r:
+        ask = r.prefill[0].handover
+
+        async def older(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+            answer = await ask(engine, leg)
+            del answer["kv_transfer_params"]["transfer_mode"]
+            return answer
+
+        r.prefill[0].handover = older
+        assert await r.text() == TEXT
+        assert r.answered == {("disaggregated", ""): 1}
 
 
 async def test_a_push_of_a_restarted_engine_is_noticed():

@@ -101,6 +101,10 @@ def _no_handoff(answer: PrefillAnswer) -> Handoff | None:
     return None
 
 
+def _accepted(answer: PrefillAnswer) -> str:
+    return ""
+
+
 def _nothing_of_prompts(body: Body, route: str) -> bool:
     return False
 
@@ -125,6 +129,9 @@ class ForwardProtocol:
     decode: Callable[[Body, Attempt, Handoff | None], Leg]
     #: Returns None if the answer has no handoff; then the decode leg computes the prompt itself.
     extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
+    #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
+    #: nothing speaks against it. Such an answer never reaches a decode engine.
+    mismatch: Callable[[PrefillAnswer], str] = _accepted
     #: The engine's identity in an answer (`Peer.identity`); None: it has none.
     learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = _nothing_learned
     #: PARALLEL only: until the identity of the prefill engine is known, its legs are SERIAL.
