@@ -24,7 +24,7 @@ from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.process.status import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
-from tests.scripted import HANDOVERS, Fault, ScriptedEngine
+from tests.scripted import CHAT, HANDOVERS, MESSAGES, RESPONSES, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -398,6 +398,40 @@ async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
         for _ in range(2):
             assert b"error" not in await r.stream()
         assert r.forwarding.stats.failures == {("decode", "event"): 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        *itertools.product(("nixl", "nixl-push", "moriio-read"), (CHAT, RESPONSES, MESSAGES)),
+        ("sglang", CHAT),
+    ],
+)
+async def test_an_error_before_the_first_output_is_no_answer_yet(name: str, route: str):
+    """Stock vLLM sends the events that begin a stream, and only then that it has no KV."""
+    async with rig(name, decode=2) as r:
+        whole = await r.stream(route=route)
+        r.decode[0].faults.extend([Fault("no_output")] * 2)
+        for _ in range(2):
+            shown = await r.stream(route=route)
+            assert b"error" not in shown and shown.count(b"\n\n") == whole.count(b"\n\n")
+        assert sum(r.forwarding.stats.failures.values()) >= 1
+        assert r.answered == {("disaggregated", ""): 3}
+        for engine in r.decode:
+            engine.faults.extend([Fault("no_output")] * 4)
+        status, _ = await r.ask(route=route, stream=True)
+        assert status == (500 if route == CHAT else 502)
+
+
+async def test_events_before_the_first_output_come_with_it():
+    async with (
+        rig("nixl") as r,
+        r.session.post(f"{r.url}{CHAT}", json={**COMPLETION, "stream": True}) as answer,
+    ):
+        events = [json.loads(line[6:]) async for line in answer.content if b"{" in line]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert [delta["content"] for delta in deltas[1:]] == [" t0", " t1", " t2", " t3"]
 
 
 @pytest.mark.parametrize("name", sorted(PROTOCOLS))
