@@ -25,6 +25,10 @@ SGLANG_GENERATE = "/generate"
 
 #: Where stock vLLM reads `kv_transfer_params`.
 VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
+#: Those of them with `min_tokens`. Without it the first token of a prefill leg may be the end of
+#: the sequence. Some connectors then drop the KV, and a decode engine that got its leg at the same
+#: time waits for it until a timeout.
+MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
 
 class Order(enum.Enum):
