@@ -20,9 +20,12 @@ from aiohttp import web
 #: A leg that waits for its other one longer than this is a failure of the test.
 _PAIR_S = 10.0
 
-GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TOKENS = "/inference/v1/generate"
+GENERATES = ("/v1/completions", CHAT, RESPONSES, MESSAGES, TOKENS)
 
-Stage = Literal["before_head", "after_head", "mid_stream", "status"]
+#: `no_output`: a stream fails in place of its first output, as vLLM's when the KV was not loaded.
+Stage = Literal["before_head", "after_head", "mid_stream", "status", "no_output"]
 
 
 @dataclass(eq=False)
@@ -232,7 +235,12 @@ class ScriptedEngine:
         return f" t{number}"
 
     def _limit(self, leg: Leg) -> int:
-        limit = leg.body.get("max_completion_tokens", leg.body.get("max_tokens"))
+        if leg.route == RESPONSES:
+            limit = leg.body.get("max_output_tokens")
+        elif leg.route == TOKENS:
+            limit = leg.body.get("sampling_params", {}).get("max_tokens")
+        else:
+            limit = leg.body.get("max_completion_tokens", leg.body.get("max_tokens"))
         return self.tokens if limit is None else min(limit, self.tokens)
 
     def _usage(self, leg: Leg) -> dict[str, Any]:
@@ -268,13 +276,23 @@ class ScriptedEngine:
         await response.prepare(request)
         if fault.stage == "after_head":
             return _cut(request)
-        events = self._events(leg)
+        beginning, events = _beginning(leg), self._events(leg)
+        for event in beginning:
+            await response.write(_framed(event))
+        if fault.stage == "no_output":
+            if leg.route == RESPONSES:  # vLLM 0.32 fails to encode its error here
+                return _cut(request)
+            error: dict[str, Any] = {"error": {"message": "Internal server error", "code": 500}}
+            if leg.route == MESSAGES:
+                error = {"type": "error", "error": {"type": "internal_error"}}
+            await response.write(_framed(json.dumps(error).encode()))
+            events = []
         for number, event in enumerate(events):
             if fault.stage == "mid_stream" and number == 2:
                 if fault.seen is not None:
                     await fault.seen.wait()
                 return _cut(request)
-            await response.write(b"data: " + event + b"\n\n")
+            await response.write(_framed(event))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -284,6 +302,10 @@ class ScriptedEngine:
             repeated = 1 if self.role == "prefill" else 2
             return [json.dumps(one).encode() for one in self._native(leg)] * repeated
         limit = self._limit(leg)
+        if leg.route in (RESPONSES, MESSAGES):
+            kind = "response.output_text.delta" if leg.route == RESPONSES else "content_block_delta"
+            texts = map(self._text, range(limit))
+            return [json.dumps({"type": kind, "delta": text}).encode() for text in texts]
         name = f"cmpl-{leg.headers.get('x-request-id', 'none')}"
         events: list[dict[str, Any]] = [
             {
@@ -291,7 +313,11 @@ class ScriptedEngine:
                 "choices": [
                     {
                         "index": 0,
-                        "text": self._text(n),
+                        **(
+                            {"delta": {"content": self._text(n)}}
+                            if leg.route == CHAT
+                            else {"text": self._text(n)}
+                        ),
                         "finish_reason": "length" if n == limit - 1 else None,
                     }
                 ],
@@ -301,6 +327,26 @@ class ScriptedEngine:
         if (leg.body.get("stream_options") or {}).get("include_usage"):
             events.append({"id": name, "choices": [], "usage": self._usage(leg)})
         return [json.dumps(event).encode() for event in events]
+
+
+def _beginning(leg: Leg) -> list[bytes]:
+    """The events of a stream before its first output."""
+    events: list[dict[str, Any]] = []
+    if leg.route == CHAT:
+        name = f"cmpl-{leg.headers.get('x-request-id', 'none')}"
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        events = [{"id": name, "choices": [choice]}]
+    elif leg.route == RESPONSES:
+        events = [{"type": "response.created"}, {"type": "response.in_progress"}]
+    elif leg.route == MESSAGES:
+        events = [{"type": "message_start", "message": {"role": "assistant", "content": []}}]
+    return [json.dumps(event).encode() for event in events]
+
+
+def _framed(event: bytes) -> bytes:
+    named = re.match(rb'\{"type": "([a-z_.]+)"', event)
+    return (b"event: %b\n" % named[1] if named else b"") + b"data: " + event + b"\n\n"
 
 
 def _cut(request: web.BaseRequest) -> web.StreamResponse:
@@ -317,6 +363,11 @@ def check(condition: bool, text: str) -> None:
 def one_token(leg: Leg) -> None:
     body = leg.body
     check(body["stream"] is False and "stream_options" not in body, "the prefill leg streams")
+    if leg.route == RESPONSES:  # which has no `min_tokens`
+        check(body["max_output_tokens"] == 1 and body["store"] is False, "more than one token")
+        return
+    if leg.route == TOKENS:
+        body = body["sampling_params"]
     check(body["max_tokens"] == 1 and body["min_tokens"] == 1, "more than one token")
     check(body.get("max_completion_tokens", 1) == 1, "max_completion_tokens")
 
@@ -346,6 +397,7 @@ async def nixl(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
             "tp_size": 1,
+            "transfer_mode": "pull",
             "unknown": {"kept": [1.0, None]},
         }
         fleet.offered[name] = params

@@ -57,6 +57,9 @@ class Engine:
     other_requests: int = 0
     kv_usage: float = 0.0
     identity: Mapping[str, Any] | None = None
+    #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
+    #: fails, as when the engine is started with other options.
+    misfit: str = ""
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
@@ -98,7 +101,7 @@ class Engine:
 
     @property
     def can_prefill(self) -> bool:
-        if not self.prefills or not self.usable:
+        if not self.prefills or not self.usable or self.misfit:
             return False
         return bool(self.engine_ids) or not self.protocol.query_path
 
@@ -137,7 +140,7 @@ class Engine:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
         self.varies, self._identities = False, []
-        self.engine_ids = {}
+        self.engine_ids, self.misfit = {}, ""
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. A restarted process has a

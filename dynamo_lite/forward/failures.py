@@ -13,12 +13,12 @@ from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import Engine
 
 #: `refused`: no connection; `broken`: the connection was lost; `status`: it answered with an
-#: error of its own; `event`: the same as a stream's first event; `unpaired`: nothing was handed
-#: over, or by another process than expected.
-FailureKind = Literal["refused", "timeout", "broken", "status", "event", "unpaired"]
+#: error of its own; `event`: the same in place of a stream's first output; `unpaired`: nothing was
+#: handed over, or by another process than expected; `mismatch`: the engine speaks another protocol.
+FailureKind = Literal["refused", "timeout", "broken", "status", "event", "unpaired", "mismatch"]
 KINDS: tuple[FailureKind, ...] = (
     *("refused", "timeout", "broken"),
-    *("status", "event", "unpaired"),
+    *("status", "event", "unpaired", "mismatch"),
 )
 RETRY_AFTER = {"retry-after": "1"}
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo_lite.forward import headers
+from dynamo_lite.forward.beginning import Beginning
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.failures import Broken, DecodeFailed
-from dynamo_lite.forward.legs import ERROR_EVENTS, Legs
+from dynamo_lite.forward.legs import Legs
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,8 @@ async def relay(
         await client.start(response.status, head)
         await client.write(data)
         return await client.finish()
-    # The head is held back until the first bytes: until then, another engine can be asked.
-    data = await legs.first(engine, response)
-    if data.startswith(ERROR_EVENTS):
-        raise DecodeFailed(engine, "event", answer=_as_answer(data))
+    # The head is held back until the first output: until then, another engine can be asked.
+    data = await _until_output(legs, engine, response)
     on_first()
     await client.start(response.status, head)
     if changes.any:
@@ -54,6 +53,19 @@ async def relay(
     else:
         await _unchanged(client, legs, engine, response, data)
     await client.finish()
+
+
+async def _until_output(legs: Legs, engine: Engine, response: EngineAnswer) -> bytes:
+    """The first bytes, in a stream up to its first output. Raises DecodeFailed, PrefillFailed."""
+    data = await legs.first(engine, response)
+    if not is_stream(response):
+        return data
+    beginning = Beginning()
+    while data and not beginning.over(data):
+        data = await legs.first(engine, response)
+    if beginning.error is not None:
+        raise DecodeFailed(engine, "event", answer=_as_answer(beginning.error))
+    return beginning.data
 
 
 async def _unchanged(
@@ -108,9 +120,8 @@ async def break_off(client: Client, why: DecodeFailed | str, *, whole: bool) -> 
     raise Broken(str(why))
 
 
-def _as_answer(data: bytes) -> Answer | None:
-    """A first event with an error, as an answer with its status."""
-    payload = data.split(b"\n", 1)[0].removeprefix(b"data: ")
+def _as_answer(payload: bytes) -> Answer | None:
+    """The JSON of an event with an error, as an answer with its status."""
     try:
         code = msgspec.json.decode(payload)["error"]["code"]
     except (msgspec.DecodeError, KeyError, TypeError):

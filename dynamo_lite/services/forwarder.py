@@ -140,7 +140,7 @@ class Forwarder:
             "engines": {
                 engine.name: {
                     "role": engine.options.role,
-                    "trouble": engine.trouble,
+                    "trouble": engine.trouble or engine.misfit,
                     **({"lease": engine.lease} if engine.lease else {}),
                 }
                 for engine in engines

@@ -25,7 +25,7 @@ from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.process.status import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
-from tests.scripted import Fault, ScriptedEngine
+from tests.scripted import CHAT, HANDOVERS, MESSAGES, RESPONSES, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -297,6 +297,45 @@ async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
         assert r.answered == {("alone", "no_handoff"): 1}
 
 
+@pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
+async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, engines: str):
+    """It would end a decode engine, or let it wait for minutes."""
+    async with rig(name, prefill=2, decode=2) as r:
+        for engine in (*r.prefill, *r.decode):
+            engine.handover = HANDOVERS[engines]
+        for _ in range(4):
+            assert await r.text() == TEXT
+        assert all(leg.params is None for engine in r.decode for leg in engine.legs)
+        assert r.forwarding.stats.failures == {("prefill", "mismatch"): 2}
+        # Each engine is asked once.
+        assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
+        assert "transfer_mode" in r.engines[0].misfit and engines in r.engines[0].misfit
+        # Started again, with the other connector.
+        for engine in (*r.prefill, *r.decode):
+            await engine.stop()
+        await r.check()
+        for engine in (*r.prefill, *r.decode):
+            engine.handover = HANDOVERS[name]
+            await engine.start()
+        await r.check()
+        assert await r.text() == TEXT
+        assert r.answered["disaggregated", ""] == 1
+
+
+async def test_an_engine_that_does_not_tell_its_transfer_mode_is_used():
+    async with rig("nixl") as r:
+        ask = r.prefill[0].handover
+
+        async def older(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+            answer = await ask(engine, leg)
+            del answer["kv_transfer_params"]["transfer_mode"]
+            return answer
+
+        r.prefill[0].handover = older
+        assert await r.text() == TEXT
+        assert r.answered == {("disaggregated", ""): 1}
+
+
 async def test_a_push_of_a_restarted_engine_is_noticed():
     """Between two checks another process came up at the same address."""
     async with rig("nixl-push") as r:
@@ -433,6 +472,40 @@ async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
         for _ in range(2):
             assert b"error" not in await r.stream()
         assert r.forwarding.stats.failures == {("decode", "event"): 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        *itertools.product(("nixl", "nixl-push", "moriio-read"), (CHAT, RESPONSES, MESSAGES)),
+        ("sglang", CHAT),
+    ],
+)
+async def test_an_error_before_the_first_output_is_no_answer_yet(name: str, route: str):
+    """Stock vLLM sends the events that begin a stream, and only then that it has no KV."""
+    async with rig(name, decode=2) as r:
+        whole = await r.stream(route=route)
+        r.decode[0].faults.extend([Fault("no_output")] * 2)
+        for _ in range(2):
+            shown = await r.stream(route=route)
+            assert b"error" not in shown and shown.count(b"\n\n") == whole.count(b"\n\n")
+        assert sum(r.forwarding.stats.failures.values()) >= 1
+        assert r.answered == {("disaggregated", ""): 3}
+        for engine in r.decode:
+            engine.faults.extend([Fault("no_output")] * 4)
+        status, _ = await r.ask(route=route, stream=True)
+        assert status == (500 if route == CHAT else 502)
+
+
+async def test_events_before_the_first_output_come_with_it():
+    async with (
+        rig("nixl") as r,
+        r.session.post(f"{r.url}{CHAT}", json={**COMPLETION, "stream": True}) as answer,
+    ):
+        events = [json.loads(line[6:]) async for line in answer.content if b"{" in line]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert [delta["content"] for delta in deltas[1:]] == [" t0", " t1", " t2", " t3"]
 
 
 @pytest.mark.parametrize("name", sorted(PROTOCOLS))

@@ -15,7 +15,7 @@ from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.forwarding import decode_forward_explained
 from tests.builders import eventually
 from tests.forwarding import TEXT, rig
-from tests.scripted import Fault, Leg, ScriptedEngine
+from tests.scripted import CHAT, MESSAGES, RESPONSES, TOKENS, Fault, Leg, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -23,6 +23,17 @@ NAMES = sorted(PROTOCOLS)
 ALONE = [name for name in NAMES if PROTOCOLS[name].decodes_alone]
 #: Two legs, of which the prefill engine's is sent by the Forwarder.
 TWO_LEGS = [name for name in NAMES if PROTOCOLS[name].order is not Order.SINGLE]
+
+#: At least one protocol of each order, and its routes beside completions.
+HANDED_OVER = {
+    "nixl": {CHAT, RESPONSES, MESSAGES, TOKENS},
+    # Without `min_tokens` their prefill leg may end with the end of the sequence.
+    "mooncake": {CHAT, TOKENS},
+    "moriio-write": {CHAT, TOKENS},
+    "sglang": {CHAT},
+    "neuron-dynamic": {CHAT},
+    "kvt-batch": set[str](),
+}
 
 
 def tokens(stream: bytes) -> list[str]:
@@ -197,6 +208,26 @@ async def test_the_client_keeps_its_request_id_where_nothing_is_paired_by_it():
             assert (found == "mine") is exact and found.startswith("mine"), name
             await r.ask(headers={"x-request-id": "not one; " + "x" * 200})
             assert "not one" not in r.prefill[0].legs[1].headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        (name, route)
+        for name, route in itertools.product(HANDED_OVER, (CHAT, RESPONSES, MESSAGES, TOKENS))
+        if PROTOCOLS[name].decodes_alone or route in HANDED_OVER[name]
+    ],
+)
+async def test_each_route_in_each_order(name: str, route: str):
+    """What a protocol does not hand over goes to a decode engine alone."""
+    fields = {"sampling_params": {"max_tokens": 4}} if route == TOKENS else {}
+    async with rig(name) as r:
+        for _ in range(2):
+            assert await r.text(route=route, **fields) == TEXT
+            assert b" t0" in await r.stream(route=route, **fields)
+        over = route in HANDED_OVER[name]
+        assert r.answered == {("disaggregated", "") if over else ("alone", "route"): 4}
+        assert len(r.prefill[0].legs) == (4 if over else 0)
 
 
 async def test_staged_choice_takes_the_decode_engine_after_the_prefill_leg():

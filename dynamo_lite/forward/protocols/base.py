@@ -25,6 +25,10 @@ SGLANG_GENERATE = "/generate"
 
 #: Where stock vLLM reads `kv_transfer_params`.
 VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
+#: Those of them with `min_tokens`. Without it the first token of a prefill leg may be the end of
+#: the sequence. Some connectors then drop the KV, and a decode engine that got its leg at the same
+#: time waits for it until a timeout.
+MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
 
 class Order(enum.Enum):
@@ -101,6 +105,10 @@ def _no_handoff(answer: PrefillAnswer) -> Handoff | None:
     return None
 
 
+def _accepted(answer: PrefillAnswer) -> str:
+    return ""
+
+
 def _nothing_of_prompts(body: Body, route: str) -> bool:
     return False
 
@@ -125,6 +133,9 @@ class ForwardProtocol:
     decode: Callable[[Body, Attempt, Handoff | None], Leg]
     #: Returns None if the answer has no handoff; then the decode leg computes the prompt itself.
     extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
+    #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
+    #: nothing speaks against it. Such an answer never reaches a decode engine.
+    mismatch: Callable[[PrefillAnswer], str] = _accepted
     #: The engine's identity in an answer (`Peer.identity`); None: it has none.
     learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = _nothing_learned
     #: PARALLEL only: until the identity of the prefill engine is known, its legs are SERIAL.

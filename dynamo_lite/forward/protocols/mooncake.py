@@ -6,6 +6,7 @@ Source: vLLM 0.32, `mooncake/`; Llumnix, `pd_vllm_mooncake_forwarder.go`.
 import msgspec
 
 from dynamo_lite.forward.protocols.base import (
+    MIN_TOKENS_ROUTES,
     VLLM_ROUTES,
     Attempt,
     Body,
@@ -72,7 +73,7 @@ def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
 MOONCAKE = ForwardProtocol(
     name="mooncake",
     order=Order.PARALLEL,
-    routes=VLLM_ROUTES,
+    routes=MIN_TOKENS_ROUTES,
     default_port=8998,
     query_path="/query",
     prefill=_prefill,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.forward.protocols.base import (
+    MIN_TOKENS_ROUTES,
     VLLM_ROUTES,
     Attempt,
     Body,
@@ -91,7 +92,7 @@ READ = ForwardProtocol(
 WRITE = ForwardProtocol(
     name="moriio-write",
     order=Order.PARALLEL,
-    routes=VLLM_ROUTES,
+    routes=MIN_TOKENS_ROUTES,
     default_port=_HANDSHAKE_PORT,
     prefill=_prefill,
     decode=_decode,

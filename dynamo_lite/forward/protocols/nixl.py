@@ -44,6 +44,23 @@ def returned_params(answer: PrefillAnswer) -> Handoff | None:
     return Handoff(raw) if bytes(raw).startswith(b"{") else None
 
 
+def _mode_is_not(mode: str, answer: PrefillAnswer, change: str) -> str:
+    """A decode engine of one connector ends its process, or waits for minutes, for what a prefill
+    engine of the other one hands over. Engines before vLLM 0.32 do not tell their mode."""
+    found = (object_of(answer.kv_transfer_params) or {}).get("transfer_mode")
+    if found is None or found == mode:
+        return ""
+    return f"it hands over with transfer_mode {str(found)[:20]!r}, not {mode!r}: {change}"
+
+
+def _not_pull(answer: PrefillAnswer) -> str:
+    return _mode_is_not(
+        "pull",
+        answer,
+        "start all engines with NixlConnector, or the Forwarder with the protocol nixl-push",
+    )
+
+
 def hand_over(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
     """The client's own id stays: legs are not paired by it, and the client sees it in its
     answer."""
@@ -58,8 +75,17 @@ PULL = ForwardProtocol(
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=returned_params,
+    mismatch=_not_pull,
     decode=hand_over,
 )
+
+
+def _not_push(answer: PrefillAnswer) -> str:
+    return _mode_is_not(
+        "push",
+        answer,
+        "start all engines with NixlPushConnector, or the Forwarder with the protocol nixl",
+    )
 
 
 def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
@@ -94,6 +120,7 @@ PUSH = ForwardProtocol(
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=_as_handoff,
+    mismatch=_not_push,
     learn=identity,
     needs_identity=True,
     decode=_expect_push,
