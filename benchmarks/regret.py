@@ -1,6 +1,6 @@
 """What the decisions between local and remote prefill cost, and what the best ones would have cost.
 
-    python -m benchmarks.regret                 # five loads, thresholds and learned costs
+    python -m benchmarks.regret                 # six loads, thresholds and learned costs
     python -m benchmarks.regret --quick --json regret.json
     python -m benchmarks.regret --samples 0 --groups 8
 
@@ -56,11 +56,17 @@ def load(kind: str, seconds: float, seed: int) -> list[Request]:
         short = made("constant", 24, 24, 300, 200, seed)
         long = made("burst", 2, 10, 8000, 300, seed + 1)
         return sorted(short + long, key=lambda request: request.arrival_s)
-    rate, peak = {"constant": (14, 14), "step": (6, 18), "burst": (6, 30), "sine": (4, 20)}[kind]
+    rate, peak = {
+        "constant": (14, 14),
+        "step": (6, 18),
+        "ramp": (4, 18),
+        "burst": (6, 30),
+        "sine": (4, 20),
+    }[kind]
     return made(kind, rate, peak, 4000, 300, seed)
 
 
-LOADS = ("constant", "step", "burst", "sine", "mixed")
+LOADS = ("constant", "step", "ramp", "burst", "sine", "mixed")
 
 
 def best_thresholds(play: Play) -> tuple[str, float]:

@@ -85,7 +85,7 @@ class SimFrontend:
             HealthMonitor(host.messaging, roster, namespace=namespace, component=workers)
         )
         self.client = client = await enter(
-            FailoverClient(
+            self._shipped.failover_client(
                 self._shipped.transport(
                     partial(
                         RemoteGenerateClient, f"{host.lease.id:x}", request_timeout_s=_REQUEST_S

@@ -4,12 +4,16 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from dynamo_lite.policy.drain import Move
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
+from dynamo_lite.request_plane.evacuation import Evacuation
+from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.migrating_request import Held, MigratingRequest
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -112,10 +116,29 @@ class WaitsForBroker(Shipped):
         return make_waiting
 
 
+class _StartsOver(Evacuation):
+    async def _move(self, flight: MigratingRequest, how: str, held: Held, why: Move) -> None:
+        flight._sent.clear()
+        await super()._move(flight, how, held, why)
+
+
+class _StartsOverClient(FailoverClient):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._leaving.__class__ = _StartsOver
+
+
+class MovesFromItsStart(Shipped):
+    """A request that moves off a draining worker begins anew for its caller, too."""
+
+    failover_client = _StartsOverClient
+
+
 #: By the name that the command line takes.
 CLIENT_MUTANTS: dict[str, type[Shipped]] = {
     "redelivery-lost": RedeliveryLost,
     "late-resume": LateResume,
     "lease-from-answer": LeaseFromAnswer,
     "waits-for-broker": WaitsForBroker,
+    "moves-from-its-start": MovesFromItsStart,
 }

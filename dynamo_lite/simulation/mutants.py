@@ -26,5 +26,6 @@ FOUND_BY: dict[str, int] = {
     "no-prefix-hold": 82,
     "redelivery-lost": 23,
     "no-attempt-id": 24,
+    "moves-from-its-start": 3,
     **PLANNER_FOUND_BY,
 }

@@ -284,6 +284,27 @@ class SwitchesBeforeItsRecord(_Mutant):
     kind = _Hasty
 
 
+class _CancelsFirst(Planner):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        enter = self._switching._enter
+
+        async def enter_unless_withdrawing(one: Any, phase: Any) -> None:
+            if phase == "withdrawing":
+                one.record = msgspec.structs.replace(one.record, phase=phase)
+            else:
+                await enter(one, phase)
+
+        self._switching._enter = enter_unless_withdrawing
+        return facts
+
+
+class CancelsBeforeItsRecord(_Mutant):
+    """A switch is cancelled, and its record does not say so."""
+
+    kind = _CancelsFirst
+
+
 #: By the name that the command line takes.
 PLANNER_MUTANTS: dict[str, type[Shipped]] = {
     "kills-on-idle-alone": KillsOnIdleAlone,
@@ -298,6 +319,7 @@ PLANNER_MUTANTS: dict[str, type[Shipped]] = {
     "ignores-bounds": IgnoresBounds,
     "forgets-a-switch": ForgetsASwitch,
     "switches-before-its-record": SwitchesBeforeItsRecord,
+    "cancels-before-its-record": CancelsBeforeItsRecord,
 }
 
 #: A seed that finds each of them.
@@ -314,4 +336,5 @@ FOUND_BY: dict[str, int] = {
     "ignores-bounds": 9,
     "forgets-a-switch": 69,
     "switches-before-its-record": 19,
+    "cancels-before-its-record": 19,
 }

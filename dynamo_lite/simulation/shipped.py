@@ -6,6 +6,7 @@ from typing import Any
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane.base import MakeTransport
+from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
@@ -24,6 +25,9 @@ class Shipped(Assembly):
 
     #: Opens the queue of a prefill worker.
     queue_client: type[JetStreamQueue] = JetStreamQueue
+
+    #: Makes a Frontend's requests over the decode workers.
+    failover_client: type[FailoverClient] = FailoverClient
 
     def prefill_worker(
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend

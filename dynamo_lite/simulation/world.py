@@ -318,6 +318,9 @@ class World:
         client = self.clients.pop(name, None)
         if client is not None:
             self.judge.requests.client_died(name)
+            if client.client is not None:
+                moved = client.client.stats.drained
+                self.judge.counts["requests moved off draining workers"] += moved
         worker = self.prefill.pop(name, None)
         host = self.slots[name].host if name in self.slots else None
         if worker is not None and host is not None and not self.nats.process.dead:

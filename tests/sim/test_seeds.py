@@ -55,6 +55,7 @@ def _check_coverage(tally: Tally) -> None:
     assert counts["planner killed in switch ordered"] and counts["planner killed in switch asked"]
     assert counts["planner switches handed over"] and counts["planner switches cancelled"]
     assert counts["planner added"] and counts["planner removed"] and counts["planner elected"]
+    assert counts["requests moved off draining workers"]
     assert counts["first tokens sent"] and counts["first tokens late"]
     # Some requests waited until their deadline; the judge lets none wait longer.
     assert tally.waits.latest is not None and tally.waits.latest.over_s > -0.1

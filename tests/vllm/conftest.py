@@ -58,13 +58,17 @@ def _turn(item: pytest.Item) -> int:
 
 
 class Stage:
-    """Holds the one graph that runs."""
+    """Holds the one graph that runs. collector_url: where the shared graph's spans go."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, collector_url: str):
+        self._directory, self._collector_url = directory, collector_url
         self._started = 0
         self._options: tuple[str, ...] = ()
         self._shared: Graph | None = None
+
+    def disagg(self) -> Graph:
+        """The shared graph that is configs/disagg.yaml."""
+        return self.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={self._collector_url}"))
 
     def shared(self, options: tuple[str, ...]) -> Graph:
         """The graph of the caller before, if it had these options."""
@@ -120,15 +124,15 @@ def collector() -> Iterator[Collector]:
 def stage(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("stage"))
+    stage = Stage(tmp_path_factory.mktemp("stage"), collector.url)
     yield stage
     stage.clear()
 
 
 @pytest.fixture
-def disagg(stage: Stage, collector: Collector) -> Iterator[Graph]:
+def disagg(stage: Stage) -> Iterator[Graph]:
     """The shared graph. Each test that uses it must leave it complete."""
-    graph = stage.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={collector.url}"))
+    graph = stage.disagg()
     pids = {p.service: p.pid for p in graph.processes()}
     yield graph
     assert {p.service: p.pid for p in graph.processes()} == pids, graph.tails()

@@ -27,6 +27,7 @@ from tests.vllm.graph import (
     NAMESPACE,
     UNCOMPILED,
     Graph,
+    PlainServer,
     command_line,
     descendants_of,
     eventually,
@@ -48,11 +49,11 @@ def _program() -> Path | None:
 
 BINARY = _program()
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(BINARY is None, reason="no vllm-rs: scripts/get_vllm_rs could not get it"),
-]
+NEEDS_BINARY = pytest.mark.skipif(
+    BINARY is None, reason="no vllm-rs: scripts/get_vllm_rs could not get it"
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), NEEDS_BINARY]
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -91,7 +92,9 @@ def python(edges: tuple[Graph, Graph]) -> Graph:
     return edges[1]
 
 
-def ask(graph: Graph, kind: str, request: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+def ask(
+    graph: Graph | PlainServer, kind: str, request: dict[str, Any], *, stream: bool
+) -> dict[str, Any]:
     """Choices and usage, in the form that both edges have."""
     extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     request = {**known({**request, "return_token_ids": True}), **extra}

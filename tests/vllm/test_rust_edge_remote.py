@@ -1,0 +1,68 @@
+"""A lone Frontend with the Rust edge joins the shared graph: remote prefills, first tokens from the
+prefill worker, and refusals."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.vllm.asking import assert_same, prompt_ids
+from tests.vllm.graph import Graph, PlainServer, eventually, together
+from tests.vllm.test_edge import BAD_REQUESTS, post
+from tests.vllm.test_first_token import DIFFERENT, arrivals, handed_over
+from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY, ask
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), NEEDS_BINARY]
+
+
+@pytest.fixture(scope="module")
+def rust(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    options = [
+        *stage.disagg().servers,
+        "--Frontend.edge=rust",
+        f"--Frontend.edge-binary={BINARY}",
+    ]
+    directory = tmp_path_factory.mktemp("rust-edge")
+    frontend = Graph(directory, options=options, service="Frontend")
+    with together([frontend]):
+        yield frontend
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_answers_begin_with_the_prefill_workers_token(
+    disagg: Graph, rust: Graph, reference: PlainServer, stream: bool
+):
+    since, committed = arrivals(disagg), handed_over(disagg)
+    different = disagg.count("VllmWorker", DIFFERENT)
+    for number, tokens in enumerate((700, 1601)):
+        request = {
+            "prompt": prompt_ids(tokens, seed=950 + number + 10 * stream),
+            "temperature": 0,
+            "max_tokens": 24,
+            "ignore_eos": True,
+        }
+        got = ask(rust, "completions", request, stream=stream)
+        assert len(got["tokens"]) == 24 and got["choices"][0]["text"]
+        assert_same(got, ask(reference, "completions", request, stream=stream))
+    eventually(lambda: committed() == 2, timeout_s=5, what="both prompts are handed over")
+    # The decode engine's token may come first now and then.
+    assert sum(since().values()) == 2 and since()["sent"] >= 1
+    assert disagg.count("VllmWorker", DIFFERENT) == different
+
+
+#: Bad requests that only an engine notices, and an engine of `vllm-rs` cannot refuse.
+FOUND_BY_THE_ENGINE = {"a schema that is none", "a grammar that is none"}
+
+
+@pytest.mark.parametrize("name", list(BAD_REQUESTS))
+def test_bad_requests_get_the_status_of_vllms_python_server(
+    disagg: Graph, rust: Graph, reference: PlainServer, name: str
+):
+    path, body = BAD_REQUESTS[name]
+    got, expected = post(rust.url, path, body), post(reference.url, path, body)
+    if name in FOUND_BY_THE_ENGINE:
+        assert (expected.status_code, got.status_code) == (400, 500), got.text
+        disagg.excuse("Failed to compile grammar")
+    else:
+        assert got.status_code == expected.status_code >= 400, got.text
+    assert got.status_code == 404 or got.json()["error"]["message"]
