@@ -63,6 +63,8 @@ class Engine:
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
+    #: How often they were read.
+    ids_read: int = 0
     #: HOST:PORT.
     name: str = field(init=False)
     base: str = field(init=False)
@@ -121,7 +123,8 @@ class Engine:
         """A check has passed. Returns whether the engine was unhealthy before."""
         before, self.healthy, self.failures = self.healthy, True, 0
         if not before:
-            self.trouble = ""
+            # A leg that was still open may have found the old process unfit after `forget`.
+            self.trouble = self.misfit = ""
         return not before
 
     def failed(self, why: str, *, at_once: bool = False) -> bool:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
+#: Reads of an engine's ids after a prefill leg: one may have been under way, the next one was not.
+_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,12 @@ class Legs:
 
     async def __aexit__(self, *_: object) -> None:
         self._close()
+        if self._timer is not None:
+            self._timer.cancel()
         running = [task for task in self._tasks if not task.done()]
         if running:
             await end_tasks(*running)
             self._close()
-        if self._timer is not None:
-            self._timer.cancel()
         for task in (*self._tasks, self._rest):
             if task is not None and task.done() and not task.cancelled():
                 task.exception()  # else asyncio would report a second failure as unread
@@ -176,20 +178,21 @@ class Legs:
 
     def stays(self, engine: Engine, ids: Mapping[int, str]) -> None:
         """After a prefill leg that was handed over under these `engine_ids`: `all` and `first` fail
-        once the engine's checks show that another process has answered it."""
+        if the engine's next check shows that another process has answered it."""
         self._rest = asyncio.get_running_loop().create_future()
-        self._look_replaced(self._rest, engine, ids)
+        self._look_replaced(self._rest, engine, ids, engine.ids_read + _READS)
 
     def _look_replaced(
-        self, found: asyncio.Future[None], engine: Engine, ids: Mapping[int, str]
+        self, found: asyncio.Future[None], engine: Engine, ids: Mapping[int, str], until: int
     ) -> None:
         """By a timer: the end of a task would have to be waited for in every request."""
         if engine.replaced(ids):
             text = "the engine was restarted before this request"
-            return found.set_exception(PrefillFailed(engine, "unpaired", text))
-        self._timer = asyncio.get_running_loop().call_later(
-            self._config.health_interval_s, self._look_replaced, found, engine, ids
-        )
+            found.set_exception(PrefillFailed(engine, "unpaired", text))
+        elif engine.ids_read < until:
+            self._timer = asyncio.get_running_loop().call_later(
+                self._config.health_interval_s, self._look_replaced, found, engine, ids, until
+            )
 
     async def all(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.
@@ -213,6 +216,14 @@ class Legs:
         if self._rest is None:
             return await self.some(engine, response)
         reading = self.start(self.some(engine, response), "first bytes")
+        await self.all(reading)
+        return reading.result()
+
+    async def whole_answer(self, engine: Engine, response: EngineAnswer) -> bytes:
+        """A whole decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
+        if self._rest is None:
+            return await self.whole(engine, response, DecodeFailed)
+        reading = self.start(self.whole(engine, response, DecodeFailed), "whole answer")
         await self.all(reading)
         return reading.result()
 

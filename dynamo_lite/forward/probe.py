@@ -70,5 +70,6 @@ class EngineProbe:
             if status != 200:
                 raise ValueError(f"status {status}")
             engine.engine_ids = engine_ids(page)
+            engine.ids_read += 1
         except ValueError as exc:
             raise LegFailed(engine.name, "broken", f"{url}: {exc}") from exc

@@ -10,7 +10,7 @@ from dynamo_lite.forward.beginning import Beginning
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
-from dynamo_lite.forward.failures import Broken, DecodeFailed
+from dynamo_lite.forward.failures import Broken, DecodeFailed, Final
 from dynamo_lite.forward.legs import Legs
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
 
@@ -38,7 +38,7 @@ async def relay(
     if changes.any:
         head.popall("content-length", None)
     if changes.any and not is_stream(response):
-        data = changes.whole(await legs.whole(engine, response, DecodeFailed))
+        data = changes.whole(await legs.whole_answer(engine, response))
         head["content-length"] = str(len(data))
         on_first()
         await client.start(response.status, head)
@@ -64,7 +64,10 @@ async def _until_output(legs: Legs, engine: Engine, response: EngineAnswer) -> b
     while data and not beginning.over(data):
         data = await legs.first(engine, response)
     if beginning.error is not None:
-        raise DecodeFailed(engine, "event", answer=_as_answer(beginning.error))
+        answer = _as_answer(beginning.error)
+        if answer is not None and answer.status < 500:
+            raise Final(answer)  # the request is wrong, not the engine
+        raise DecodeFailed(engine, "event", answer=answer)
     return beginning.data
 
 

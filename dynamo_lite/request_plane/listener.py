@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Connections without a Hello. With one more, the oldest of them is closed: who does not have the
-#: secret cannot keep clients out, whose Hello comes at once.
-MAX_UNGREETED = 64
+#: Connections without a Hello. With one more, the oldest of them is closed: clients send theirs at
+#: once. Far more than all clients that may connect at the same time.
+MAX_UNGREETED = 512
 #: Of a Hello, which anybody may send.
 MAX_HELLO_BYTES = 1 << 16
 

@@ -101,9 +101,14 @@ def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
         _note_origins(document, value_node, here)
 
 
-#: Keys and variables that are never given on a command line, which all users of a machine can read,
-#: and the variable to set in their place.
-_SECRETS = {"api-key": "VLLM_API_KEY", "VLLM_API_KEY": "VLLM_API_KEY", "HF_TOKEN": "HF_TOKEN"}
+#: Keys and variables, in lower case, that are never given on a command line, which all users of a
+#: machine can read, and the variable to set in their place.
+_SECRETS = {
+    "api-key": "VLLM_API_KEY",
+    "vllm-api-key": "VLLM_API_KEY",
+    "hf-token": "HF_TOKEN",
+    "hugging-face-hub-token": "HF_TOKEN",
+}
 
 
 def _apply_override(document: Document, text: str) -> None:
@@ -117,16 +122,16 @@ def _apply_override(document: Document, text: str) -> None:
             f"{shown}: unknown option; overrides have the form --Service.key=value"
         )
         return
-    if (variable := _SECRETS.get(path[-1])) is not None:
-        document.mistakes.append(
-            f"--{name}: a secret on the command line, which all users of this machine can read; put"
-            f" it into the configuration file, or set the variable {variable}"
-        )
-        return
     try:
         parsed = yaml.load(value, Loader=yaml.CSafeLoader)
     except (yaml.YAMLError, ValueError) as exc:
         document.mistakes.append(f"--{name}: not valid YAML: {' '.join(str(exc).split())}")
+        return
+    if (variable := _secret_in(path[-1], parsed)) is not None:
+        document.mistakes.append(
+            f"--{name}: a secret on the command line, which all users of this machine can read; put"
+            f" it into the configuration file, or set the variable {variable}"
+        )
         return
     node: dict[str, Any] = document.tree
     for step in path[:-1]:
@@ -136,3 +141,13 @@ def _apply_override(document: Document, text: str) -> None:
         node = child
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
+
+
+def _secret_in(key: str, value: Any) -> str | None:
+    """The variable to set in place of the first secret in this override; None: there is none."""
+    if isinstance(value, dict):
+        found = (_secret_in(str(inner), one) for inner, one in value.items())
+        return next((variable for variable in found if variable is not None), None)
+    if value is None or isinstance(value, bool):
+        return None  # no secret, but whether there is one
+    return _SECRETS.get(key.lower().replace("_", "-"))

@@ -369,6 +369,27 @@ async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check
         assert r.answered["disaggregated", ""] == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_mooncake_engine_that_restarts_after_its_leg_costs_no_decode_leg(stream: bool):
+    """Its KV is at the decode engine by then."""
+    async with rig("mooncake", health_interval_s=0.05) as r:
+        await warm(r)
+        one = r.prefill[0]
+        async with slow(r.decode[0]):
+            asked = asyncio.create_task(r.stream() if stream else r.text())
+            await until(r, 1, r.decode[0])
+            await eventually(lambda: bool(one.legs) and one.legs[0].ended is not None, 5)
+            for _ in range(2):
+                await r.check()
+            await asyncio.sleep(0.2)  # a few of its looks
+            one.bootstrap_ids = {"0": {"engine_id": "another"}}
+            await r.check()
+            await asyncio.sleep(0.2)
+            assert not r.decode[0].legs[0].aborted.is_set()
+        assert await asked
+        assert not r.forwarding.stats.failures
+
+
 # The decode engine fails.
 
 

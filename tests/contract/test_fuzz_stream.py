@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,9 +30,10 @@ from dynamo_lite.protocol.generate import (
     decode_generate_request,
     decode_worker_frame,
 )
+from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
-from dynamo_lite.request_plane.listener import MAX_HELLO_BYTES, MAX_UNGREETED
+from dynamo_lite.request_plane.listener import MAX_HELLO_BYTES
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import endpoint_record, generate_request
@@ -286,21 +288,25 @@ def test_hostile_requests_on_a_connection_are_answered_and_end_with_it(rng: Rand
     asyncio.run(main())
 
 
-async def test_connections_without_a_hello_are_few_and_keep_no_client_out():
+async def test_connections_without_a_hello_are_bounded_and_keep_no_client_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    most = 64
+    monkeypatch.setattr(listener, "MAX_UNGREETED", most)
     graph = Graph()
     async with graph.running(), contextlib.AsyncExitStack() as stack:
         address = parse_address(graph.server.stream_address)
         made: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        for _ in range(2 * MAX_UNGREETED):
+        for _ in range(2 * most):
             made.append(await asyncio.open_connection(*address))
             stack.callback(made[-1][1].close)
         async with asyncio.timeout(2):  # less than the timeout of a first frame
-            for reader, _ in made[:MAX_UNGREETED]:
+            for reader, _ in made[:most]:
                 with contextlib.suppress(ConnectionResetError):
                     assert await reader.read() == b""
-        assert graph.drops["stream"] == MAX_UNGREETED
+        assert graph.drops["stream"] == most
         await graph.answer("a")
-        assert not any(reader.at_eof() for reader, _ in made[MAX_UNGREETED + 1 :])
+        assert not any(reader.at_eof() for reader, _ in made[most + 1 :])
 
 
 async def test_a_large_first_frame_is_refused_before_its_bytes_arrive():

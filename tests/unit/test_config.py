@@ -217,7 +217,10 @@ PrefillWorker:
         ("--Graph.lease-ttl-s=1", "greater than or equal to 2"),
         ("--VllmWorker.model=null", "expected the path or the name"),
         ("--Frontend.api-key=k", "or set the variable VLLM_API_KEY"),
+        ("--Frontend.api_key=[k, l]", "or set the variable VLLM_API_KEY"),
         ("--VllmWorker.ServiceArgs.env.HF_TOKEN=k", "or set the variable HF_TOKEN"),
+        ("--VllmWorker.ServiceArgs.env={A: 1, HF_TOKEN: k}", "or set the variable HF_TOKEN"),
+        ("--VllmWorker.hf-token=k", "or set the variable HF_TOKEN"),
     ],
 )
 def test_one_mistake(load: Loader, override: str, message: str):
