@@ -16,6 +16,7 @@ from dynamo_lite.simulation.tally import Played
 SEEDS = range(3, 24)
 
 
+@pytest.mark.timeout(400)
 def test_the_outcomes_do_not_depend_on_the_number_of_processes():
     alone = [play(seed) for seed in SEEDS]
     assert list(play_many(SEEDS, jobs=1)) == alone
