@@ -55,14 +55,14 @@ def dynamo_lite(_router: str | None) -> Iterator[System]:
 def plain(router: str | None, *flags: str) -> Iterator[System]:
     """Two engines that prefill and decode, behind round-robin."""
     with ExitStack() as stack:
-        engines = [stack.enter_context(_engine(core, flags)) for core in (0, 1)]
-        urls = _ready(engines)
+        engines = [stack.enter_context(engine(core, flags)) for core in (0, 1)]
+        urls = ready(engines)
         if router is None:
             front = stack.enter_context(_proxy("round-robin", *urls))
         else:
             options = ["--policy", "round_robin", "--worker-urls", *urls]
             front = stack.enter_context(router_process(router, options))
-        _ready([front])
+        ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
 
@@ -82,7 +82,7 @@ def pull(router: str | None) -> Iterator[System]:
             options = ["--vllm-pd-disaggregation", "--policy", "round_robin"]
             options += ["--prefill", urls[0], "--decode", urls[1]]
             front = stack.enter_context(router_process(router, options))
-        _ready([front])
+        ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
 
@@ -91,7 +91,7 @@ def push(_router: str | None) -> Iterator[System]:
     """vLLM's NixlPushConnector: the prefill engine writes the KV."""
     with _disaggregated("NixlPushConnector") as (urls, stack, engines):
         front = stack.enter_context(_proxy("push", *urls))
-        _ready([front])
+        ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
 
@@ -124,11 +124,11 @@ def _disaggregated(
         for core, role in enumerate(("kv_producer", "kv_consumer")):
             config = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
             flags = ("--kv-transfer-config", json.dumps(config))
-            engines.append(stack.enter_context(_engine(core, flags)))
-        yield _ready(engines), stack, engines
+            engines.append(stack.enter_context(engine(core, flags)))
+        yield ready(engines), stack, engines
 
 
-def _engine(core: int, flags: tuple[str, ...]) -> contextlib.AbstractContextManager[Started]:
+def engine(core: int, flags: tuple[str, ...]) -> contextlib.AbstractContextManager[Started]:
     """`vllm serve` with the engine arguments of the graph's workers."""
     common = yaml.safe_load((ROOT / CONFIG).read_text())["Common"]
     arguments = [
@@ -190,7 +190,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _ready(processes: list[Started]) -> list[str]:
+def ready(processes: list[Started]) -> list[str]:
     """Their URLs, once all of them say that they are healthy."""
     urls = [f"http://127.0.0.1:{process.port}" for process in processes]
     deadline = time.monotonic() + _START_S

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import httpx
 
-from tests.chaos.cluster import FRONTEND, PREFILL
+from tests.chaos.cluster import DECODE, FRONTEND, PREFILL
 from tests.chaos.questions import Question
 from tests.chaos.scenario import STEADY_S, Scenario, Scene
 
@@ -24,6 +24,10 @@ _REMOTE_TOKENS = 256
 _ROUNDS = 2
 #: Aim for the longest answer, beyond that of the same load without the kill.
 _LONGER_S = 2.0
+#: Aim for the end of the killed worker's remote prefills: their prompts go on then.
+_GOES_ON_S = 1.0
+#: How long these ends are looked for.
+_LOOK_S = 10.0
 
 _FROZEN_S = 10.0
 #: Aim for each gap while the broker is frozen.
@@ -85,9 +89,11 @@ async def _prefill_killed(scene: Scene) -> None:
     scene.blows.rng.shuffle(asked)
     calm = longest(await ask_all(scene, asked))
     victim = scene.blows.pick(PREFILL)
-    async with asyncio.TaskGroup() as tasks:
+    async with httpx.AsyncClient(timeout=5) as http, asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(ask_all(scene, asked))
-        await _until_it_works(victim.state.status_url)
+        await _until_it_works(http, victim.state.status_url)
+        before = await _lost_writers(http, scene)
+        looking = tasks.create_task(_ends_of_lost(http, scene, before))
         await scene.blows.kill(victim, f"kill {PREFILL}")
     hit = longest(asking.result())
     await scene.blows.back(victim)
@@ -96,10 +102,36 @@ async def _prefill_killed(scene: Scene) -> None:
         + _aim(hit.seconds - calm.seconds, _LONGER_S, "more")
     )
 
+    if ends := looking.result():
+        scene.report.facts["its remote prefills ended"] = (
+            f"{len(ends)}, {ends[0]:.2f} to {ends[-1]:.2f} s after the kill; "
+            + _aim(ends[-1], _GOES_ON_S)
+        )
 
-async def _until_it_works(status_url: str) -> None:
+
+async def _ends_of_lost(http: httpx.AsyncClient, scene: Scene, before: int) -> list[float]:
+    """Seconds from now until each remote prefill that lost its writer was ended by its decode
+    worker."""
+    began, ends = time.monotonic(), list[float]()
+    while (elapsed := time.monotonic() - began) < _LOOK_S:
+        ends += [elapsed] * (await _lost_writers(http, scene) - before - len(ends))
+        await asyncio.sleep(0.01)
+    return ends
+
+
+async def _lost_writers(http: httpx.AsyncClient, scene: Scene) -> int:
+    """Remote prefills that lost their writer, by all decode workers' counters."""
+    name, count = 'dynamo_lite_remote_prefills_total{outcome="writer_lost"} ', 0
+    for worker in scene.arena.cluster.members(DECODE):
+        text = (await http.get(f"{worker.state.status_url}/metrics")).text
+        found = [line for line in text.splitlines() if line.startswith(name)]
+        count += sum(int(float(line.removeprefix(name))) for line in found)
+    return count
+
+
+async def _until_it_works(http: httpx.AsyncClient, status_url: str) -> None:
     """Returns when the prefill worker has a job."""
-    async with httpx.AsyncClient(timeout=5) as http, asyncio.timeout(30):
+    async with asyncio.timeout(30):
         while not (await http.get(f"{status_url}/health")).json().get("jobs"):
             await asyncio.sleep(0.005)
 
