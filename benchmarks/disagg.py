@@ -19,7 +19,7 @@ _IDLE_SETTLE_S = 3.0
 _IDLE_S = 5.0
 
 _ABOUT = f"""\
-Every system serves the same random Llama of 119 million parameters (bfloat16) with
+Every system serves the same random Llama of 119 million parameters with
 two engines, one pinned to each core, behind one HTTP port; the same client, engine
 arguments and prompts. A round starts each in turn, asks it, and ends it.
 
@@ -65,6 +65,7 @@ def main() -> None:
         help="default: all",
     )
     parser.add_argument("--router", help="vllm-router's program")
+    systems.add_dtype(parser)
     parser.add_argument("--quick", action="store_true", help="a minute per system, for trying")
     options = begin(parser)
     make_bench_model()
@@ -79,12 +80,13 @@ class Results:
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
-        self._router = options.router or systems.find_router()
+        self._setup = systems.Setup(options.router or systems.find_router(), options.dtype)
         self._rounds = options.rounds or (1 if options.quick else 3)
         self._sizes = workloads.QUICK if options.quick else workloads.FULL
         self.data: dict = {
             "machine": f"{psutil.cpu_count()} cores, {platform.machine()}",
-            "router": bool(self._router),
+            "router": bool(self._setup.router),
+            "dtype": options.dtype,
             "quick": options.quick,
             "runs": [],
         }
@@ -111,7 +113,7 @@ class Results:
         return [*names[at:], *names[:at]]
 
     def _run(self, name: str, number: int, run: dict) -> None:
-        with systems.SYSTEMS[name](self._router) as system:
+        with systems.SYSTEMS[name](self._setup) as system:
             asyncio.run(workloads.warm_up(system.port, seed=1000 + number))
             time.sleep(_IDLE_SETTLE_S)
             before = cpu_s(system.pids)

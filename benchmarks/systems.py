@@ -3,6 +3,7 @@
 Each system is two engines, pinned to a core each, behind one HTTP port.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -20,10 +21,11 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.graph import ROOT, running_graph
+from benchmarks.graph import ROOT, RunningGraph, running_graph
 from dynamo_lite.serve.processes import free_port
 
-CONFIG = "benchmarks/disagg.yaml"
+_CONFIG = "benchmarks/disagg.yaml"
+_SERVICES = ("Frontend", "VllmWorker", "PrefillWorker")
 PEERS = ROOT / ".dynamo-lite" / "peers"
 
 _START_S = 300.0
@@ -39,6 +41,14 @@ class System:
     pids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Setup:
+    """router: the path of vllm-router; None: benchmarks/proxy.py stands in. dtype: of the model."""
+
+    router: str | None
+    dtype: str
+
+
 def find_router() -> str | None:
     """The program of the PyPI package vllm-router, if it is installed somewhere."""
     own = PEERS / "bin" / "vllm-router"
@@ -46,57 +56,57 @@ def find_router() -> str | None:
 
 
 @contextlib.contextmanager
-def dynamo_lite(_router: str | None) -> Iterator[System]:
-    with running_graph("graphs.disagg:Frontend", CONFIG) as graph:
+def dynamo_lite(setup: Setup) -> Iterator[System]:
+    with bench_graph(setup.dtype) as graph:
         yield System(graph.port, (graph.pid,))
 
 
 @contextlib.contextmanager
-def plain(router: str | None, *flags: str) -> Iterator[System]:
+def plain(setup: Setup, *flags: str) -> Iterator[System]:
     """Two engines that prefill and decode, behind round-robin."""
     with ExitStack() as stack:
-        engines = [stack.enter_context(engine(core, flags)) for core in (0, 1)]
+        engines = [stack.enter_context(engine(core, setup.dtype, *flags)) for core in (0, 1)]
         urls = ready(engines)
-        if router is None:
+        if setup.router is None:
             front = stack.enter_context(_proxy("round-robin", *urls))
         else:
             options = ["--policy", "round_robin", "--worker-urls", *urls]
-            front = stack.enter_context(router_process(router, options))
+            front = stack.enter_context(router_process(setup.router, options))
         ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
 
 @contextlib.contextmanager
-def plain_chunks(router: str | None) -> Iterator[System]:
-    with plain(router, "--max-num-batched-tokens=256") as system:
+def plain_chunks(setup: Setup) -> Iterator[System]:
+    with plain(setup, "--max-num-batched-tokens=256") as system:
         yield system
 
 
 @contextlib.contextmanager
-def pull(router: str | None) -> Iterator[System]:
+def pull(setup: Setup) -> Iterator[System]:
     """vLLM's NixlConnector: the decode engine reads the KV."""
-    with _disaggregated("NixlConnector") as (urls, stack, engines):
-        if router is None:
+    with _disaggregated("NixlConnector", setup.dtype) as (urls, stack, engines):
+        if setup.router is None:
             front = stack.enter_context(_proxy("pull", *urls))
         else:
             options = ["--vllm-pd-disaggregation", "--policy", "round_robin"]
             options += ["--prefill", urls[0], "--decode", urls[1]]
-            front = stack.enter_context(router_process(router, options))
+            front = stack.enter_context(router_process(setup.router, options))
         ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
 
 @contextlib.contextmanager
-def push(_router: str | None) -> Iterator[System]:
+def push(setup: Setup) -> Iterator[System]:
     """vLLM's NixlPushConnector: the prefill engine writes the KV."""
-    with _disaggregated("NixlPushConnector") as (urls, stack, engines):
+    with _disaggregated("NixlPushConnector", setup.dtype) as (urls, stack, engines):
         front = stack.enter_context(_proxy("push", *urls))
         ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
 
-#: Name -> how it is started, given the path of vllm-router.
-SYSTEMS: dict[str, Callable[[str | None], contextlib.AbstractContextManager[System]]] = {
+#: Name -> how it is started.
+SYSTEMS: dict[str, Callable[[Setup], contextlib.AbstractContextManager[System]]] = {
     "dynamo-lite": dynamo_lite,
     "plain": plain,
     "plain-256": plain_chunks,
@@ -117,20 +127,35 @@ class Started:
 
 @contextlib.contextmanager
 def _disaggregated(
-    connector: str,
+    connector: str, dtype: str
 ) -> Iterator[tuple[list[str], ExitStack, list[Started]]]:
     with ExitStack() as stack:
         engines: list[Started] = []
         for core, role in enumerate(("kv_producer", "kv_consumer")):
             config = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
             flags = ("--kv-transfer-config", json.dumps(config))
-            engines.append(stack.enter_context(engine(core, flags)))
+            engines.append(stack.enter_context(engine(core, dtype, *flags)))
         yield ready(engines), stack, engines
 
 
-def engine(core: int, flags: tuple[str, ...]) -> contextlib.AbstractContextManager[Started]:
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """The option --dtype of a benchmark with these engines."""
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        help="default bfloat16; float32 is faster on a CPU without instructions for it",
+    )
+
+
+def bench_graph(dtype: str) -> contextlib.AbstractContextManager[RunningGraph]:
+    """benchmarks/disagg.yaml, whose model has this dtype."""
+    options = [f"--{service}.dtype={dtype}" for service in _SERVICES]
+    return running_graph("graphs.disagg:Frontend", _CONFIG, *options)
+
+
+def engine(core: int, dtype: str, *flags: str) -> contextlib.AbstractContextManager[Started]:
     """`vllm serve` with the engine arguments of the graph's workers."""
-    common = yaml.safe_load((ROOT / CONFIG).read_text())["Common"]
+    common = yaml.safe_load((ROOT / _CONFIG).read_text())["Common"] | {"dtype": dtype}
     arguments = [
         f"--{key}" if value is True else f"--{key}={value}" for key, value in common.items()
     ]

@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.client import complete
 from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.figures import quartiles
-from benchmarks.graph import RunningGraph, make_bench_model, running_graph
+from benchmarks.graph import RunningGraph, make_bench_model
 from benchmarks.handover import Totals, ask
 from benchmarks.load import prompt_of
-from benchmarks.systems import CONFIG, engine, ready
+from benchmarks.systems import add_dtype, bench_graph, engine, ready
 
 #: Prompts of up to so many tokens are prefilled locally.
 MODES = {"local": 8192, "remote": 128}
 STAGES = ("decide", "publish", "pull", "claim", "wait", "compute", "write", "notice", "resume")
-SERVICES = ("Frontend", "VllmWorker", "PrefillWorker")
 
 _ABOUT = """\
 Two servers of the same random Llama of 119 million parameters, up at the same time:
@@ -67,19 +66,14 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="prompt lengths"
     )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        help="default bfloat16; float32 where the CPU has no instructions for it",
-    )
+    add_dtype(parser)
     parser.add_argument("--answer", type=int, default=1, help="tokens asked for (default 1)")
     options = begin(parser)
     make_bench_model()
     found = [Pairs(tokens, mode) for mode in MODES for tokens in options.tokens]
     with until_interrupted(), ExitStack() as stack:
-        plain = stack.enter_context(engine(1, (f"--dtype={options.dtype}",)))
-        types = [f"--{service}.dtype={options.dtype}" for service in SERVICES]
-        graph = stack.enter_context(running_graph("graphs.disagg:Frontend", CONFIG, *types))
+        plain = stack.enter_context(engine(1, options.dtype))
+        graph = stack.enter_context(bench_graph(options.dtype))
         ready([plain])
         warm_up = [Pairs(pairs.tokens, pairs.mode) for pairs in found]
         asyncio.run(measure(graph, plain.port, warm_up, rounds=1, pairs=2, answer=1))
