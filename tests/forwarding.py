@@ -99,10 +99,12 @@ async def rig(
     https: Certificates | None = None,
     trust: dict[str, Any] | None = None,
     events: Sequence[dict[str, str]] = (),
+    least_silence_s: float = 10.0,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """cached: what prefill and decode engines report. https: of all servers. trust: options of all
-    engines. events: of the first engines, prefill engines first. options: of `ForwarderConfig`.
+    engines. events: of the first engines, prefill engines first. least_silence_s: of
+    `EngineMonitor`. options: of `ForwarderConfig`.
 
     Fails if an engine has seen its protocol broken, or if a leg is left open.
     """
@@ -143,7 +145,7 @@ async def rig(
         )
         sent = SentPrompts(1000)
         # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config, sent)
+        monitor = EngineMonitor(engines, upstream, config, sent, least_silence_s=least_silence_s)
         kv = await stack.enter_async_context(
             kv_events(engines, upstream, config, CollectorRegistry())
         )

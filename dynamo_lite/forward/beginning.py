@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
+from dynamo_lite.forward.events import error_of, payload_of
 from dynamo_lite.forward.rewriting import EventCutter
 
 #: What is held back at most. An event may contain the prompt's tokens.
@@ -18,8 +19,6 @@ LIMIT_BYTES = 1 << 20
 _TYPES = frozenset({"response.created", "response.in_progress", "message_start"})
 #: One of these is in each event without output, so that no other event is parsed.
 _MARKS = (b'"role"', b'"response.created"', b'"response.in_progress"', b'"message_start"')
-#: SGLang writes errors as Python does.
-_ERRORS = (b'{"error"', b"{'error'")
 
 
 class Beginning:
@@ -40,11 +39,10 @@ class Beginning:
         for event in self._cutter.feed(data).split(b"\n\n"):
             if not event:
                 continue
-            payload = _payload(event)
-            if event.startswith(b"event: error\n") or payload.startswith(_ERRORS):
-                self.error = payload
+            if (error := error_of(event)) is not None:
+                self.error = error
                 return True
-            if not _says_nothing(event, payload):
+            if not _says_nothing(event, payload_of(event)):
                 return True
         return False
 
@@ -52,11 +50,6 @@ class Beginning:
 class _Event(msgspec.Struct):
     type: str = ""
     choices: list[dict[str, Any]] = []
-
-
-def _payload(event: bytes) -> bytes:
-    lines = event.split(b"\n")
-    return next((line[5:].strip() for line in lines if line.startswith(b"data:")), b"")
 
 
 def _says_nothing(event: bytes, payload: bytes) -> bool:

@@ -12,10 +12,20 @@ from multidict import CIMultiDict
 
 #: How many bytes of a body are buffered before reading pauses.
 _BUFFER_BYTES = 64 << 10
+#: Most bytes of a whole answer, or of one event that may have to be changed, that are kept in
+#: memory. An answer that passes as bytes has no limit.
+MAX_WHOLE_BYTES = 256 << 20
 _NO_BODY = frozenset({204, 304})
 
 #: Takes arrived bytes at once. Returns whether it has room for more.
 Push = Callable[[bytes], bool]
+
+
+class TooLarge(Exception):
+    """More than `MAX_WHOLE_BYTES` would have to be kept."""
+
+    def __init__(self) -> None:
+        super().__init__(f"larger than {MAX_WHOLE_BYTES >> 20} MiB")
 
 
 class Reading(Protocol):
@@ -45,11 +55,13 @@ class EngineAnswer:
         self.begun = False
         #: Whether the request has the method HEAD: no body follows, whatever the head says.
         self.bodyless = bodyless
+        #: Whether the client has got any of it, so that no other engine can be asked. Its reader
+        #: says so.
+        self.shown = False
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._parts: list[bytes] = []
         self._size = 0
-        self._fed = False
         self._ended = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -80,9 +92,13 @@ class EngineAnswer:
         return self._take()
 
     async def read(self) -> bytes:
-        """The rest of the body."""
+        """The rest of the body. Raises TooLarge."""
         found: list[bytes] = []
+        size = 0
         while part := await self.read_some():
+            size += len(part)
+            if size > MAX_WHOLE_BYTES:
+                raise TooLarge
             found.append(part)
         return found[0] if len(found) == 1 else b"".join(found)
 
@@ -121,7 +137,6 @@ class EngineAnswer:
         self._wake()
 
     def feed(self, data: bytes) -> None:
-        self._fed = True
         if self._push is None:
             self._parts.append(data)
             self._size += len(data)
@@ -160,8 +175,8 @@ class EngineAnswer:
             self._look_idle()
 
     def give_up(self, why: str) -> bool:
-        """Breaks the connection if nothing of the body has come. Returns whether it did."""
-        if self._fed or self._ended or self._error is not None:
+        """Breaks the connection unless a part of the answer was shown. Returns whether it did."""
+        if self.shown or self._ended or self._error is not None:
             return False
         self.fail(ConnectionResetError(why))
         self._connection.abort()

@@ -9,15 +9,19 @@ Broken        an answer broke off after its first byte: nothing is repeated
 
 from typing import Literal
 
+from dynamo_lite.forward import engine_answer
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import Engine
 
-#: `refused`: no connection; `broken`: the connection was lost; `status`: it answered with an
-#: error of its own; `event`: the same in place of a stream's first output; `unpaired`: nothing was
-#: handed over, or by another process than expected; `mismatch`: the engine speaks another protocol.
-FailureKind = Literal["refused", "timeout", "broken", "status", "event", "unpaired", "mismatch"]
+#: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
+#: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
+#: place of a stream's first output; `unpaired`: nothing was handed over, or by another process than
+#: expected; `mismatch`: the engine speaks another protocol.
+FailureKind = Literal[
+    "refused", "timeout", "broken", "too_large", "status", "event", "unpaired", "mismatch"
+]
 KINDS: tuple[FailureKind, ...] = (
-    *("refused", "timeout", "broken"),
+    *("refused", "timeout", "broken", "too_large"),
     *("status", "event", "unpaired", "mismatch"),
 )
 RETRY_AFTER = {"retry-after": "1"}
@@ -65,5 +69,9 @@ def failure_answer(failure: EngineFailed) -> Answer:
         case "refused":
             text = f"the {leg} engine cannot be reached; try again later"
             return error(503, "ServiceUnavailableError", text, RETRY_AFTER)
+        case "too_large":
+            limit = f"{engine_answer.MAX_WHOLE_BYTES >> 20} MiB"
+            text = f"the {leg} engine's answer is larger than {limit}, the most that is read"
+            return error(502, "BadGateway", text)
         case kind:
             return error(502, "BadGateway", f"the {leg} engine failed ({kind})")

@@ -9,7 +9,7 @@ Pure: whole events in, whole events out. Corner cases:
   prefill engine's finish reason. Everything of it from the decode engine is dropped.
 - A decode engine's first chunk may contain more than the first token, and a first token may show
   nothing. So the text is compared (`shown_delta.py`): what goes beyond the prefill engine's is
-  shown.
+  shown, and where the first tokens differ, what goes beyond the decode engine's own.
 - Usage is the decode engine's, which counts all tokens. Only its cached tokens are the prefill
   engine's.
 - Errors of either engine are shown as they are.
@@ -42,6 +42,11 @@ class FirstTokenMerge:
         #: The decode engine's id and the prefill engine's, where they differ.
         self._ids: tuple[bytes, bytes] | None = None
         self._cached: int | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the prefill engine has sent a token of any choice."""
+        return bool(self._shown)
 
     @property
     def over(self) -> bool:

@@ -13,20 +13,29 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: An engine whose server has been silent for this many times the timeout of a check, and does not
-#: answer then either, stands still or cannot be reached.
+#: An engine whose server has been silent for the time of this many checks, and does not answer then
+#: either, stands still or cannot be reached.
 _SILENT_TIMES = 2
 
 
 class EngineMonitor:
-    """Async context manager: checks every engine while it lasts."""
+    """Async context manager: checks every engine while it lasts. least_silence_s: shortest silence
+    after which an engine's legs are given up. A shorter timeout of checks does not shorten it,
+    because an engine that is only busy may be silent for seconds."""
 
     def __init__(
-        self, engines: Engines, upstream: Upstream, config: ForwarderConfig, sent: SentPrompts
+        self,
+        engines: Engines,
+        upstream: Upstream,
+        config: ForwarderConfig,
+        sent: SentPrompts,
+        *,
+        least_silence_s: float = 10.0,
     ):
         self._engines, self._config, self._sent = engines, config, sent
         self._upstream = upstream
         self._probe = EngineProbe(upstream, within_s=config.health_timeout_s)
+        self._silence_s = max(least_silence_s, _SILENT_TIMES * config.health_timeout_s)
         self._tasks = OwnedTasks()
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
@@ -71,14 +80,14 @@ class EngineMonitor:
         try:
             await self._probe.check(engine)
         except LegFailed as exc:
-            if exc.kind == "broken":
+            if exc.answered:
                 engine.answered_at = loop.time()
             if engine.failed(str(exc), at_once=exc.kind == "refused"):
                 logger.warning("%s is unhealthy", exc)
                 self._sent.forget(engine.number)
             elif not engine.healthy:
                 engine.trouble = str(exc)
-            if exc.kind != "broken":
+            if not exc.answered:
                 await self._end_silent(engine)
             return
         engine.answered_at = loop.time()
@@ -87,14 +96,14 @@ class EngineMonitor:
             self.compare()
 
     async def _end_silent(self, engine: Engine) -> None:
-        """Gives up the legs without a first byte, if nothing at all comes from the engine. One that
-        computes for long, or whose streams move, may answer checks late and keeps its legs."""
+        """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An
+        engine that computes for long, or whose streams move, may answer checks late and keeps its
+        legs."""
         now = asyncio.get_running_loop().time()
         silent_s = now - max(engine.answered_at, self._upstream.heard_at(engine))
-        enough_s = _SILENT_TIMES * self._config.health_timeout_s
-        if not engine.legs or engine.failures < FAILURES or silent_s < enough_s:
+        if not engine.legs or engine.failures < FAILURES or silent_s < self._silence_s:
             return
-        if await self._probe.answers(engine):
+        if await self._probe.answers(engine, within_s=self._silence_s / _SILENT_TIMES):
             engine.answered_at = asyncio.get_running_loop().time()
             return
         if self._upstream.heard_at(engine) > now:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.engine_answer import EngineAnswer, Push
 from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
@@ -27,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: An engine's error in place of a stream's first event: nothing was generated yet. SGLang writes
-#: it as Python does.
-ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
 #: Reads of an engine's ids after a prefill leg: one may have been under way, the next one was not.
@@ -167,6 +166,16 @@ class Legs:
         except LegFailed as exc:
             raise failed(engine, exc.kind, exc.detail) from exc
 
+    def events(
+        self,
+        engine: Engine,
+        response: EngineAnswer,
+        failed: type[EngineFailed] = DecodeFailed,
+        begun: bytes = b"",
+    ) -> EventReader:
+        """begun: bytes of the answer that were read before."""
+        return EventReader(partial(self.some, engine, response, failed), engine, failed, begun)
+
     async def pass_on(
         self, engine: Engine, response: EngineAnswer, client: Client, push: Push
     ) -> None:
@@ -239,15 +248,13 @@ class Legs:
                 response.close()
 
     async def _read_out(self, engine: Engine, response: EngineAnswer, deadline: float) -> None:
-        """deadline: of the whole leg, in the loop's time. Raises PrefillFailed."""
+        """deadline: of the whole leg, in the loop's time. Raises PrefillFailed, Final."""
         with self._in_time(engine):
             try:
                 async with asyncio.timeout_at(deadline):
-                    data = await self.some(engine, response, PrefillFailed)
-                    if data.startswith(ERROR_EVENTS):
-                        raise PrefillFailed(engine, "event")
-                    while data:
-                        data = await self.some(engine, response, PrefillFailed)
+                    reader = self.events(engine, response, PrefillFailed)
+                    while await reader.next_without_error():
+                        pass
             finally:
                 response.close()  # else it would stay open as long as the decode leg
 

@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Callable
 
 from dynamo_lite.forward import headers
+from dynamo_lite.forward.beginning import LIMIT_BYTES
 from dynamo_lite.forward.bodies import Request
 from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge
 from dynamo_lite.forward.job import Job
-from dynamo_lite.forward.legs import ERROR_EVENTS, Legs, sending
+from dynamo_lite.forward.legs import Legs, sending
 from dynamo_lite.forward.placing import Placement, Places
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.relay import break_off
-from dynamo_lite.forward.rewriting import Changes, EventCutter, changes_for
+from dynamo_lite.forward.rewriting import Changes, changes_for
 from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
 
 logger = logging.getLogger(__name__)
@@ -78,10 +80,12 @@ class MergedOrder:
                     return await job.client.finish()
                 changes = changes_for(protocol, attempt, second, PrefillAnswer())
                 try:
-                    reader = _Events(legs, engine, await decoding, DecodeFailed, changes)
+                    response = await decoding
                     counted.answered()
+                    reader = legs.events(engine, response)
                     while events := await reader.next():
-                        if shown := merge.from_decode(events):
+                        if shown := merge.from_decode(changes.events(events)):
+                            response.shown = True
                             await job.client.write(shown)
                 except (DecodeFailed, Final) as exc:
                     await break_off(job.client, f"decode leg: {exc}", whole=True)
@@ -103,58 +107,44 @@ class MergedOrder:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await _first_unless_second_fails(prefilling, decoding)
-                reader = _Events(legs, prefill, prefilling.result(), PrefillFailed, changes)
-                await self._show(job, reader, merge, decoding)
+                response = prefilling.result()
+                reader = legs.events(prefill, response, PrefillFailed)
+                if not await self._show(job, reader, response, merge, decoding, changes):
+                    raise PrefillFailed(prefill, "unpaired", "no token")
         except TimeoutError as exc:
             failure = PrefillFailed(prefill, "timeout", f"after {self._timeout_s:g} s")
             await _break_off_if_started(job, failure, exc)
-        except PrefillFailed as exc:
+        except (PrefillFailed, Final) as exc:
             await _break_off_if_started(job, exc, exc)
 
     async def _show(
-        self, job: Job, reader: "_Events", merge: FirstTokenMerge, decoding: _Opening
-    ) -> None:
-        client = job.client
-        while events := await reader.next():
-            if not client.started and events.startswith(ERROR_EVENTS):
-                raise PrefillFailed(reader.engine, "event")
-            shown = merge.from_prefill(events)
-            if not shown:
+        self,
+        job: Job,
+        reader: EventReader,
+        response: EngineAnswer,
+        merge: FirstTokenMerge,
+        decoding: _Opening,
+        changes: Changes,
+    ) -> bool:
+        """Returns whether there was a token. What comes before the first one is held back: until
+        then, another engine can be asked."""
+        client, held = job.client, b""
+        while events := await reader.next_without_error():
+            held += merge.from_prefill(changes.events(events))
+            if not held or not (merge.begun or len(held) > LIMIT_BYTES):
                 continue
             if not client.started:
                 if decoding.done():
                     decoding.result()  # raises its failure while another engine can be asked
                 self._answered["disaggregated", ""] += 1
                 job.note.how = "disaggregated"
-                head = headers.to_client(reader.response.headers)
+                head = headers.to_client(response.headers)
                 head.popall("content-length", None)
+                response.shown = True
                 await client.start(200, head)
+            shown, held = held, b""
             await client.write(shown)
-        if not client.started:
-            raise PrefillFailed(reader.engine, "unpaired", "no token")
-
-
-class _Events:
-    """Reads whole events of one leg."""
-
-    def __init__(
-        self,
-        legs: Legs,
-        engine: Engine,
-        response: EngineAnswer,
-        failed: type[EngineFailed],
-        changes: Changes,
-    ):
-        self.engine, self.response = engine, response
-        self._legs, self._failed, self._changes = legs, failed, changes
-        self._cutter = EventCutter()
-
-    async def next(self) -> bytes:
-        """Empty at the end. Raises `failed`."""
-        while data := await self._legs.some(self.engine, self.response, self._failed):
-            if events := self._cutter.feed(data):
-                return self._changes.events(events)
-        return self._changes.events(self._cutter.flush())
+        return client.started
 
 
 def _limit(request: Request) -> int | None:
@@ -175,7 +165,9 @@ async def _first_unless_second_fails(first: _Opening, second: _Opening) -> None:
     first.result()
 
 
-async def _break_off_if_started(job: Job, failure: PrefillFailed, cause: BaseException) -> None:
+async def _break_off_if_started(
+    job: Job, failure: PrefillFailed | Final, cause: BaseException
+) -> None:
     if job.client.started:
         await break_off(job.client, str(failure), whole=True)
     raise failure from cause

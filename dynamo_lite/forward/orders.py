@@ -170,10 +170,11 @@ class Orders:
         """A prefill leg. Raises PrefillFailed also if another process has answered than the one
         that the decode engine waits for, or an engine of another protocol."""
         answer = await legs.prefill(one, streams=streams, on_data=on_data)
-        if misfit := self._protocol.mismatch(answer):
-            if not one.engine.misfit:
+        before, misfit = one.engine.misfit, self._protocol.mismatch(answer)
+        one.engine.misfit = misfit
+        if misfit:
+            if not before:
                 logger.error("engine %s gets no prefill legs: %s", one.engine.name, misfit)
-            one.engine.misfit = misfit
             raise PrefillFailed(one.engine, "mismatch", misfit)
         if attempt.prefill.engine_ids:
             # Its answer has no id. The decode engine would wait for the process that has ended.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 ALONE_REASONS = (
     *("route", "n", "prompts", "echo", "prompt_logprobs", "beam_search", "prompt_embeds"),
     *("stored_response", "short", "cached", "no_prefill_worker", "prefill_failed", "no_handoff"),
-    "no_header",
+    *("no_header", "misfit"),
 )
 
 

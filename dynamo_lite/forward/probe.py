@@ -17,7 +17,7 @@ class _Models(msgspec.Struct):
 
 
 class EngineProbe:
-    """within_s: timeout of each question."""
+    """within_s: timeout of each question but `answers`."""
 
     def __init__(self, upstream: Upstream, *, within_s: float):
         self._upstream, self._within_s = upstream, within_s
@@ -36,13 +36,13 @@ class EngineProbe:
             # Read each time, because the ids change after every restart.
             await self._query(engine)
 
-    async def answers(self, engine: Engine) -> bool:
+    async def answers(self, engine: Engine, *, within_s: float) -> bool:
         """Whether its server answers at all, whatever it says. Nothing is computed for a list of
         models, while `/health` may wait for a computation (SGLang's runs a request)."""
         try:
-            await self._fetch(engine, f"{engine.base}/v1/models")
+            await self._upstream.fetch(engine, f"{engine.base}/v1/models", within_s=within_s)
         except LegFailed as exc:
-            return exc.kind == "broken"
+            return exc.answered
         return True
 
     async def load(self, engine: Engine) -> EngineLoad | None:

@@ -7,12 +7,13 @@ import msgspec
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.beginning import Beginning
-from dynamo_lite.forward.client import Answer, Client
+from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
-from dynamo_lite.forward.failures import Broken, DecodeFailed, Final
+from dynamo_lite.forward.events import failure
+from dynamo_lite.forward.failures import Broken, DecodeFailed
 from dynamo_lite.forward.legs import Legs
-from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
+from dynamo_lite.forward.rewriting import UNCHANGED, Changes
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ async def relay(
         return await client.finish()
     # The head is held back until the first output: until then, another engine can be asked.
     data = await _until_output(legs, engine, response)
+    response.shown = True
     on_first()
     await client.start(response.status, head)
     if changes.any:
@@ -56,7 +58,8 @@ async def relay(
 
 
 async def _until_output(legs: Legs, engine: Engine, response: EngineAnswer) -> bytes:
-    """The first bytes, in a stream up to its first output. Raises DecodeFailed, PrefillFailed."""
+    """The first bytes, in a stream up to its first output. Raises DecodeFailed, PrefillFailed,
+    Final."""
     data = await legs.first(engine, response)
     if not is_stream(response):
         return data
@@ -64,10 +67,7 @@ async def _until_output(legs: Legs, engine: Engine, response: EngineAnswer) -> b
     while data and not beginning.over(data):
         data = await legs.first(engine, response)
     if beginning.error is not None:
-        answer = _as_answer(beginning.error)
-        if answer is not None and answer.status < 500:
-            raise Final(answer)  # the request is wrong, not the engine
-        raise DecodeFailed(engine, "event", answer=answer)
+        raise failure(DecodeFailed, engine, beginning.error)
     return beginning.data
 
 
@@ -99,16 +99,12 @@ async def _changed(
     changes: Changes,
     data: bytes,
 ) -> None:
-    cutter = EventCutter()
-    while data:
-        if events := cutter.feed(data):
+    reader = legs.events(engine, response, begun=data)
+    try:
+        while events := await reader.next():
             await client.write(changes.events(events))
-        try:
-            data = await legs.some(engine, response)
-        except DecodeFailed as exc:
-            await break_off(client, exc, whole=True)
-    if rest := cutter.flush():
-        await client.write(changes.events(rest))
+    except DecodeFailed as exc:
+        await break_off(client, exc, whole=True)
 
 
 async def break_off(client: Client, why: DecodeFailed | str, *, whole: bool) -> None:
@@ -121,14 +117,3 @@ async def break_off(client: Client, why: DecodeFailed | str, *, whole: bool) -> 
         await client.write(b"data: " + msgspec.json.encode({"error": failed}) + b"\n\n")
     client.abort()
     raise Broken(str(why))
-
-
-def _as_answer(payload: bytes) -> Answer | None:
-    """The JSON of an event with an error, as an answer with its status."""
-    try:
-        code = msgspec.json.decode(payload)["error"]["code"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return None
-    if not isinstance(code, int) or not 400 <= code < 600:
-        return None
-    return Answer(code, {"content-type": "application/json"}, payload)

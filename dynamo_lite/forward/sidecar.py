@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 #: Most prefill engines that are remembered.
 MAX_PREFILLERS = 1024
+#: How long an engine that has answered by another protocol gets no leg. It is then asked again,
+#: because a sidecar does not check prefill engines and would not notice that it was restarted.
+MISFIT_S = 60.0
 
 
 class Prefillers:
@@ -60,6 +63,8 @@ class Prefillers:
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._checked: dict[int, float] = {}
         self._checks: dict[int, asyncio.Task[None]] = {}
+        #: When an engine that does not fit was last asked, by its number.
+        self._misfits: dict[int, float] = {}
         self._tasks = OwnedTasks()
 
     async def close(self) -> None:
@@ -75,8 +80,27 @@ class Prefillers:
             if len(self._engines) > MAX_PREFILLERS:
                 _, oldest = self._engines.popitem(last=False)
                 self._checked.pop(oldest.number, None)
+                self._misfits.pop(oldest.number, None)
         self._engines.move_to_end(name)
         return engine
+
+    @property
+    def misfits(self) -> dict[str, str]:
+        """Why engines get no legs, by their names."""
+        return {name: engine.misfit for name, engine in self._engines.items() if engine.misfit}
+
+    def may_ask(self, engine: Engine) -> bool:
+        """Whether it may get a leg: it speaks this protocol, or it is time to ask again."""
+        if not engine.misfit:
+            self._misfits.pop(engine.number, None)
+            return True
+        now = asyncio.get_running_loop().time()
+        return now - self._misfits.setdefault(engine.number, now) >= MISFIT_S
+
+    def asked(self, engine: Engine) -> None:
+        """The engine gets a leg."""
+        if engine.misfit:
+            self._misfits[engine.number] = asyncio.get_running_loop().time()
 
     async def prepare(self, name: str) -> None:
         """Returns when the engine was asked for its ids lately, where legs need them.
@@ -130,7 +154,7 @@ class HeaderPlacer:
         if prefill is None and not alone:
             if not self._protocol.decodes_alone:
                 raise NoWorkers("no prefill engine that was named is left")
-            alone = "no_prefill_worker"
+            alone = self._why_none(request.named.prefill, tried)
         tokens = tokens_of(request.prompt)
         return Placement(
             prefill=prefill,
@@ -160,17 +184,27 @@ class HeaderPlacer:
         return reason
 
     def _prefill(self, names: tuple[str, ...], tried: Tried) -> Engine | None:
-        named = [self._prefillers.get(name) for name in names]
         able = [
             engine
-            for engine in named
-            if engine.number not in tried.prefill
-            and (engine.engine_ids or not self._protocol.query_path)
+            for engine in self._left(names, tried)
+            if (engine.engine_ids or not self._protocol.query_path)
+            and self._prefillers.may_ask(engine)
         ]
         if not able:
             return None
         self.choices["prefill", "header"] += 1
-        return able[self._pick(len(able))]
+        engine = able[self._pick(len(able))]
+        self._prefillers.asked(engine)
+        return engine
+
+    def _why_none(self, names: tuple[str, ...], tried: Tried) -> str:
+        unfit = any(engine.misfit for engine in self._left(names, tried))
+        return "misfit" if unfit else "no_prefill_worker"
+
+    def _left(self, names: tuple[str, ...], tried: Tried) -> list[Engine]:
+        """The named engines that the request has not tried."""
+        named = [self._prefillers.get(name) for name in names]
+        return [engine for engine in named if engine.number not in tried.prefill]
 
 
 class Door:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from multidict import CIMultiDict
 
 from dynamo_lite.forward.connection import Connection
-from dynamo_lite.forward.engine_answer import EngineAnswer, Push
+from dynamo_lite.forward.engine_answer import EngineAnswer, Push, TooLarge
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError
 
@@ -24,7 +24,7 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 #: Methods that are sent again when a kept connection turns out to be closed.
 _REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
 
-Kind = Literal["refused", "timeout", "broken"]
+Kind = Literal["refused", "timeout", "broken", "too_large"]
 _Address = tuple[str, int]
 #: The key includes how the certificate was checked, so that a connection is not reused where a
 #: stricter check applies.
@@ -32,13 +32,19 @@ _Place = tuple[_Address, ssl.SSLContext | None]
 
 
 class LegFailed(DynamoLiteError):
-    """An engine did not answer. kind: `refused`: no connection; `broken`: it was lost."""
+    """An engine did not answer. kind: `refused`: no connection; `broken`: it was lost;
+    `too_large`: the answer does not end within `MAX_WHOLE_BYTES`."""
 
     def __init__(self, engine: str, kind: Kind, detail: str):
         super().__init__(f"engine {engine}: {kind}: {detail}")
         self.engine = engine
         self.kind: Kind = kind
         self.detail = detail
+
+    @property
+    def answered(self) -> bool:
+        """Whether something listens there, and has answered or closed the connection."""
+        return self.kind in ("broken", "too_large")
 
 
 class Upstream:
@@ -114,6 +120,8 @@ class Upstream:
         """The whole body. Raises LegFailed."""
         try:
             return await answer.read()
+        except TooLarge as exc:
+            raise LegFailed(engine.name, "too_large", str(exc)) from exc
         except (TimeoutError, ConnectionError) as exc:
             raise _lost(engine, exc) from exc
 
@@ -155,8 +163,8 @@ class Upstream:
         return max((one.heard_at for one in self._to(engine)), default=0.0)
 
     def give_up(self, engine: Engine, why: str) -> int:
-        """Breaks off the answers of the engine that have no byte of their body yet; to their
-        readers, the connection was lost. Returns how many."""
+        """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
+        connection was lost. Returns how many."""
         return sum(one.give_up(why) for one in self._to(engine))
 
     def _to(self, engine: Engine) -> list[Connection]:

@@ -244,7 +244,8 @@ class Forwarding:
         self._note(job, failure, "decode")
         job.failed += 1
         repeatable = bool(job.request.route) or job.incoming.method in _IDEMPOTENT
-        if failure.kind == "timeout" or job.failed >= self._config.max_attempts:
+        # Another engine's answer would be as late, or as large.
+        if failure.kind in ("timeout", "too_large") or job.failed >= self._config.max_attempts:
             return failure_answer(failure)
         if not repeatable and failure.kind != "refused":
             return failure_answer(failure)

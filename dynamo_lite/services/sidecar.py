@@ -67,7 +67,7 @@ class Sidecar:
         placer = HeaderPlacer(engines, protocol, prefillers, pick=pick)
         forwarding = await enter(Forwarding(protocol, own, placer, upstream, monitor))
         allowed, ranks = AllowedHosts(config.allowed), dict(zip(ports, engines.all, strict=True))
-        health = partial(_health, own, engines, forwarding)
+        health = partial(_health, own, engines, prefillers, forwarding)
         if config.metrics_port:
             registry = CollectorRegistry()
             registry.register(ForwardMetrics(forwarding, placer, engines))
@@ -107,10 +107,13 @@ def _ready(engine: Engine) -> dict[str, Any]:
     return {"ok": engine.usable, "checks": {"engine": {"ok": engine.usable, "detail": trouble}}}
 
 
-def _health(own: ForwarderConfig, engines: Engines, forwarding: Forwarding) -> Mapping[str, Any]:
+def _health(
+    own: ForwarderConfig, engines: Engines, prefillers: Prefillers, forwarding: Forwarding
+) -> Mapping[str, Any]:
     return {
         "ok": any(engine.usable for engine in engines.all),
         "protocol": own.protocol,
         "engines": {engine.name: {"trouble": engine.trouble} for engine in engines.all},
+        "unfit_prefillers": prefillers.misfits,
         "requests": forwarding.stats.in_flight,
     }

@@ -216,8 +216,38 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
         assert (await r.ask())[0] == 500
 
 
+#: An error in a prefill leg's stream, as it may be cut into pieces, or come after other events.
+ERROR = b'data: {"error": {"message": "scripted"}}\n\n'
+SGLANG_ERROR = b"data: {'error': {'message': 'scripted'}}\n\n"
+ROLE = b'data: {"id": "x", "choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n'
+FAILING = {
+    "event": (ERROR,),
+    "split": (SGLANG_ERROR[:9], SGLANG_ERROR[9:]),
+    "later": (ROLE, ERROR),
+    "later, split": (ROLE + ERROR[:4], ERROR[4:-1], ERROR[-1:]),
+    "without an end": (ROLE, ERROR[:-2]),
+}
+
+
+def says(engine: ScriptedEngine, *pieces: bytes) -> None:
+    """The engine's next stream is these pieces, one after the other."""
+    stream = engine._stream
+
+    async def said(request: web.BaseRequest, leg: Any, fault: Fault) -> web.StreamResponse:
+        engine._stream = stream  # type: ignore[method-assign]
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.05)  # so that the next one comes by itself
+        await response.write_eof()
+        return response
+
+    engine._stream = said  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
-@pytest.mark.parametrize("how", ["cut", "event"])
+@pytest.mark.parametrize("how", ["cut", *FAILING])
 async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str, how: str):
     """The decode engine of the pair would wait for its KV until its own timeout."""
     async with rig(name, prefill=2, decode=2) as r:
@@ -225,14 +255,110 @@ async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str
         if how == "cut":
             bad.faults.append(Fault("after_head"))
         else:
-            events = [b'{"error": {"message": "scripted"}}']
-            bad._events = lambda leg: events  # type: ignore[method-assign]
+            says(bad, *FAILING[how])
         async with slow(r.decode[0]):
             # Its leg waits in the decode engine, not in a pair.
             bad.handover = _alone
-            assert b"[DONE]" in await r.stream()
+            async with asyncio.timeout(15):
+                shown = await r.stream(route=CHAT)
+        assert b"[DONE]" in shown and b"scripted" not in shown
         assert sum(r.forwarding.stats.failures.values()) == 1
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
+async def test_a_streamed_prefill_that_calls_the_request_wrong_is_not_repeated(name: str):
+    async with rig(name, prefill=2, decode=2) as r:
+        bad = r.prefill[0]
+        says(bad, ROLE, ERROR.replace(b'"scripted"', b'"too long", "code": 400'))
+        async with slow(r.decode[0]):
+            bad.handover = _alone
+            async with asyncio.timeout(15):
+                status, answer = await r.ask(route=CHAT, stream=True)
+        assert (status, answer["error"]["message"]) == (400, "too long")
+        assert [len(engine.legs) for engine in r.prefill] == [1, 0]
+
+
+async def test_an_error_after_the_first_token_breaks_the_answer_off():
+    """The tokens of the decode engine would follow an error."""
+    async with rig("neuron-dynamic") as r:
+        bad = r.prefill[0]
+        bad.handover = r.decode[0].handover = _alone
+        token = b'data: {"id": "x", "choices": [{"index": 0, "text": " t0"}]}\n\n'
+        says(bad, token, ERROR)
+        shown = b""
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with r.session.post(
+                f"{r.url}/v1/completions", json={**COMPLETION, "stream": True}
+            ) as answer:
+                async for part in answer.content.iter_any():
+                    shown += part
+        assert b" t0" in shown and b" t1" not in shown
+        assert r.forwarding.stats.broken == 1
+
+
+async def test_the_time_of_a_streamed_prefill_is_for_all_its_sequences():
+    """Each of them comes in time, all of them do not."""
+    async with rig("sglang", prefill_timeout_s=1.0) as r:
+        bad = r.prefill[0]
+        bad.handover = _alone
+        says(bad, *[b'data: {"choices": []}\n\n'] * 200)
+        async with slow(r.decode[0]), asyncio.timeout(8):
+            status, _ = await r.ask(stream=True, prompt=["a", "b", "c"])
+        assert status == 504  # no other prefill engine is left
+        assert r.forwarding.stats.failures == {("prefill", "timeout"): 1}
+
+
+# An answer that has no end.
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("dynamo_lite.forward.engine_answer.MAX_WHOLE_BYTES", 1 << 20, raising=False)
+    return 1 << 20
+
+
+def _large(engine: ScriptedEngine, size: int) -> None:
+    """Its answers are larger than that."""
+    whole = engine._whole
+    engine._whole = lambda leg: {**whole(leg), "more": "x" * size}  # type: ignore[method-assign]
+
+
+async def test_a_prefill_answer_without_an_end_costs_no_memory(little_room: int):
+    async with rig("nixl") as r:
+        _large(r.prefill[0], 2 * little_room)
+        assert await r.text() == TEXT
+        assert r.forwarding.stats.failures == {("prefill", "too_large"): 1}
+        assert r.decode[0].legs[0].params is None
+
+
+async def test_a_decode_answer_that_is_too_large_to_be_changed_is_refused(little_room: int):
+    """Another engine's would be as large."""
+    async with rig("nixl", decode=2, cached=(3, 4)) as r:
+        for engine in r.decode:
+            _large(engine, 2 * little_room)
+        status, answer = await r.ask()
+        assert status == 502 and "the decode engine's answer is larger than 1 MiB" in str(answer)
+        assert sum(len(engine.legs) for engine in r.decode) == 1
+
+
+async def test_an_answer_that_passes_as_bytes_may_have_any_size(little_room: int):
+    async with rig("nixl") as r:
+        _large(r.decode[0], 4 * little_room)
+        _, answer = await r.ask()
+        assert len(answer["more"]) == 4 * little_room
+
+
+@pytest.mark.parametrize("name", ["nixl", "neuron-dynamic"])
+async def test_an_event_without_an_end_costs_no_memory(name: str, little_room: int):
+    """Where events are changed, each one is buffered."""
+    async with rig(name, cached=(3, 4)) as r:
+        event = json.dumps({"id": "x", "choices": [], "more": "x" * 2 * little_room}).encode()
+        events = r.decode[0]._events
+        r.decode[0]._events = lambda leg: [*events(leg), event]  # type: ignore[method-assign]
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await r.stream()
+        assert r.forwarding.stats.broken == 1
 
 
 async def test_a_decode_4xx_after_the_first_token_breaks_the_answer_off():

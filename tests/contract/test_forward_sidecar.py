@@ -1,6 +1,7 @@
 """A sidecar in front of scripted engines: headers name the prefill engine."""
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +15,7 @@ from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
 from dynamo_lite.runtime.tls import server_context
+from dynamo_lite.serve.processes import free_port
 from dynamo_lite.services.sidecar import Sidecar
 from tests.builders import eventually
 from tests.external import Certificates
@@ -34,6 +36,8 @@ class Beside:
     decode: list[ScriptedEngine]
     urls: list[str]
     session: aiohttp.ClientSession
+    #: Of the sidecar's own metrics; 0: none.
+    metrics_port: int = 0
 
     def header(self, number: int = 0) -> dict[str, str]:
         return {"x-prefiller-host-port": f"127.0.0.1:{self.prefill[number].port}"}
@@ -54,6 +58,11 @@ class Beside:
     async def get(self, path: str, rank: int = 0) -> tuple[int, Any]:
         async with self.session.get(f"{self.urls[rank]}{path}") as answer:
             return answer.status, await answer.json(content_type=None)
+
+    async def own(self, path: str) -> str:
+        """A page of the sidecar's own metrics."""
+        async with self.session.get(f"http://127.0.0.1:{self.metrics_port}{path}") as answer:
+            return await answer.text()
 
     async def until(self, path: str, status: int, rank: int = 0) -> None:
         async def answered() -> bool:
@@ -116,7 +125,9 @@ async def beside(
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
         )
-        b = Beside(fleet, made["prefill"], made["decode"], urls, session)
+        b = Beside(
+            fleet, made["prefill"], made["decode"], urls, session, config.get("metrics_port", 0)
+        )
         for rank in range(ranks):
             await b.until("/ready", 200, rank)
         yield b
@@ -255,6 +266,51 @@ async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
 
         await eventually(is_told)
         b.fleet.violations.clear()  # of the asks before the ids were read again
+
+
+@pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
+async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_while(
+    name: str, engines: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Each leg would reserve blocks of it that no decode engine takes."""
+    async with beside(name, metrics_port=free_port()) as b:
+        for engine in (*b.prefill, *b.decode):
+            engine.handover = HANDOVERS[engines]
+        for _ in range(3):
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == 1
+        assert all(leg.params is None for leg in b.decode[0].legs)
+        health, metrics = await b.own("/health"), await b.own("/metrics")
+        assert engines in json.loads(health)["unfit_prefillers"][f"127.0.0.1:{b.prefill[0].port}"]
+        assert 'forward_answers_total{how="alone",reason="misfit"} 2.0' in metrics
+        # It was started with the other connector; nobody has told the sidecar.
+        for engine in (*b.prefill, *b.decode):
+            engine.handover = HANDOVERS[name]
+        assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == 1
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0, raising=False)
+        for _ in range(2):
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == 3
+        assert json.loads(await b.own("/health"))["unfit_prefillers"] == {}
+
+
+async def test_an_engine_that_still_does_not_fit_is_asked_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with beside(prefill=2) as b:
+        b.prefill[0].handover = HANDOVERS["nixl-push"]
+        assert await b.text(b.header()) == TEXT
+        # Another one that is named takes its place.
+        both = ",".join(f"127.0.0.1:{engine.port}" for engine in b.prefill)
+        assert await b.text({"x-prefiller-host-port": both}) == TEXT
+        assert [len(engine.legs) for engine in b.prefill] == [1, 1]
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0, raising=False)
+        assert await b.text(b.header()) == TEXT
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 3600.0)
+        for _ in range(3):
+            assert await b.text(b.header()) == TEXT
+        assert [len(engine.legs) for engine in b.prefill] == [2, 1]
 
 
 async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():

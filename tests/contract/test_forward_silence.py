@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,24 +10,36 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.policy.forwarding import SentPrompts
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
-from tests.scripted import Fault, ScriptedEngine
+from tests.scripted import CHAT, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-#: Of a check; in these tests, engines that answer do so at once.
-TIMEOUT_S = 0.5
+#: Of a check. Only engines that are held are checked again, so it does not matter how fast the
+#: others answer.
+TIMEOUT_S = 1.0
+#: Of a check that an engine must answer in time.
+GENEROUS_S = 3.0
+SHOWN = {"id": "x", "choices": []}
+ROLE = {"id": "x", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
 
 
 class Still:
-    """Requests to engines in `paths` are held; an empty tuple: all of them."""
+    """Requests to engines in `paths` are held; an empty tuple: all of them. asked: requests by
+    engine and path."""
 
     def __init__(self) -> None:
         self.paths: dict[ScriptedEngine, tuple[str, ...]] = {}
+        self.asked: Counter[tuple[ScriptedEngine, str]] = Counter()
         self.goes_on = asyncio.Event()
 
     async def hold(self, engine: ScriptedEngine, path: str) -> None:
+        self.asked[engine, path] += 1
         paths = self.paths.get(engine)
         if paths is not None and (not paths or path in paths):
             await self.goes_on.wait()
@@ -45,18 +58,35 @@ def still(monkeypatch: pytest.MonkeyPatch) -> Still:
 
 
 @asynccontextmanager
-async def quick(protocol: str = "nixl", **options: Any) -> AsyncIterator[Rig]:
+async def quick(
+    protocol: str = "nixl", *, timeout_s: float = TIMEOUT_S, **options: Any
+) -> AsyncIterator[Rig]:
+    """All engines are healthy."""
+    limits = {"health_timeout_s": timeout_s, "least_silence_s": 2 * timeout_s}
     async with (
-        asyncio.timeout(30),
-        rig(protocol, health_timeout_s=TIMEOUT_S, health_interval_s=0.05, **options) as r,
+        asyncio.timeout(90),
+        rig(protocol, health_interval_s=0.05, **limits, **options) as r,
     ):
+        while not all(engine.usable for engine in r.engines.all):
+            await r.check()
         yield r
 
 
-async def checked(r: Rig, times: int = 4) -> None:
-    """Long enough that a silent engine is found to be silent."""
-    for _ in range(times):
-        await r.check()
+async def waits(engine: Engine, legs: int = 1) -> None:
+    await eventually(lambda: engine.legs >= legs, 30)
+
+
+async def checked(r: Rig, engine: Engine, *, until: asyncio.Task[Any]) -> None:
+    """The engine is checked until the request has been answered."""
+    while not until.done():
+        await r.monitor.check(engine)
+
+
+async def fails(r: Rig, engine: Engine, times: int) -> None:
+    """That many checks of the engine in a row. Its silence is over after the second one."""
+    before = engine.failures
+    while engine.failures < before + times:
+        await r.monitor.check(engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -64,12 +94,27 @@ async def test_a_decode_leg_at_a_silent_engine_goes_to_another_one(still: Still,
     async with quick(decode=2) as r:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.stream() if stream else r.text())
-        await eventually(lambda: r.engines[1].legs > 0, 5)
-        await checked(r)
+        await waits(r.engines[1])
+        await checked(r, r.engines[1], until=asked)
         answer = await asked
         assert answer == TEXT or (isinstance(answer, bytes) and b"[DONE]" in answer)
         assert r.forwarding.stats.failures == {("decode", "broken"): 1}
         assert [len(engine.legs) for engine in r.decode] == [0, 1]
+        still.goes_on.set()
+
+
+async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still: Still):
+    """Its first events have no output, so they are held back."""
+    async with quick(decode=2) as r:
+        begun = _streams(r.decode[0], asyncio.Event(), every_s=None, event=ROLE)
+        asked = asyncio.create_task(r.stream(route=CHAT))
+        await asyncio.wait_for(begun.wait(), 30)
+        still.paths[r.decode[0]] = ()
+        await checked(r, r.engines[1], until=asked)
+        shown = await asked
+        assert b"[DONE]" in shown and shown.count(b'"role"') == 1
+        assert r.forwarding.stats.failures == {("decode", "broken"): 1}
+        assert [len(engine.legs) for engine in r.decode] == [1, 1]
         still.goes_on.set()
 
 
@@ -78,8 +123,8 @@ async def test_a_prefill_leg_at_a_silent_engine_is_given_up(still: Still, protoc
     async with quick(protocol) as r:
         still.paths[r.prefill[0]] = ()
         asked = asyncio.create_task(r.text())
-        await eventually(lambda: r.engines[0].legs > 0, 5)
-        await checked(r)
+        await waits(r.engines[0])
+        await checked(r, r.engines[0], until=asked)
         assert await asked == TEXT
         assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
         still.goes_on.set()
@@ -89,18 +134,18 @@ async def test_without_another_engine_the_failure_is_the_answer(still: Still):
     async with quick() as r:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.ask())
-        await eventually(lambda: r.engines[1].legs > 0, 5)
-        await checked(r)
+        await waits(r.engines[1])
+        await checked(r, r.engines[1], until=asked)
         assert (await asked)[0] == 502
         still.goes_on.set()
 
 
 async def test_a_leg_at_an_engine_that_has_left_is_given_up_too(still: Still):
     """The process beside the engine is gone with their host, so its record is gone first."""
-    async with quick(decode=2) as r, r.monitor:
+    async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.monitor:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
-        await eventually(lambda: r.engines[1].legs > 0, 5)
+        await waits(r.engines[1])
         r.engines.remove(r.engines[1])
         assert await asked == TEXT
         still.goes_on.set()
@@ -108,11 +153,13 @@ async def test_a_leg_at_an_engine_that_has_left_is_given_up_too(still: Still):
 
 async def test_an_engine_that_computes_for_long_and_checks_late_keeps_its_legs(still: Still):
     """SGLang's check runs a request, which waits for the computation."""
-    async with quick(decode=2) as r:
+    async with quick(decode=2, timeout_s=GENEROUS_S) as r:
+        models = still.asked[r.decode[0], "/v1/models"]
         still.paths[r.decode[0]] = ("/health", "/v1/completions")
         asked = asyncio.create_task(r.text())
-        await eventually(lambda: r.engines[1].legs > 0, 5)
-        await checked(r, 6)
+        await waits(r.engines[1])
+        await fails(r, r.engines[1], 3)
+        assert still.asked[r.decode[0], "/v1/models"] > models
         assert not r.engines[1].healthy and not asked.done()
         still.goes_on.set()
         assert await asked == TEXT
@@ -122,13 +169,13 @@ async def test_an_engine_that_computes_for_long_and_checks_late_keeps_its_legs(s
 async def test_an_engine_whose_stream_moves_keeps_its_waiting_legs(still: Still):
     async with quick() as r:
         moves = asyncio.Event()
-        streamed = _streams(r.decode[0], moves, every_s=TIMEOUT_S / 10)
+        streamed = _streams(r.decode[0], moves, every_s=TIMEOUT_S / 20)
         moving = asyncio.create_task(r.stream())
-        await asyncio.wait_for(streamed.wait(), 5)
+        await asyncio.wait_for(streamed.wait(), 30)
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
-        await eventually(lambda: r.engines[1].legs > 1, 5)
-        await checked(r, 6)
+        await waits(r.engines[1], 2)
+        await fails(r, r.engines[1], 5)
         assert not asked.done() and not moving.done()
         still.goes_on.set()
         moves.set()
@@ -142,29 +189,52 @@ async def test_a_stream_that_has_begun_is_not_broken_off_by_silence(still: Still
         moves = asyncio.Event()
         streamed = _streams(r.decode[0], moves, every_s=None)
         begun = asyncio.create_task(r.stream())
-        await asyncio.wait_for(streamed.wait(), 5)
+        await asyncio.wait_for(streamed.wait(), 30)
+        await eventually(lambda: r.answered, 30)
+        models = still.asked[r.decode[0], "/v1/models"]
         still.paths[r.decode[0]] = ()
-        await checked(r, 6)
+        await fails(r, r.engines[1], 4)
+        assert still.asked[r.decode[0], "/v1/models"] > models
         assert not begun.done() and not r.engines[1].healthy
         moves.set()
         assert b"[DONE]" in await begun
         still.goes_on.set()
 
 
+async def test_checks_with_a_short_timeout_make_no_busy_engine_silent(still: Still):
+    """They keep new requests away from it. Its legs are given up by a limit of their own."""
+    async with quick(decode=2, timeout_s=GENEROUS_S) as r:
+        config = ForwarderConfig(engines=(r.engines[1].options,), health_timeout_s=0.05)
+        impatient = EngineMonitor(r.engines, r.monitor._upstream, config, SentPrompts(1))
+        still.paths[r.decode[0]] = ()
+        asked = asyncio.create_task(r.text())
+        await waits(r.engines[1])
+        for _ in range(10):
+            await impatient.check(r.engines[1])
+        assert not r.engines[1].healthy and not asked.done()
+        still.goes_on.set()
+        assert await asked == TEXT
+        assert [len(engine.legs) for engine in r.decode] == [1, 0]
+
+
 def _streams(
-    engine: ScriptedEngine, ends: asyncio.Event, *, every_s: float | None
+    engine: ScriptedEngine,
+    ends: asyncio.Event,
+    *,
+    every_s: float | None,
+    event: dict[str, Any] = SHOWN,
 ) -> asyncio.Event:
     """The engine's next stream has one event, or one every `every_s`, until it ends. Returns what
     is set after the first."""
     began, stream = asyncio.Event(), engine._stream
-    event = b"data: " + json.dumps({"id": "x", "choices": []}).encode() + b"\n\n"
+    data = b"data: " + json.dumps(event).encode() + b"\n\n"
 
     async def moving(request: web.BaseRequest, leg: Any, fault: Fault) -> web.StreamResponse:
         engine._stream = stream  # type: ignore[method-assign]
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         while not ends.is_set():
-            await response.write(event)
+            await response.write(data)
             began.set()
             try:
                 async with asyncio.timeout(every_s):

@@ -193,6 +193,17 @@ async def test_only_what_is_safe_is_repeated_on_a_kept_connection_that_was_close
         assert [one.connection for one in w.requests] == [1, 1, 2, 2]
 
 
+async def test_a_whole_answer_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dynamo_lite.forward.engine_answer.MAX_WHOLE_BYTES", 4, raising=False)
+    small, large = (b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % n + b"x" * n for n in (4, 5))
+    async with world(says(small), says(large), says(small)) as w:
+        assert await w.get() == (200, b"xxxx")
+        with pytest.raises(LegFailed, match="larger than") as failed:
+            await w.get()
+        assert failed.value.kind == "too_large"
+        assert await w.get() == (200, b"xxxx")
+
+
 async def test_silence_has_an_end():
     async def silent(served: Served) -> None:
         await served.say(CHUNKED + b"1\r\na\r\n")
@@ -379,7 +390,7 @@ async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-async def test_only_answers_without_a_byte_of_their_body_are_given_up():
+async def test_only_answers_of_which_nothing_was_shown_are_given_up():
     async def hangs(served: Served) -> None:
         await served.reader.read()
 
@@ -394,16 +405,20 @@ async def test_only_answers_without_a_byte_of_their_body_are_given_up():
         await end.wait()
         await served.say(b"0\r\n\r\n")
 
-    async with world(streams, only_a_head, hangs) as w:
+    async with world(streams, streams, only_a_head, hangs) as w:
         begun = await w.upstream.open(w.engine, "GET", "/")
         assert await w.upstream.read_some(w.engine, begun) == b"a"
+        begun.shown = True
+        held_back = await w.upstream.open(w.engine, "GET", "/")
+        assert await w.upstream.read_some(w.engine, held_back) == b"a"
         headed = await w.upstream.open(w.engine, "GET", "/")
         hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
-        await eventually(lambda: len(w.requests) >= 3)
+        await eventually(lambda: len(w.requests) >= 4)
         heard_at = w.upstream.heard_at(w.engine)
         assert 0 < heard_at <= asyncio.get_running_loop().time()
-        assert w.upstream.give_up(w.engine, "silent") == 2
-        for failing in (hanging, w.upstream.read(w.engine, headed)):
+        assert w.upstream.give_up(w.engine, "silent") == 3
+        legs = (w.upstream.read(w.engine, held_back), w.upstream.read(w.engine, headed))
+        for failing in (hanging, *legs):
             with pytest.raises(LegFailed, match="silent") as failed:
                 await failing
             assert failed.value.kind == "broken"

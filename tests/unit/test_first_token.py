@@ -250,6 +250,49 @@ def test_another_first_token_is_removed():
     assert texts(events) == ["a", "b"]
 
 
+def test_of_several_tokens_that_begin_with_another_one_only_the_first_is_removed():
+    """The chunk does not say where its first token ends: at the end of its first word."""
+    events, _ = merged(
+        stream(text(0, " Paris", "length")),
+        stream(text(0, " London is the"), text(0, " capital", "stop")),
+    )
+    assert "".join(texts(events)) == " Paris is the capital"
+    events, _ = merged(
+        stream(ROLE, delta(0, "length", content="Yes")),
+        stream(ROLE, delta(0, "stop", content="No, never")),
+    )
+    assert "".join(texts(events)) == "Yes never" and reasons(events) == ["stop"]
+
+
+def test_where_a_chunk_says_its_tokens_exactly_the_first_is_removed():
+    def tokens(*found: str) -> Event:
+        chunk = text(0, "".join(found))
+        chunk["choices"][0]["logprobs"] = {"tokens": list(found)}
+        return chunk
+
+    def chat_tokens(*found: str) -> Event:
+        chunk = delta(0, content="".join(found))
+        chunk["choices"][0]["logprobs"] = {"content": [{"token": one} for one in found]}
+        return chunk
+
+    for one, first in (
+        (tokens, text(0, "a", "length")),
+        (chat_tokens, delta(0, "length", content="a")),
+    ):
+        for found, left in ((("x", "yz"), "yz"), ((" \n x",), ""), (("x y", " z"), " z")):
+            events, _ = merged(stream(first), stream(one(*found), text(0, "b", "stop")))
+            assert "".join(texts(events)) == f"a{left}b"
+
+
+def test_after_a_part_of_the_first_token_a_different_rest_is_shown():
+    """The decode engine's first token is "Hel"; what follows is not the first token."""
+    events, _ = merged(
+        stream(text(0, "Hello", "length")),
+        stream(text(0, "Hel"), text(0, "p"), text(0, " me", "stop")),
+    )
+    assert "".join(texts(events)) == "Hellop me"
+
+
 @pytest.mark.parametrize("cached", [None, 3])
 def test_usage_is_the_decode_engines_and_its_cached_tokens_the_prefill_engines(
     cached: int | None,

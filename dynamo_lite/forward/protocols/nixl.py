@@ -57,7 +57,7 @@ def _not_pull(answer: PrefillAnswer) -> str:
     return _mode_is_not(
         "pull",
         answer,
-        "start all engines with NixlConnector, or the Forwarder with the protocol nixl-push",
+        "start all engines with NixlConnector, or give the protocol nixl-push here",
     )
 
 
@@ -84,7 +84,7 @@ def _not_push(answer: PrefillAnswer) -> str:
     return _mode_is_not(
         "push",
         answer,
-        "start all engines with NixlPushConnector, or the Forwarder with the protocol nixl",
+        "start all engines with NixlPushConnector, or give the protocol nixl here",
     )
 
 
