@@ -118,7 +118,7 @@ def test_a_query_asks_for_what_there_is(
     reason="promtool is not installed (Debian's package prometheus)",
 )
 def test_prometheus_parses_every_query(tmp_path: Path):
-    asked = [expression for _, expression, _ in QUERIES]
+    asked = [expression.replace("$__rate_interval", "1m") for _, expression, _ in QUERIES]
     assert checked(tmp_path, asked) == ""
     assert "could not parse expression" in checked(tmp_path, [*asked, f"sum({asked[0]}"])
 
