@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,16 +26,26 @@ _NO_STREAM = 10059
 
 
 def nats_config(
-    name: str, place: tuple[str, int], directory: Path, routes: Mapping[str, tuple[str, int]]
+    name: str,
+    place: tuple[str, int],
+    directory: Path,
+    routes: Mapping[str, tuple[str, int]],
+    login: tuple[str, str] | None = None,
 ) -> str:
     """The configuration of the server `name`. place: where clients find it. routes: where each
-    server of the cluster, this one too, listens for the others."""
-    others = ", ".join(f'"nats://{host}:{port}"' for host, port in routes.values())
+    server of the cluster, this one too, listens for the others. login: user and password of clients
+    and servers; None: everybody is let in."""
+    known, asked = "", ""
+    if login is not None:
+        known = f"{login[0]}:{login[1]}@"
+        asked = f'authorization {{ user: "{login[0]}", password: "{login[1]}" }}'
+    others = ", ".join(f'"nats://{known}{host}:{port}"' for host, port in routes.values())
     host, port = routes[name]
     return (
         f'server_name: "{name}"\nhost: {place[0]}\nport: {place[1]}\nmax_payload: 8MB\n'
         f'jetstream {{ store_dir: "{directory.resolve()}" }}\n'
-        f'cluster {{ name: "test", host: {host}, port: {port}, routes: [{others}] }}\n'
+        f"{asked}\n"
+        f'cluster {{ name: "test", host: {host}, port: {port}, routes: [{others}]\n{asked} }}\n'
     )
 
 
@@ -96,19 +107,27 @@ M = TypeVar("M", bound=Member)
 
 
 class Cluster(Generic[M]):
-    """The members by name."""
+    """The members by name. query: of the URL, with the files of credentials."""
 
-    def __init__(self, members: Mapping[str, M]):
-        self.members = members
+    def __init__(self, members: Mapping[str, M], query: str = ""):
+        self.members, self._query = members, query
 
     @property
     def url(self) -> str:
         """Of all members."""
         first, *others = [member.url for member in self.members.values()]
-        return ",".join([first, *(url.partition("://")[2] for url in others)])
+        return ",".join([first, *(url.partition("://")[2] for url in others)]) + self._query
 
 
 class NatsCluster(Cluster[M]):
+    """login: of its clients; the file that `query` names has the same."""
+
+    def __init__(
+        self, members: Mapping[str, M], query: str = "", login: tuple[str, str] | None = None
+    ):
+        super().__init__(members, query)
+        self._user, self._password = login or (None, None)
+
     async def leader(self, stream: str) -> str:
         """The name of the server that leads the stream."""
         found: list[str] = []
@@ -158,7 +177,13 @@ class NatsCluster(Cluster[M]):
     async def _ask(self, subject: str, payload: bytes = b"") -> dict[str, Any]:
         servers = [member.url for member in self.members.values() if member.answers]
         try:
-            client = await nats.connect(servers, allow_reconnect=False, error_cb=_unsaid)
+            client = await nats.connect(
+                servers,
+                allow_reconnect=False,
+                error_cb=_unsaid,
+                user=self._user,
+                password=self._password,
+            )
         except (NatsError, OSError) as exc:
             return {"error": str(exc)}
         try:
@@ -193,6 +218,14 @@ async def _running(
 
 
 class EtcdCluster(Cluster[M]):
+    """tls: of its clients; None: without."""
+
+    def __init__(
+        self, members: Mapping[str, M], query: str = "", tls: ssl.SSLContext | None = None
+    ):
+        super().__init__(members, query)
+        self._tls = tls
+
     async def leader(self) -> str:
         """The name of the member that leads."""
         found: list[str] = []
@@ -214,26 +247,25 @@ class EtcdCluster(Cluster[M]):
                 await eventually(partial(self._is_healthy, member), _FORMED_S)
 
     async def _leads(self, member: M) -> bool:
-        status = await _post(member.url, "/v3/maintenance/status", {})
+        status = await self._post(member, "/v3/maintenance/status", {})
         own = status.get("header", {}).get("member_id")
         return own is not None and status.get("leader") == own
 
     async def _is_healthy(self, member: M) -> bool:
-        return "header" in await _post(member.url, "/v3/kv/range", {"key": "AA=="})
+        return "header" in await self._post(member, "/v3/kv/range", {"key": "AA=="})
+
+    async def _post(self, member: M, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of etcd's JSON gateway; empty if there is none."""
+        try:
+            async with httpx.AsyncClient(timeout=2.0, verify=self._tls or False) as client:
+                answer = await client.post(member.url + path, json=body)
+                return answer.json() if answer.status_code == 200 else {}
+        except httpx.HTTPError:
+            return {}
 
 
 async def _unsaid(_: Exception) -> None:
     """The result says it; otherwise nats-py would print it."""
-
-
-async def _post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer of etcd's JSON gateway; empty if there is none."""
-    try:
-        async with httpx.AsyncClient(timeout=2.0) as client:
-            answer = await client.post(url + path, json=body)
-            return answer.json() if answer.status_code == 200 else {}
-    except httpx.HTTPError:
-        return {}
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import subprocess
 import sysconfig
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import trustme
@@ -22,16 +22,17 @@ _ETCDCTL = Path(sysconfig.get_path("scripts")) / "etcdctl"
 @dataclasses.dataclass(frozen=True)
 class Certificates:
     """PEM files in one folder: the authority's (and a stranger's), the servers' for
-    localhost and 127.0.0.1 (and one for another name), a client's."""
+    `addresses` (and one for another name), a client's."""
 
     folder: Path
+    addresses: Sequence[str] = ("localhost", "127.0.0.1")
 
     def make(self) -> None:
         authority = trustme.CA()
         authority.cert_pem.write_to_path(self.folder / "ca.pem")
         trustme.CA().cert_pem.write_to_path(self.folder / "stranger.pem")
         for name, subject, hosts in (
-            ("server", None, ("localhost", "127.0.0.1")),
+            ("server", None, self.addresses),
             ("misnamed", None, ("elsewhere",)),
             ("client", "me", ("me",)),
         ):

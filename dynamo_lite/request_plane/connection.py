@@ -64,7 +64,7 @@ class Connection:
         secret: GraphSecret | None = None,
     ):
         self._address, self._certificate = transport.stream or "", transport.certificate
-        self._secret = secret
+        self._secret, self._on_drop = secret, on_drop
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
@@ -113,7 +113,7 @@ class Connection:
                     ssl_shutdown_timeout=None if tls is None else STALL_TIMEOUT_S,
                 )
                 if self._certificate is not None:
-                    check_pinned(made.get_extra_info("ssl_object"), self._certificate)
+                    self._check_certificate(made, self._certificate)
                 proof = client_proof(self._secret, self._address, self._client_id)
                 self._connection.send(
                     frame(encode(Hello(client_id=self._client_id, proof=proof or UNSET)))
@@ -137,6 +137,7 @@ class Connection:
             answer = self._welcomed.result().proof
             check_worker(self._secret, self._address, proof, answer)
         except ProtocolError as exc:
+            self._on_drop("secret")
             self._connection.abort(str(exc))
             raise Unavailable(f"the worker at {self._address}: {exc}") from exc
         if not self._welcomed.result().takes_requests:
@@ -145,6 +146,14 @@ class Connection:
                 f"the worker at {self._address} takes requests over NATS only: it runs an earlier"
                 " version of dynamo-lite; upgrade workers before frontends"
             )
+
+    def _check_certificate(self, made: asyncio.BaseTransport, fingerprint: str) -> None:
+        """Raises ProtocolError unless the worker has the certificate of its record."""
+        try:
+            check_pinned(made.get_extra_info("ssl_object"), fingerprint)
+        except ProtocolError:
+            self._on_drop("certificate")
+            raise
 
     async def submit(self, request: GenerateRequest, timeout_s: float) -> None:
         """See GenerateClient.submit. timeout_s: includes the wait for room in the write buffer."""

@@ -116,7 +116,10 @@ async def open_arena(
     options: Sequence[str] = (),
 ) -> AsyncIterator[Arena]:
     say("starting the graph")
-    async with Cluster(directory, options) as cluster, Meters(cluster) as meters:
+    async with (
+        Cluster(directory, options) as cluster,
+        Meters(lambda: [member.state for member in cluster.members()]) as meters,
+    ):
         standing, trouble = await at_rest(cluster)
         if trouble:
             raise AssertionError(f"the graph does not come to rest: {trouble}")

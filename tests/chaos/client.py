@@ -66,7 +66,9 @@ class Failed(Exception):
         self.kind, self.begun = kind, begun
 
 
-async def ask(port: int, body: dict[str, Any], host: str = "127.0.0.1") -> Answer:
+async def ask(
+    port: int, body: dict[str, Any], host: str = "127.0.0.1", api_key: str = ""
+) -> Answer:
     """Raises Refused, Broken, Failed, or TimeoutError after PATIENCE_S.
 
     Cancelling it closes the connection at once, as a client that has left.
@@ -79,7 +81,7 @@ async def ask(port: int, body: dict[str, Any], host: str = "127.0.0.1") -> Answe
         begun = False
         try:
             sent = time.monotonic()
-            status, headers = await _send(reader, writer, body)
+            status, headers = await _send(reader, writer, body, api_key)
             begun = True
             return await _receive(reader, status, headers, body, sent)
         except (OSError, asyncio.IncompleteReadError) as exc:
@@ -89,14 +91,16 @@ async def ask(port: int, body: dict[str, Any], host: str = "127.0.0.1") -> Answe
 
 
 async def _send(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any], api_key: str
 ) -> tuple[int, dict[str, str]]:
     """Returns the head of the answer."""
     payload = json.dumps(body).encode()
+    known = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n"
         b"Content-Type: application/json\r\n"
-        + f"X-Request-Timeout: {_TIMEOUT_HEADER_S}\r\nContent-Length: {len(payload)}".encode()
+        + f"{known}X-Request-Timeout: {_TIMEOUT_HEADER_S}\r\n".encode()
+        + f"Content-Length: {len(payload)}".encode()
         + b"\r\n\r\n"
         + payload
     )

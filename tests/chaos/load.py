@@ -87,9 +87,10 @@ class Load:
         cancels: float = 0.15,
         excuse: Excuse = lambda began, begun: "",
         host: str = "127.0.0.1",
+        api_key: str = "",
     ):
         self.tally = Tally()
-        self._host, self._port = host, port
+        self._host, self._port, self._api_key = host, port, api_key
         self._asked = asked
         self._right = right
         self._rng = random.Random(seed)
@@ -113,6 +114,10 @@ class Load:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_END_S)
         await self.abandon()
+
+    def turn_to(self, host: str) -> None:
+        """From the next request on, the clients ask this host."""
+        self._host = host
 
     async def abandon(self) -> None:
         """All clients leave at once. Their requests under way do not end."""
@@ -150,7 +155,7 @@ class Load:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(leaves_s):
-                    answer = await ask(self._port, body, self._host)
+                    answer = await ask(self._port, body, self._host, self._api_key)
             except Refused as exc:
                 tally.refused[exc.kind] += 1
                 if time.monotonic() - first > PATIENCE_S:

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 import httpx
 
-from tests.chaos.cluster import Cluster
+from dynamo_lite.serve.run_state import ProcessState
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 2.0
@@ -19,10 +20,10 @@ _SAMPLE = re.compile(r"^(dynamo_lite_(?!kv_blocks)\w+_total)(?:\{(.*)\})? (\S+)$
 
 
 class Meters:
-    """Async context manager that asks all the time."""
+    """Async context manager that asks all the time. states: gives the processes that run now."""
 
-    def __init__(self, cluster: Cluster):
-        self._cluster = cluster
+    def __init__(self, states: Callable[[], Iterable[ProcessState]]):
+        self._states = states
         self._last: dict[int, Counter[str]] = {}
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S)
         self._task: asyncio.Task[None] | None = None
@@ -47,8 +48,9 @@ class Meters:
     async def ask(self) -> None:
         """Reads the metrics once, now. A process that does not answer in time keeps its last
         numbers."""
-        states = [member.state for member in self._cluster.members()]
-        await asyncio.gather(*(self._ask(p.pid, p.status_url) for p in states if p.status_url))
+        await asyncio.gather(
+            *(self._ask(p.pid, p.status_url) for p in self._states() if p.status_url)
+        )
 
     async def _keep_asking(self) -> None:
         while True:

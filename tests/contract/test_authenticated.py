@@ -15,6 +15,7 @@ from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.own_certificate import make_certificate
@@ -154,7 +155,7 @@ async def worker(nats_url: str, namespace: str) -> AsyncIterator[Setup]:
         yield await open_setup("tls", stack, nats_url, namespace)
 
 
-async def refusal(setup: Setup, **security: object) -> str:
+async def refusal(setup: Setup, on_drop: OnDrop = uncounted, **security: object) -> str:
     fields = {"certificate": setup.member.transport.certificate} | security
     secret = fields.pop("secret", None)
     member = endpoint_record(stream=setup.server.stream_address, **fields)  # type: ignore[arg-type]
@@ -164,6 +165,7 @@ async def refusal(setup: Setup, **security: object) -> str:
         outputs.on_deltas,
         outputs.on_lost,
         secret=secret,  # type: ignore[arg-type]
+        on_drop=on_drop,
     ) as client:
         with pytest.raises((Unavailable, DeadlineExceeded)) as caught:
             await client.submit(member, generate_request("a"))
@@ -180,8 +182,10 @@ async def test_a_client_without_the_secret_gets_no_session(worker: Setup, tmp_pa
 
 
 async def test_a_client_sends_nothing_to_a_worker_with_another_certificate(worker: Setup):
-    said = await refusal(worker, certificate=make_certificate().fingerprint)
+    dropped: list[str] = []
+    said = await refusal(worker, dropped.append, certificate=make_certificate().fingerprint)
     assert "certificate" in said
+    assert dropped == ["certificate"]
     assert "cannot reach" in await refusal(worker, certificate=None) or worker.engine.running == {}
     assert worker.engine.running == {}
 
@@ -191,7 +195,10 @@ async def test_a_client_sends_no_request_to_a_worker_without_the_secret(
 ):
     async with AsyncExitStack() as stack:
         setup = await open_setup("tcp", stack, nats_url, namespace)
-        assert "does not have this graph's secret" in await refusal(setup, secret=secret)
+        dropped: list[str] = []
+        said = await refusal(setup, dropped.append, secret=secret)
+        assert "does not have this graph's secret" in said
+        assert dropped == ["secret"]
         assert setup.engine.running == {}
 
 

@@ -218,7 +218,7 @@ def test_selectors_choose_the_pods_that_are_meant(monitored: list[Resource]) -> 
 
 
 def test_prometheus_reads_every_status_server(monitored: list[Resource]) -> None:
-    """Its resource is of the Prometheus operator, of which no schema is shipped."""
+    """Its resource is of the Prometheus operator, of which no schema is a dependency here."""
     [monitor] = of_kind(monitored, "ServiceMonitor")
     services = of_kind(monitored, "Service")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()

@@ -13,7 +13,7 @@ from typing import Any
 from tests.hosts import kv
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
-from tests.hosts.rig import NULL, VLLM, Rig
+from tests.hosts.rig import NULL, VLLM, Rig, same_clocks
 from tests.hosts.scenarios import SCENARIOS, play
 from tests.hosts.wall import no_compiler
 
@@ -81,7 +81,7 @@ def main() -> int:
     wanted = options.scenario or known
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--scenario {unknown[0]}: unknown; known: {', '.join(known)}")
-    if why := no_compiler():
+    for why in filter(None, (no_compiler(), same_clocks())):
         print(f"note: {why}; they are the same here", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
         directory = options.directory or Path(temporary)

@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
+from tests.chaos.meters import Meters
 from tests.hosts.network import Host
-from tests.hosts.rig import LEASE_TTL_S, NAMESPACE, VLLM, VLLM_CONFIG, Rig
+from tests.hosts.rig import API_KEY, LEASE_TTL_S, NAMESPACE, VLLM, VLLM_CONFIG, Rig
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import PlainServer
 
@@ -30,6 +31,8 @@ _PARTED_S, _SHORT_S = 20.0, 4.0
 #: Longer than an election, so that a killed member comes back to another leader.
 _ELECTION_S = 10.0
 _AGAIN_S = 240.0
+#: Longer than a request is under way to its Frontend.
+_ARRIVES_S = 0.3
 _TOKENS = 24
 #: Answers that each client gets before, during and after a cut.
 _FEW = 4
@@ -48,7 +51,7 @@ class Streams:
     to each of one plain vLLM server.
     """
 
-    clients: Sequence[AsyncOpenAI]
+    clients: list[AsyncOpenAI]
     prompts: Sequence[list[int]]
     right: Sequence[str]
     #: Of each client.
@@ -72,6 +75,16 @@ class Streams:
                     if said != right:
                         self.wrong.append(f"{len(prompt)} tokens: {said!r} instead of {right!r}")
 
+    @contextmanager
+    def elsewhere(self, number: int) -> Iterator[None]:
+        """The client of this number asks another Frontend meanwhile, from its next question on."""
+        own = self.clients[number]
+        self.clients[number] = self.clients[number - 1]
+        try:
+            yield
+        finally:
+            self.clients[number] = own
+
     async def more(self, answers: int) -> None:
         """Returns when every client has got so many more. Raises TimeoutError."""
         wanted = [ended + answers for ended in self.ended]
@@ -79,6 +92,31 @@ class Streams:
             lambda: all(have >= want for have, want in zip(self.ended, wanted, strict=True)),
             _AGAIN_S,
         )
+
+
+class Writes:
+    """What the workers have counted of late writes since this was made.
+
+    A write that the fence refuses, and a notice for an attempt that is over, are the safeties at
+    work. KV that is not what its writer sent, and a commit without the attempt's grant, are not:
+    somebody else has written.
+    """
+
+    _WRONG = ("commit_mismatches", 'dropped_messages{where="ungranted"}')
+
+    def __init__(self, meters: Meters):
+        self._meters, self._before = meters, meters.totals()
+
+    def __str__(self) -> str:
+        fenced, late = self._count("fenced_writes"), self._count("late_notices")
+        return f"{fenced} writes refused by the fence, {late} late notices"
+
+    def trouble(self) -> list[str]:
+        found = {name: self._count(name) for name in self._WRONG}
+        return [f"{name}: {count}" for name, count in found.items() if count]
+
+    def _count(self, sample: str) -> int:
+        return int(self._meters.totals()[sample] - self._before[sample])
 
 
 async def ask(client: AsyncOpenAI, prompt: list[int]) -> str:
@@ -195,11 +233,18 @@ async def _etcd_leader_killed(rig: Rig, streams: Streams) -> None:
     await rig.etcd.healthy()
 
 
-async def _workers_restarted_in_turn(rig: Rig, streams: Streams) -> None:
+async def _rolling_restart(rig: Rig, streams: Streams) -> None:
+    """Every server, then every worker and Frontend, in order, to a new release."""
+    await rig.servers_restarted(names.prefill_stream(NAMESPACE))
+    release = await rig.next_release()
     for worker in (*rig.services["PrefillWorker"], *rig.services["VllmWorker"]):
-        assert await worker.end() == 0, f"{worker.name} has not ended in order"
-        worker.start()
-        await worker.ready()
+        await worker.upgrade(release)
+    for number, frontend in enumerate(rig.services["Frontend"]):
+        with streams.elsewhere(number):
+            await asyncio.sleep(_ARRIVES_S)
+            await frontend.upgrade(release)
+        await streams.more(_FEW)
+    assert await rig.versions() == {release.version}
 
 
 def _hosts(rig: Rig, service: str) -> list[Host]:
@@ -242,7 +287,7 @@ SCENARIOS: dict[str, Scenario] = {
     "decode-host-vanishes": _during(lambda rig: rig.unplugged(_decode(rig)[0]), _PARTED_S),
     "nats-leader-killed": _nats_leader_killed,
     "etcd-leader-killed": _etcd_leader_killed,
-    "workers-restarted-in-turn": _workers_restarted_in_turn,
+    "rolling-restart": _rolling_restart,
 }
 
 
@@ -265,20 +310,24 @@ async def play_all(rig: Rig, right: Sequence[str], wanted: Sequence[str], say: S
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
-                AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+                AsyncOpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0)
             )
             for url in rig.frontends
         ]
         streams = Streams(clients, questions(), right)
+        meters = await stack.enter_async_context(Meters(rig.processes))
         free_blocks = await at_rest(rig)
         for name in wanted:
             streams.wrong.clear()
-            began = time.monotonic()
+            began, writes = time.monotonic(), Writes(meters)
             trouble = await _play(rig, streams, SCENARIOS[name], free_blocks)
+            await meters.ask()
+            trouble += writes.trouble()
             failed += bool(trouble)
             answers = " and ".join(map(str, streams.ended))
             verdict = "; ".join(trouble or ["right"])
-            say(f"{name:36} {time.monotonic() - began:6.1f} s  {verdict}, {answers} answers so far")
+            seconds = time.monotonic() - began
+            say(f"{name:36} {seconds:6.1f} s  {verdict}, {answers} answers so far, {writes}")
     return failed
 
 

@@ -18,7 +18,7 @@ from tests.chaos.client import Answer
 from tests.chaos.load import Load
 from tests.chaos.questions import Question
 from tests.hosts.program import Program
-from tests.hosts.rig import HTTP_PORT
+from tests.hosts.rig import API_KEY, HTTP_PORT
 from tests.process.switch_graph import told
 from tests.vllm.asking import prompt_ids
 
@@ -83,8 +83,13 @@ class Clients:
             pause_s=_PAUSE_S,
             cancels=0.0,
             host=self.frontend.host.address,
+            api_key=API_KEY,
         )
         self._loads.append(await self._stack.enter_async_context(load))
+
+    def turn_to(self, frontend: Program) -> None:
+        """They ask it from their next request on; the answers under way still come."""
+        self._loads[-1].turn_to(frontend.host.address)
 
     async def leave(self) -> None:
         """At once, in the middle of their answers."""

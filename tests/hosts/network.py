@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -24,11 +25,15 @@ from dynamo_lite.runtime.process.death_signal import death_signal_hook
 _NOBODY = "02:00:00:00:00:01"
 _NAMES = re.compile(r"\bdl(\d+)[a-z](?:-\d+)?\b")
 _KILLED_S = 10.0
+#: Of the packages iproute2 and util-linux.
+_PROGRAMS = ("ip", "ss", "nsenter", "unshare")
 _runs = itertools.count()
 
 
 def unavailable() -> str:
     """Why no hosts can be made here; empty if they can."""
+    if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
+        return f"network namespaces need {' and '.join(missing)}"
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"dl{os.getpid()}t"
@@ -58,6 +63,7 @@ class Host:
         output: IO[bytes] | Path | int,
         *,
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
         """Runs a command on this host, in a session of its own. It ends with the network, and with
         the thread that calls this."""
@@ -71,6 +77,7 @@ class Host:
                 start_new_session=True,
                 preexec_fn=death_signal_hook(signal.SIGKILL),
                 env=None if env is None else {**os.environ, **env},
+                cwd=cwd,
             )
 
     def link(self, *, up: bool) -> None:
@@ -89,9 +96,11 @@ class Host:
     def sends_to(self, other: "Host", port: int) -> bool:
         """Whether a server at this port has a connection with the other host that its kernel
         has not given up."""
-        wanted = ["state", "established", f"( sport = :{port} and dst {other.address} )"]
-        namespace = f"--net=/run/netns/{self.name}"
-        return bool(_output("nsenter", namespace, "ss", "--no-header", "--tcp", "-n", *wanted))
+        return self._connected(f"( sport = :{port} and dst {other.address} )")
+
+    def serves(self, port: int) -> bool:
+        """Whether anybody is connected to a server at this port."""
+        return self._connected(f"( sport = :{port} )")
 
     def kill(self) -> None:
         """Kills every process of this host, as a power cut would."""
@@ -102,6 +111,18 @@ class Host:
                     os.kill(int(pid), signal.SIGKILL)
             assert time.monotonic() < deadline, f"processes of {self.name} do not end: {pids}"
             time.sleep(0.02)
+
+    def ports(self) -> list[int]:
+        """The TCP ports that other hosts reach."""
+        listed = _output(
+            *("nsenter", f"--net=/run/netns/{self.name}"),
+            *("ss", "--no-header", "--tcp", "-n", "--listening", "src", self.address),
+        )
+        return sorted({int(line.split()[3].rpartition(":")[2]) for line in listed.splitlines()})
+
+    def _connected(self, which: str) -> bool:
+        command = ["ss", "--no-header", "--tcp", "-n", "state", "established", which]
+        return bool(_output("nsenter", f"--net=/run/netns/{self.name}", *command))
 
     def _ip(self, *arguments: str, check: bool = True, inside: bool = True) -> str:
         return _ip(*(("-n", self.name) if inside else ()), *arguments, check=check)
@@ -187,3 +208,7 @@ def _ip(*arguments: str, check: bool = True) -> str:
 
 def _output(*command: str, check: bool = True) -> str:
     return subprocess.run(command, check=check, capture_output=True, text=True, timeout=20).stdout
+
+
+if __name__ == "__main__":  # for scripts/test
+    print(unavailable())

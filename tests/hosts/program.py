@@ -10,15 +10,14 @@ from pathlib import Path
 
 from tests.builders import eventually
 from tests.hosts.network import Host
+from tests.hosts.release import CHECKOUT, Release
 
-_ROOT = Path(__file__).resolve().parents[2]
 _READY_S = 400.0
 _ENDED_S = 60.0
 
 _ENVIRONMENT = {
     "UCX_TLS": "tcp,self",
     "UCX_NET_DEVICES": "eth0",
-    "PYTHONPATH": str(_ROOT),
     "TORCH_COMPILE_DISABLE": "1",
 }
 
@@ -36,6 +35,8 @@ class Program:
     ready_line: str = ""
     #: Besides what all have.
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    #: What the next start runs.
+    release: Release = CHECKOUT
     _process: "subprocess.Popen[bytes] | None" = None
     _seen: int = 0
 
@@ -45,7 +46,8 @@ class Program:
 
     def start(self) -> None:
         self._seen = self.log.stat().st_size if self.log.exists() else 0
-        self._process = self.host.start(self.command, self.log, env={**_ENVIRONMENT, **self.env})
+        env = {**_ENVIRONMENT, "PYTHONPATH": str(self.release.packages), **self.env}
+        self._process = self.host.start(self.command, self.log, env=env, cwd=self.release.folder)
 
     async def ready(self) -> None:
         """Raises AssertionError when it has ended instead."""
@@ -65,6 +67,13 @@ class Program:
             os.killpg(process.pid, sig)  # `unshare` does not pass signals on
         await eventually(lambda: process.poll() is not None, _ENDED_S)
         return process.returncode
+
+    async def upgrade(self, release: Release) -> None:
+        """Ends it in order and starts the release instead. Returns when it is ready."""
+        assert await self.end() == 0, f"{self.name} has not ended in order"
+        self.release = release
+        self.start()
+        await self.ready()
 
     async def kill(self) -> None:
         await self.end(signal.SIGKILL)

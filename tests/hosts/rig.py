@@ -1,6 +1,9 @@
 """A graph on hosts of its own: three NATS servers, three etcd members, Frontends and workers."""
 
 import asyncio
+import json
+import secrets
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -14,16 +17,21 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve import embedded
-from dynamo_lite.serve.run_state import read_run
+from dynamo_lite.serve.run_state import ProcessState, RunState, read_run, write_private
 from tests.builders import eventually, graph_secret
 from tests.clusters import EtcdCluster, NatsCluster, etcd_arguments, nats_config
+from tests.external import Certificates
 from tests.hosts import wall
 from tests.hosts.network import Host, heal, hosts, partition
 from tests.hosts.program import Program
+from tests.hosts.release import Release, install
+from tests.process.command import run
 from tests.vllm.graph import CACHE
 
 NAMESPACE = "hosts"
 HTTP_PORT = 8000
+#: Of the Frontends.
+API_KEY = secrets.token_hex(16)
 #: A process that loads vLLM's modules on a busy machine must not lose it.
 LEASE_TTL_S = 10
 _NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
@@ -44,7 +52,8 @@ NULL = Kind(
     graph="tests.process.switch_graph:Served",
     options=(
         *("-f", "configs/agg.yaml", "--VllmWorker.step-s=0.02"),
-        *("--Graph.grace-s=10", "--Graph.restart-max-s=1"),
+        # Longer than the longest answer: a Frontend that ends breaks none.
+        *("--Graph.grace-s=20", "--Graph.restart-max-s=1"),
     ),
     services={"Frontend": 2, "VllmWorker": 2},
 )
@@ -59,10 +68,16 @@ VLLM = Kind(
 """vLLM with the tiny model; KV goes over TCP from host to host."""
 
 
+def same_clocks() -> str:
+    """Why all hosts have the same monotonic clocks here; empty if they differ."""
+    has = Path("/proc/self/ns/time").exists()
+    return "" if has else "monotonic clocks that differ need time namespaces (Linux 5.6)"
+
+
 def _own_clock(number: int) -> list[str]:
     """Runs a command on a host that was started at another time than the others: CLOCK_MONOTONIC
     and CLOCK_BOOTTIME differ by 40 s and more."""
-    if not Path("/proc/self/ns/time").exists():
+    if same_clocks():
         return []
     offset = str(40 * number)
     clocks = ["--monotonic", offset, "--boottime", offset]
@@ -72,6 +87,15 @@ def _own_clock(number: int) -> list[str]:
 def _wall_shift_s(number: int) -> int:
     """How far the wall clock of a host is ahead: no two are closer than a minute."""
     return 60 * number * (-1) ** number
+
+
+def _etcd_tls(certificates: Certificates) -> Iterator[str]:
+    """Options: clients and members need a certificate of the authority."""
+    certificate, key = certificates.files("server")
+    for whose in ("", "peer-"):
+        yield from (f"--{whose}cert-file", str(certificate), f"--{whose}key-file", str(key))
+        yield from (f"--{whose}client-cert-auth", f"--{whose}trusted-ca-file")
+        yield str(certificates.folder / "ca.pem")
 
 
 @dataclass
@@ -86,15 +110,22 @@ class Rig:
     services: dict[str, list[Program]] = field(init=False, default_factory=dict)
     #: The library that shifts wall clocks; None without a compiler.
     _wall: Path | None = field(init=False, default=None)
+    #: A host that none of the graph's processes knows.
+    stranger: Host = field(init=False)
+    _next_release: Release | None = field(init=False, default=None)
     _started: list[Program] = field(init=False, default_factory=list)
     _stack: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.directory = self.directory.resolve()  # a release has a working directory of its own
 
     async def __aenter__(self) -> Self:
         if not wall.no_compiler():
             self._wall = wall.build(self.directory)
         async with AsyncExitStack() as stack:
             stack.callback(self._reap)  # after the hosts have killed what runs there
-            made = stack.enter_context(hosts(3 + sum(self.kind.services.values())))
+            made = stack.enter_context(hosts(3 + sum(self.kind.services.values()) + 1))
+            self.stranger = made[-1]
             self.nats, self.etcd = self._servers(made[:3])
             self._started += [*self.nats.members.values(), *self.etcd.members.values()]
             for server in self._started:
@@ -152,11 +183,53 @@ class Rig:
         except TimeoutError as exc:
             raise AssertionError(f"not all processes are members: {seen}") from exc
 
+    async def servers_restarted(self, stream: str) -> None:
+        """One after the other. stream: whose replicas are current before the next one ends."""
+        for member in self.nats.members.values():
+            await member.end()
+            member.start()
+            await self.nats.current(stream)
+        for member in self.etcd.members.values():
+            await member.end()
+            member.start()
+            await self.etcd.healthy()
+
+    async def next_release(self) -> Release:
+        """Installed at the first call."""
+        if self._next_release is None:
+            self._next_release = await asyncio.to_thread(install, self.directory / "next")
+        return self._next_release
+
+    async def versions(self) -> set[str]:
+        """What the members report in etcd, and `dynamo-lite ps` shows. Raises AssertionError when
+        they differ."""
+        await self.whole()
+        reported = {member.version for member in await self.members()}
+        servers = ("--etcd-url", self.etcd.url, "--namespace", NAMESPACE)
+        shown = await asyncio.to_thread(run, "ps", *servers, "--json")
+        assert shown.returncode == 0, shown.stderr
+        assert {one["version"] for one in json.loads(shown.stdout)} == reported
+        return reported
+
+    def _state(self, program: Program) -> RunState | None:
+        """What its supervisor says."""
+        service = program.name.rpartition("-")[0]
+        return read_run(self.directory / program.name / "lone" / f"{service}-0")
+
+    def status_url(self, program: Program) -> str:
+        """Of its process's status server."""
+        [process] = self.processes(program)
+        assert process.status_url
+        return process.status_url
+
+    def processes(self, *programs: Program) -> list[ProcessState]:
+        """Those that the supervisors of these, or of all programs have."""
+        runs = [self._state(program) for program in programs or self.programs]
+        return [process for run in runs if run is not None for process in run.processes]
+
     def _lease_of(self, program: Program) -> int:
         """Of its process; 0 if there is none, or it has none yet."""
-        service = program.name.rpartition("-")[0]
-        run = read_run(self.directory / program.name / "lone" / f"{service}-0")
-        leases = [process.lease for process in run.processes] if run else []
+        leases = [process.lease for process in self.processes(program)]
         return int(leases[0] or "0", 16) if leases else 0
 
     @contextmanager
@@ -196,7 +269,10 @@ class Rig:
     def _servers(self, made: list[Host]) -> tuple[NatsCluster[Program], EtcdCluster[Program]]:
         at = {f"n{number}": host for number, host in enumerate(made)}
         routes = {name: (host.address, _ROUTE_PORT) for name, host in at.items()}
-        peers = {name: f"http://{host.address}:{_PEER_PORT}" for name, host in at.items()}
+        peers = {name: f"https://{host.address}:{_PEER_PORT}" for name, host in at.items()}
+        login = ("graph", secrets.token_hex(16))
+        write_private(self.directory / "login", ":".join(login).encode())
+        certificates = self._certificates([host.address for host in made])
         nats: dict[str, Program] = {}
         etcd: dict[str, Program] = {}
         for name, host in at.items():
@@ -205,18 +281,31 @@ class Rig:
             (folder / "etcd").mkdir()
             place = (host.address, _NATS_PORT)
             config = folder / "nats.conf"
-            config.write_text(nats_config(name, place, folder / "nats", routes))
+            config.write_text(nats_config(name, place, folder / "nats", routes, login))
             program = embedded._program("nats-server")
             url = f"nats://{host.address}:{_NATS_PORT}"
             log = folder / "nats.log"
             nats[name] = Program(host, name, [program, "-c", str(config)], log, url)
-            url = f"http://{host.address}:{_ETCD_PORT}"
+            url = f"https://{host.address}:{_ETCD_PORT}"
             command = [
                 embedded._program("etcd"),
                 *etcd_arguments(name, url, peers, folder / "etcd"),
+                *_etcd_tls(certificates),
             ]
             etcd[name] = Program(host, name, command, folder / "etcd.log", url)
-        return NatsCluster(nats), EtcdCluster(etcd)
+        tls = ssl.create_default_context(cafile=certificates.folder / "ca.pem")
+        tls.load_cert_chain(*certificates.files("client"))
+        return (
+            NatsCluster(nats, f"?login={self.directory / 'login'}", login),
+            EtcdCluster(etcd, certificates.query(client=True), tls),
+        )
+
+    def _certificates(self, addresses: list[str]) -> Certificates:
+        """The servers' are for these addresses."""
+        made = Certificates(self.directory / "certificates", addresses)
+        made.folder.mkdir()
+        made.make()
+        return made
 
     def _service(self, service: str, index: int, host: Host) -> Program:
         name, number = f"{service}-{index}", int(host.name.rpartition("-")[2])
@@ -237,7 +326,9 @@ class Rig:
             command += [f"--Frontend.host={host.address}", f"--Frontend.port={HTTP_PORT}"]
         else:
             command += [f"--{service}.ServiceArgs.workers=1"]
-        env = wall.shifted(self._wall, _wall_shift_s(number)) if self._wall else {}
+        env = {"VLLM_API_KEY": API_KEY} if service == "Frontend" else {}
+        if self._wall:
+            env |= wall.shifted(self._wall, _wall_shift_s(number))
         log = self.directory / f"{name}.log"
         return Program(host, name, command, log, ready_line=r" ready$|^ready ", env=env)
 

@@ -1,10 +1,15 @@
 """What happens to the hosts while they are under load."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+
+import httpx
 
 from dynamo_lite.protocol import names
 from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S, parse_address
@@ -12,7 +17,9 @@ from tests.builders import eventually
 from tests.hosts.load import Clients, Jobs, Known
 from tests.hosts.network import Host
 from tests.hosts.program import Program
-from tests.hosts.rig import LEASE_TTL_S, Rig
+from tests.hosts.release import Release
+from tests.hosts.rig import API_KEY, HTTP_PORT, LEASE_TTL_S, Rig
+from tests.process.command import ROOT
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
 _AGAIN_S = 120.0
@@ -22,6 +29,10 @@ _PARTED_S = 12.0
 #: How late the kernel may notice, and `ss` may show, that a host is lost.
 _LATE_S = 8.0
 _LOOK_S = 0.5
+#: Longer than a request is under way to its Frontend.
+_ARRIVES_S = 0.3
+#: Until a stranger has tried everything at ports that say nothing for seconds.
+_TRIED_S = 400.0
 
 
 @dataclass
@@ -192,20 +203,79 @@ async def etcd_leader_killed(stage: Stage) -> None:
 
 
 async def rolling_restart(stage: Stage) -> None:
-    """Every server, then every worker, in order."""
-    for member in stage.rig.nats.members.values():
-        await member.end()
-        member.start()
-        await stage.rig.nats.current(names.prefill_stream("jobs"))
-    for member in stage.rig.etcd.members.values():
-        await member.end()
-        member.start()
-        await stage.rig.etcd.healthy()
+    """Every server, then every worker and Frontend, in order, to a new release."""
+    await stage.rig.servers_restarted(names.prefill_stream("jobs"))
+    release = await stage.rig.next_release()
     for worker in stage.rig.services["VllmWorker"]:
-        assert await worker.end() == 0
-        worker.start()
-        await worker.ready()
+        await worker.upgrade(release)
         await stage.goes_on()
+    one, other = stage.clients
+    await _frontend_upgraded(stage, one, other.frontend, release)
+    await _frontend_upgraded(stage, other, one.frontend, release)
+    assert await stage.rig.versions() == {release.version}
+
+
+async def _frontend_upgraded(
+    stage: Stage, clients: Clients, other: Program, release: Release
+) -> None:
+    """Its clients use the other one meanwhile. It gives the answers that it has begun."""
+    frontend = clients.frontend
+    clients.turn_to(other)
+    await asyncio.sleep(_ARRIVES_S)
+    assert frontend.host.serves(HTTP_PORT), "it ends without a stream"
+    await frontend.upgrade(release)
+    clients.turn_to(frontend)
+    await stage.goes_on()
+
+
+async def stranger_tries_every_port(stage: Stage) -> None:
+    """From a host of its own, without any secret. It gets nothing, and nobody else notices."""
+    before, counted = _restarts(stage), await _malformed(stage.rig)
+    streams = {f"{p.host.address}:{port}" for p, port in await _stream_ports(stage.rig)}
+    hosts = [*stage.rig.server_hosts, *(program.host for program in stage.rig.programs)]
+    places = {f"{host.address}:{port}" for host in hosts for port in host.ports()}
+    assert len(places) >= 4 * 3 + 2 * len(stage.rig.programs) and streams <= places, places
+    heard = await asyncio.to_thread(_stranger_hears, stage.rig, sorted(places))
+    assert set(heard) == places
+    for place, (plain, encrypted) in heard.items():
+        if wrong := _secrets_in(stage.rig, plain + encrypted):
+            raise AssertionError(f"{place} tells a stranger {wrong}")
+        if place in streams and encrypted:
+            raise AssertionError(f"{place} answers a stranger: {encrypted!r}")
+    said = "".join(plain + encrypted for plain, encrypted in heard.values())
+    for refused in ("Authorization Violation", "401 Unauthorized", "dynamo_lite_process_info"):
+        assert refused in said, f"no port has said {refused!r}: {heard}"
+    assert await _malformed(stage.rig) > counted
+    await stage.goes_on()
+    assert _restarts(stage) == before
+
+
+def _stranger_hears(rig: Rig, places: list[str]) -> dict[str, list[str]]:
+    """By port: what it is told without TLS and over TLS."""
+    command = [sys.executable, "-m", "tests.hosts.stranger", *places]
+    process = rig.stranger.start(command, subprocess.PIPE, cwd=ROOT)
+    said, _ = process.communicate(timeout=_TRIED_S)
+    return json.loads(said)
+
+
+def _secrets_in(rig: Rig, heard: str) -> list[str]:
+    """What must be told to nobody: credentials, what is in etcd and in NATS, answers."""
+    login, secret = ((rig.directory / name).read_text() for name in ("login", "secret"))
+    hidden = (login.partition(":")[2], secret.strip(), API_KEY)
+    inside = ('"kvs"', '"leases"', "PONG", "MSG ", "RMSG ", "VllmWorker/generate", '"choices"')
+    return [name for name in (*hidden, *inside) if name in heard]
+
+
+async def _malformed(rig: Rig) -> float:
+    """Frames that workers have refused at their ports for requests."""
+    total = 0.0
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        for worker in rig.services["VllmWorker"]:
+            page = (await client.get(f"{rig.status_url(worker)}/metrics")).text
+            for line in page.splitlines():
+                if line.startswith('dynamo_lite_dropped_messages_total{where="stream"}'):
+                    total += float(line.split()[-1])
+    return total
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -224,6 +294,7 @@ SCENARIOS: dict[str, Scenario] = {
         etcd_leader_killed,
         server_host_vanishes,
         server_hosts_vanish_shortly,
+        stranger_tries_every_port,
         rolling_restart,
     )
 }

@@ -66,15 +66,27 @@ def test_the_installed_command_and_what_is_packaged(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("graph", "config", "shown"),
+    [
+        ("graphs.disagg:Frontend", "disagg.yaml", ("PrefillWorker", "concurrency", 2)),
+        ("graphs.forward:Forwarder", "forward_nixl.yaml", ("Forwarder", "protocol", "nixl")),
+    ],
+)
 def test_the_packaged_graph_and_file_are_found_from_an_empty_folder(
-    installed: Installation, tmp_path: Path
+    installed: Installation,
+    tmp_path: Path,
+    graph: str,
+    config: str,
+    shown: tuple[str, str, object],
 ) -> None:
-    asked = ("serve", "graphs.forward:Forwarder", "-f", "configs/forward_nixl.yaml", "--dry-run")
+    asked = ("serve", graph, "-f", f"configs/{config}", "--dry-run")
     ran = installed.run(tmp_path, *asked)
     assert ran.returncode == 0, ran.stderr
-    where = installed.site / "dynamo_lite" / "configs" / "forward_nixl.yaml"
-    assert ran.stderr == f"configs/forward_nixl.yaml: the packaged file, {where}\n"
-    assert yaml.safe_load(ran.stdout)["Forwarder"]["protocol"] == "nixl"
+    where = installed.site / "dynamo_lite" / "configs" / config
+    assert ran.stderr == f"configs/{config}: the packaged file, {where}\n"
+    section, option, value = shown
+    assert yaml.safe_load(ran.stdout)[section][option] == value
 
 
 @pytest.mark.timeout(400)

@@ -11,9 +11,12 @@ import pytest
 from tests.process.command import eventually
 
 #: Says what it was asked for. A part ends with the code in PLAIN or ENGINES; with HANGS it
-#: waits for Ctrl-C, and then ends by itself, as pytest does.
+#: waits for Ctrl-C, and then ends by itself, as pytest does. NO_HOSTS: why hosts cannot be made.
 PYTEST = """#!/usr/bin/env python3
 import os, signal, sys
+if "tests.hosts.network" in sys.argv:
+    print(os.environ.get("NO_HOSTS", ""))
+    sys.exit()
 with open("asked", "a") as asked:
     print(*sys.argv[1:], file=asked)
 part = "PLAIN" if "not vllm" in sys.argv else "ENGINES"
@@ -63,6 +66,14 @@ def test_both_parts_run_and_the_last_lines_say_how_they_ended(
     first, second = ran.stdout.splitlines()[-2:]
     assert first.startswith(f"part 1, tests without engines: {ends[0]}")
     assert second.startswith(f"part 2, tests with engines: {ends[1]}")
+
+
+def test_what_hosts_need_and_is_missing_is_said_at_the_end(script: Path):
+    for why, line in (("needs root", "tests/hosts is SKIPPED: needs root"), ("", "")):
+        env = {**os.environ, "NO_HOSTS": why}
+        ran = subprocess.run([script], env=env, capture_output=True, text=True)
+        assert ran.returncode == 0
+        assert ran.stdout.splitlines()[-3] == line
 
 
 def test_arguments_go_to_one_run(script: Path):

@@ -1,10 +1,7 @@
 """A graph as on several hosts, and a stranger who reaches each of its ports with no secret."""
 
-import contextlib
 import os
 import re
-import socket
-import ssl
 from pathlib import Path
 from random import Random
 
@@ -13,39 +10,12 @@ import pytest
 
 from dynamo_lite.runtime.address import parse_nats_url
 from dynamo_lite.serve.run_state import RunState, read_run
-from tests.hostile import listening_ports
+from tests.hostile import MESSAGES, listening_ports, tell
 from tests.process.command import serving
 
 pytestmark = pytest.mark.timeout(400)
 
 WORKER = "tests.process.null_graph:Worker"
-_NATS = b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB x_engine.e1.cancel 1\r\nx\r\nPING\r\n'
-_RANGE = b'{"key":"AA==","range_end":"AA=="}'
-_HTTP = (
-    b"GET /health HTTP/1.0\r\n\r\n",
-    b"GET /metrics HTTP/1.0\r\n\r\n",
-    b"POST /v3/lease/leases HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /v3/kv/range HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(_RANGE), _RANGE),
-)
-
-
-def untrusting() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
-
-
-def tell(port: int, message: bytes, *, tls: bool) -> bytes:
-    """The server's output until it disconnects, or sends nothing for half a second."""
-    heard = b""
-    with contextlib.suppress(OSError):
-        plain = socket.create_connection(("127.0.0.1", port), timeout=5)
-        with untrusting().wrap_socket(plain) if tls else plain as connection:
-            connection.sendall(message)
-            connection.settimeout(0.5)
-            while part := connection.recv(1 << 16):
-                heard += part
-    return heard
 
 
 def dropped(state: RunState, where: str) -> float:
@@ -71,8 +41,8 @@ def test_a_stranger_reads_nothing_and_ends_nothing(tmp_path: Path):
         heard = b""
         for port in ports:
             for tls in (False, True):
-                for message in (_NATS, *_HTTP, noise.randbytes(5000)):
-                    heard += tell(port, message, tls=tls)
+                for message in (*MESSAGES, noise.randbytes(5000)):
+                    heard += tell(("127.0.0.1", port), message, tls=tls)
         assert b"dynamo_lite" in heard, "the status server answers everybody"
         assert b"Authorization Violation" in heard and b"PONG" not in heard
         token, key = parse_nats_url(state.nats).token, Path(state.secret).read_text().strip()

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +111,26 @@ def test_a_query_asks_for_what_there_is(
 ):
     assert list(complaints(expression, legend, metrics)) == []
     assert 'dynamo_namespace="$namespace"' in expression, "it shows all graphs together"
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian's package prometheus)",
+)
+def test_prometheus_parses_every_query(tmp_path: Path):
+    asked = [expression.replace("$__rate_interval", "1m") for _, expression, _ in QUERIES]
+    assert checked(tmp_path, asked) == ""
+    assert "could not parse expression" in checked(tmp_path, [*asked, f"sum({asked[0]}"])
+
+
+def checked(folder: Path, expressions: list[str]) -> str:
+    """What promtool complains of. It takes expressions only as rules."""
+    rules = [{"record": f"query:{i}", "expr": asked} for i, asked in enumerate(expressions)]
+    path = folder / "rules.json"  # JSON is YAML
+    path.write_text(json.dumps({"groups": [{"name": "board", "rules": rules}]}))
+    ran = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    assert (ran.returncode == 0) == (not ran.stderr)
+    return ran.stderr
 
 
 def test_every_panel_has_queries_and_the_chosen_data_source():
