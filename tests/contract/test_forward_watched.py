@@ -79,23 +79,23 @@ async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers
         ]
 
 
-async def test_an_engine_that_is_down_or_has_left_is_not_counted_as_usable(
+async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_is_gone(
     c: Cluster, messaging: Messaging
 ):
-    forwarder = await c.forwarder()
-    prefill, decode = await c.engine("prefill"), await c.engine("decode")
-    await c.join(prefill)
-    leaving = await c.join(decode)
+    listed = await c.engine("decode")
+    forwarder = await c.forwarder(engines=[{"url": listed.url, "role": "decode"}], discover=True)
+    leaving = await c.join(await c.engine("prefill"))
     await c.counts(forwarder, 1, 1)
     async with Observer(c.store, messaging, c.namespace) as observer:
-        decode.healthy = False
+        listed.healthy = False
         down = Engines(role="decode", known=1, usable=0)
-        await until(observer, lambda seen: down in seen.engines)
+        joined = Engines(role="prefill", known=1, usable=1)
+        seen = await until(observer, lambda seen: seen.engines == [joined, down])
+        assert [name for name, *_ in workers(seen)] == ["Forwarder", "PrefillEngine"]
         await leaving.revoke()
         await leaving.end()
-        seen = await until(observer, lambda seen: len(seen.engines) == 1)
-        assert seen.engines == [Engines(role="prefill", known=1, usable=1)]
-        assert [name for name, *_ in workers(seen)] == ["Forwarder", "PrefillEngine"]
+        seen = await until(observer, lambda seen: seen.engines == [down])
+        assert [name for name, *_ in workers(seen)] == ["Forwarder"]
 
 
 @contextlib.asynccontextmanager
