@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.arena import Say
 from tests.chaos.client import Answer
@@ -38,6 +39,11 @@ _NEWS_S = 10.0
 _MAX_TOKENS = 160
 #: Health checks under way.
 _SPARE_FILES = 8
+#: Blocks that a decode engine never frees must not be missing for the requests that follow.
+_FLAGS: dict[Protocol, dict[str, Any]] = {
+    "nixl": {},
+    "nixl-push": {"kv-cache-memory-bytes": 512 << 20},
+}
 #: The Forwarder keeps a connection for some seconds after its last request, one for each request
 #: that ran at the same time and engine.
 _KEPT_S = 20.0
@@ -197,9 +203,14 @@ async def stock_cluster(
 ) -> AsyncIterator[StockCluster]:
     """Ready engines behind a ready Forwarder."""
     with forwarded(
-        directory, protocol=protocol, prefill=prefill, decode=decode, lease_s=lease_s
+        directory,
+        protocol=protocol,
+        prefill=prefill,
+        decode=decode,
+        lease_s=lease_s,
+        flags=_FLAGS[protocol],
     ) as running:
-        async with StockCluster(running) as cluster:
+        async with StockCluster(running, protocol) as cluster:
             for engine in cluster.engines:
                 await cluster.back(engine, _BACK_S)
             yield cluster
@@ -241,6 +252,8 @@ async def under_load(
     if why := await cluster.at_rest(rest_s):
         report.trouble.append(f"afterwards: {why}")
     report.facts["all blocks free after"] = f"{time.monotonic() - ended:.1f} s"
+    kept = await cluster.kept()
+    report.facts |= {f"KV kept by {name}": f"{share:.0%}" for name, share in kept.items()}
     counts = await cluster.counters() - counted
     report.facts |= {name: str(n) for name, n in sorted(counts.items())}
     now = await cluster.open_files_at_rest(files, _KEPT_S)

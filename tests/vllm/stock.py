@@ -83,14 +83,20 @@ def forwarded(
     decode: int = 1,
     lease_s: float = 30.0,
     options: Sequence[str] = (),
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Forwarded]:
-    """Engines that are started one beside the other, and then a Forwarder."""
+    """Engines that are started one beside the other, and then a Forwarder. flags: of the
+    engines."""
     with ExitStack() as stack:
         engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
         for role, count in (("prefill", prefill), ("decode", decode)):
             for number in range(count):
                 engine = StockEngine(
-                    directory / f"{role}-{number}", role, CONNECTORS[protocol], lease_s=lease_s
+                    directory / f"{role}-{number}",
+                    role,
+                    CONNECTORS[protocol],
+                    lease_s=lease_s,
+                    flags=flags,
                 )
                 engines[role].append(stack.enter_context(engine))
         every = [*engines["prefill"], *engines["decode"]]
