@@ -116,7 +116,8 @@ class ScriptedEngine:
         self.engine_id = f"engine-{next(fleet.clock)}"
         self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
         self.healthy = True
-        self.load = (0, 0)
+        #: Running and waiting requests.
+        self.load: tuple[int, int] = (0, 0)
         #: Of the prompt's tokens; with it, `/generate` answers as SGLang does.
         self.input_logprobs: list[Any] | None = None
         #: Answers `/tokenize`, if there is one.

@@ -55,10 +55,11 @@ class Pair:
         names: tuple[str, str] = (ID, ID),
     ) -> list[Says]:
         """Both legs at once, with these fields beside the usual ones."""
-        return await asyncio.gather(
+        legs = (
             self.leg(self.prefill, names[0], **(prefill or {})),
             self.leg(self.decode, names[1], **(decode or {})),
         )
+        return list(await asyncio.gather(*legs))
 
     def addressed(self, name: str = ID) -> tuple[str, str]:
         """The ids of a dynamic pair."""
@@ -68,12 +69,12 @@ class Pair:
 async def pair_of(handover: Handover) -> AsyncIterator[Pair]:
     fleet = Fleet()
     async with AsyncExitStack() as stack:
-        engines = [
+        prefill, decode, second = [
             await stack.enter_async_context(ScriptedEngine(fleet, role, handover))
             for role in ("prefill", "decode", "decode")
         ]
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Pair(fleet, *engines, session)
+        yield Pair(fleet, prefill, decode, second, session)
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,8 @@ def forwarded(
     engines."""
     with ExitStack() as stack:
         engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
-        for role, count in (("prefill", prefill), ("decode", decode)):
+        counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
+        for role, count in counts.items():
             for number in range(count):
                 engine = StockEngine(
                     directory / f"{role}-{number}",
