@@ -20,9 +20,10 @@ from aiohttp import web
 #: A leg that waits for its other one longer than this is a failure of the test.
 _PAIR_S = 10.0
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENS = "/inference/v1/generate"
-GENERATES = ("/v1/completions", CHAT, RESPONSES, MESSAGES, TOKENS)
+GENERATES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, TOKENS)
 
 #: `no_output`: a stream fails in place of its first output, as vLLM's when the KV was not loaded.
 Stage = Literal["before_head", "after_head", "mid_stream", "status", "no_output"]
@@ -69,6 +70,7 @@ class Fleet:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self.legs: list[Leg] = []
+        self.engines: list[ScriptedEngine] = []
         self.clock = itertools.count()
         #: Names of handovers, and what became of them.
         self.offered: dict[str, Any] = {}
@@ -114,7 +116,8 @@ class ScriptedEngine:
         self.engine_id = f"engine-{next(fleet.clock)}"
         self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
         self.healthy = True
-        self.load = (0, 0)
+        #: Running and waiting requests.
+        self.load: tuple[int, int] = (0, 0)
         #: Of the prompt's tokens; with it, `/generate` answers as SGLang does.
         self.input_logprobs: list[Any] | None = None
         #: Answers `/tokenize`, if there is one.
@@ -122,10 +125,15 @@ class ScriptedEngine:
         self.legs: list[Leg] = []
         self.port = 0
         self._runner: web.ServerRunner | None = None
+        fleet.engines.append(self)
 
     @property
     def url(self) -> str:
-        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{self.address}"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
 
     @property
     def kvt_port(self) -> int:
@@ -364,7 +372,8 @@ def one_token(leg: Leg) -> None:
     body = leg.body
     check(body["stream"] is False and "stream_options" not in body, "the prefill leg streams")
     if leg.route == RESPONSES:  # which has no `min_tokens`
-        check(body["max_output_tokens"] == 1 and body["store"] is False, "more than one token")
+        check(body["max_output_tokens"] == 1, "more than one token")
+        check(body.get("store") is False, "the prefill leg's answer is stored")
         return
     if leg.route == TOKENS:
         body = body["sampling_params"]
@@ -527,32 +536,60 @@ async def sglang(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
     return {}
 
 
+#: A UUID, with or without its dashes.
+_NEURON_ID = r"cmpl-[0-9a-f]{8}(?:-?[0-9a-f]{4}){3}-?[0-9a-f]{12}"
+
+
 async def neuron_static(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
-    name = leg.headers["x-request-id"]
-    check(re.fullmatch(r"cmpl-[0-9a-f]{32}", name) is not None, "request id")
+    """Both legs have the same id."""
+    name = leg.headers.get("x-request-id", "")
+    check(re.fullmatch(_NEURON_ID, name) is not None, f"request id {name!r}")
     return await _neuron(engine, leg, name)
 
 
 async def neuron_dynamic(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
-    found = re.fullmatch(r"(cmpl-[0-9a-f]{32})_127\.0\.0\.1:(\d+)", leg.headers["x-request-id"])
-    check(found is not None, "request id")
+    """Each leg's id ends with the address of the other one's engine."""
+    given = leg.headers.get("x-request-id", "")
+    found = re.fullmatch(f"({_NEURON_ID})_(.+)", given)
+    check(found is not None, f"request id {given!r}")
     assert found is not None
-    engine.fleet.offered[f"{engine.role} port {found[1]}"] = (engine.port, int(found[2]))
-    answer = await _neuron(engine, leg, found[1])
-    ours = engine.fleet.offered[f"prefill port {found[1]}"]
-    theirs = engine.fleet.offered[f"decode port {found[1]}"]
-    check(ours == theirs[::-1], "each engine gets the other one's address")
+    name, peer = found[1], found[2]
+    fleet, other = engine.fleet, _other(engine)
+    known = {each.address for each in fleet.engines if each.role == other}
+    check(peer in known, f"there is no {other} engine at {peer}")
+    fleet.offered[f"{engine.role} addresses {name}"] = (engine.address, peer)
+    answer = await _neuron(engine, leg, name)
+    theirs = fleet.offered[f"{other} addresses {name}"]
+    check(theirs == (peer, engine.address), "each engine gets the other one's address")
     return answer
 
 
 async def _neuron(engine: ScriptedEngine, leg: Leg, name: str) -> dict[str, Any]:
-    check("kv_transfer_params" not in leg.body, "kv_transfer_params")
+    """Both legs at once: neither engine can answer without the other one. The decode engine
+    generates what the prefill engine has read, so the bodies differ in their limits alone."""
+    fleet, other, body = engine.fleet, _other(engine), leg.body
+    check(leg.route in (COMPLETIONS, CHAT), "the route has no handover")
+    check("kv_transfer_params" not in body, "kv_transfer_params")
+    check("stream_options" not in body or body.get("stream") is True, "stream_options")
     if engine.role == "prefill":
-        check(leg.body["max_tokens"] == 1, "max_tokens")
-    engine.fleet.once(f"{engine.role} {name}")
-    other = "decode" if engine.role == "prefill" else "prefill"
-    await engine.fleet.meet(f"{engine.role} {name}", f"{other} {name}")
+        check(body.get("max_tokens") == 1, "max_tokens")
+        check(body.get("max_completion_tokens", 1) == 1, "max_completion_tokens")
+        # vLLM refuses more than `max_tokens`.
+        check((body.get("min_tokens") or 0) <= 1, "min_tokens")
+    fleet.once(f"{engine.role} {name}")
+    limits = ("max_tokens", "max_completion_tokens", "min_tokens")
+    rest = {key: value for key, value in body.items() if key not in limits}
+    fleet.offered[f"{engine.role} {name}"] = (leg.route, rest)
+    try:
+        await fleet.meet(f"{engine.role} {name}", f"{other} {name}")
+    except TimeoutError:
+        raise Violation(f"the {other} leg has not come") from None
+    check(fleet.offered[f"{other} {name}"] == (leg.route, rest), "the legs differ")
     return {}
+
+
+def _other(engine: ScriptedEngine) -> str:
+    return "decode" if engine.role == "prefill" else "prefill"
 
 
 async def kvt_batch(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.storm import storm
+from tests.vllm.stock import CONNECTORS
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
 _SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)
@@ -39,6 +40,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--forwarder", action="store_true", help="stock vLLM engines behind a Forwarder instead"
     )
+    parser.add_argument(
+        "--protocol",
+        choices=list(CONNECTORS),
+        help="of --forwarder and its engines (nixl)",
+    )
     parser.add_argument("--list", action="store_true", help="the scenarios")
     parser.add_argument("--json", type=Path, help="write the report there")
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
@@ -49,6 +55,8 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--scenario {name}: there are all, {', '.join(known)}")
     if args.forwarder and args.scenario:
         parser.error("--forwarder has no scenarios")
+    if args.protocol and not args.forwarder:
+        parser.error("--protocol is an option of --forwarder")
     if args.minutes <= 0 or args.clients <= 0:
         parser.error("--minutes and --clients are more than 0")
     return args
@@ -90,10 +98,18 @@ async def _forwarder(
     stop: asyncio.Event,
     had: Belongings,
 ) -> Report:
-    options = {"minutes": args.minutes, "seed": seed, "clients": args.clients}
     try:
         known = await right_answers(directory, say)
-        report = await forward_storm(directory, known, **options, say=say, stop=stop)
+        report = await forward_storm(
+            directory,
+            known,
+            protocol=args.protocol or "nixl",
+            minutes=args.minutes,
+            seed=seed,
+            clients=args.clients,
+            say=say,
+            stop=stop,
+        )
     except AssertionError as exc:
         report = Report(what="start", seed=seed, trouble=[str(exc)], of_a_graph=False)
     report.left += await had.left()

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.arena import Say
 from tests.chaos.client import Answer
@@ -25,7 +26,7 @@ from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
 from tests.chaos.storm import rage
 from tests.vllm.graph import DISAGG, PlainServer
-from tests.vllm.stock import Role, StockEngine, forwarded
+from tests.vllm.stock import Protocol, Role, StockEngine, forwarded
 
 #: Of the prefill engines: how long they keep blocks that no decode engine reads.
 LEASE_S = 20.0
@@ -38,6 +39,11 @@ _NEWS_S = 10.0
 _MAX_TOKENS = 160
 #: Health checks under way.
 _SPARE_FILES = 8
+#: Blocks that a decode engine never frees must not be missing for the requests that follow.
+_FLAGS: dict[Protocol, dict[str, Any]] = {
+    "nixl": {},
+    "nixl-push": {"kv-cache-memory-bytes": 512 << 20},
+}
 #: The Forwarder keeps a connection for some seconds after its last request, one for each request
 #: that ran at the same time and engine.
 _KEPT_S = 20.0
@@ -67,6 +73,33 @@ KILLS = (
 )
 
 Known = tuple[list[Question], dict[str, Answer]]
+
+
+class Turns:
+    """Which kill comes next. Each role goes through `KILLS` in order, again and again. A role that
+    has finished a round waits for the other one, whose engines then start sooner.
+
+    counts: how often each was done. A kill whose moment did not come is missed; it is tried again
+    after the others of its round.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter({kill.name: 0 for kill in KILLS})
+        self._missed: Counter[str] = Counter()
+
+    def next(self, role: Role) -> Kill | None:
+        """None: not before the other role has finished the round."""
+        round_ = self._round(role)
+        if any(self._round(kill.role) < round_ for kill in KILLS):
+            return None
+        due = [kill for kill in KILLS if kill.role == role and self.counts[kill.name] == round_]
+        return min(due, key=lambda kill: self._missed[kill.name])
+
+    def missed(self, kill: Kill) -> None:
+        self._missed[kill.name] += 1
+
+    def _round(self, role: Role) -> int:
+        return min(self.counts[kill.name] for kill in KILLS if kill.role == role)
 
 
 def greedy_questions() -> list[Question]:
@@ -105,7 +138,7 @@ class ForwardStorm:
     """
 
     def __init__(self, cluster: StockCluster, *, seed: int, say: Say):
-        self.counts: Counter[str] = Counter({kill.name: 0 for kill in KILLS})
+        self.turns = Turns()
         self.trouble: list[str] = []
         self._cluster, self._say = cluster, say
         self._rng = random.Random(seed)
@@ -125,6 +158,7 @@ class ForwardStorm:
         able = cluster.running.prefill if kill.role == "prefill" else cluster.running.decode
         first = self._rng.choice(able)
         if not await cluster.when(first, kill.moment, _MOMENT_S):
+            self.turns.missed(kill)
             return self._say(f"{kill.name}: no such moment")
         struck = able if kill.all else [first]
         for engine in struck:
@@ -132,11 +166,11 @@ class ForwardStorm:
         if kill.role == "decode":
             # What is under way there may also end a moment later, with the server.
             cluster.kills.append(time.monotonic() + (_DOWN_S if kill.core else 0.0))
-        self.counts[kill.name] += 1
+        self.turns.counts[kill.name] += 1
         self._say(f"killed {kill.name} ({', '.join(engine.url[7:] for engine in struck)})")
         await self._pause(self._rng.uniform(0, _DOWN_S))
-        for engine in struck:
-            await self._again(engine)
+        # All at once: a machine with few cores starts two engines in the time of one.
+        await asyncio.gather(*map(self._again, struck))
 
     async def _again(self, engine: StockEngine) -> None:
         await asyncio.to_thread(engine.end)
@@ -147,13 +181,11 @@ class ForwardStorm:
             self.trouble.append(str(exc))
 
     async def _lane(self, role: Role) -> None:
-        kinds = [kill for kill in KILLS if kill.role == role]
         while not self._stop.is_set() and not self.trouble:
             await self._pause(self._rng.uniform(*_PAUSE_S))
-            if not self._stop.is_set():
-                fewest = min(self.counts[kill.name] for kill in kinds)
-                due = [kill for kill in kinds if self.counts[kill.name] == fewest]
-                await self.strike(self._rng.choice(due))
+            kill = self.turns.next(role)
+            if kill is not None and not self._stop.is_set():
+                await self.strike(kill)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -162,11 +194,23 @@ class ForwardStorm:
 
 @asynccontextmanager
 async def stock_cluster(
-    directory: Path, *, prefill: int = 2, decode: int = 2, lease_s: float = LEASE_S
+    directory: Path,
+    *,
+    protocol: Protocol = "nixl",
+    prefill: int = 2,
+    decode: int = 2,
+    lease_s: float = LEASE_S,
 ) -> AsyncIterator[StockCluster]:
     """Ready engines behind a ready Forwarder."""
-    with forwarded(directory, prefill=prefill, decode=decode, lease_s=lease_s) as running:
-        async with StockCluster(running) as cluster:
+    with forwarded(
+        directory,
+        protocol=protocol,
+        prefill=prefill,
+        decode=decode,
+        lease_s=lease_s,
+        flags=_FLAGS[protocol],
+    ) as running:
+        async with StockCluster(running, protocol) as cluster:
             for engine in cluster.engines:
                 await cluster.back(engine, _BACK_S)
             yield cluster
@@ -208,29 +252,31 @@ async def under_load(
     if why := await cluster.at_rest(rest_s):
         report.trouble.append(f"afterwards: {why}")
     report.facts["all blocks free after"] = f"{time.monotonic() - ended:.1f} s"
+    kept = await cluster.kept()
+    report.facts |= {f"KV kept by {name}": f"{share:.0%}" for name, share in kept.items()}
     counts = await cluster.counters() - counted
     report.facts |= {name: str(n) for name, n in sorted(counts.items())}
     now = await cluster.open_files_at_rest(files, _KEPT_S)
     report.facts["open files of the Forwarder"] = f"{files} → {now}"
     if now > files + _SPARE_FILES:
         report.trouble.append(f"the Forwarder has {now} open files, and had {files}")
-    report.blows, report.trouble = dict(storm.counts), storm.trouble + report.trouble
+    report.blows, report.trouble = dict(storm.turns.counts), storm.trouble + report.trouble
     report.seconds = time.monotonic() - began
     return report
 
 
 async def forward_storm(
-    directory: Path, known: Known, *, minutes: float, seed: int, clients: int, say: Say,
-    stop: asyncio.Event,
+    directory: Path, known: Known, *, protocol: Protocol, minutes: float, seed: int, clients: int,
+    say: Say, stop: asyncio.Event,
 ) -> Report:  # fmt: skip
     """Two prefill and two decode engines for a while, or until `stop` is set."""
-    say("starting two prefill engines, two decode engines and a Forwarder")
-    async with stock_cluster(directory / "engines") as cluster:
+    say(f"starting two prefill engines, two decode engines and a Forwarder: {protocol}")
+    async with stock_cluster(directory / "engines", protocol=protocol) as cluster:
 
         async def body(storm: ForwardStorm) -> None:
             await rage(storm, minutes, stop, say)
 
-        what = f"a Forwarder for {minutes:g} minutes"
+        what = f"a Forwarder ({protocol}) for {minutes:g} minutes"
         return await under_load(
             cluster, known, body, what=what, seed=seed, clients=clients, say=say
         )

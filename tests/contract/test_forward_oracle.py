@@ -1,11 +1,13 @@
 """The same requests through the Forwarder and through the field's own routers, in front of the same
-engines: what the engines are sent is compared leg by leg.
+engines: what the engines are sent is compared leg by leg, bodies and headers.
 
 `scripts/get_routers` installs `vllm-router` and `sglang-router`. Without them these tests are
 skipped.
 """
 
 import asyncio
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -20,10 +22,13 @@ from dynamo_lite.forward.protocols.base import Order
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.serve.processes import free_port
 from tests.forwarding import Rig, rig
-from tests.scripted import Fault, Leg
+from tests.scripted import CHAT as CHATS
+from tests.scripted import MESSAGES, RESPONSES, Fault, Leg
 
 _PROGRAMS = Path(__file__).parents[2] / ".dynamo-lite" / "routers" / "bin"
-_READY_S = 30.0
+_READY_S = 80.0
+#: vllm-router sends engines this key and not the client's.
+ROUTER_KEY = "router"
 
 #: What the routers add to every body: defaults of their own request types.
 ADDED = {
@@ -45,17 +50,40 @@ CHAT: dict[str, Any] = {
     "max_completion_tokens": 4,
 }
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+#: `store`: vllm-router also stores the prefill engine's answer, unless the client forbids it.
+RESPONSE: dict[str, Any] = {"model": "m", "input": "hi", "max_output_tokens": 4, "store": False}
+MESSAGE: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 4,
+}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", COMPLETION),
     "streamed completion": ("/v1/completions", COMPLETION | STREAMED),
     "token ids": ("/v1/completions", COMPLETION | {"prompt": [1, 2, 3]}),
-    "chat": ("/v1/chat/completions", CHAT),
-    "streamed chat": ("/v1/chat/completions", CHAT | STREAMED),
+    "chat": (CHATS, CHAT),
+    "streamed chat": (CHATS, CHAT | STREAMED),
     "tools": (
-        "/v1/chat/completions",
+        CHATS,
         CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
     ),
+    "response": (RESPONSES, RESPONSE),
+    "streamed response": (RESPONSES, RESPONSE | {"stream": True}),
+    "message": (MESSAGES, MESSAGE),
+    "streamed message": (MESSAGES, MESSAGE | {"stream": True}),
 }
+#: What sglang-router does not serve, or refuses: its status. The Forwarder's is 501, because
+#: SGLang's decode engines cannot prefill; or it disaggregates (200).
+REFUSED_BY_SGLANG_ROUTER = {
+    "token ids": (422, 200),
+    "response": (501, 501),
+    "streamed response": (501, 501),
+    "message": (404, 501),
+    "streamed message": (404, 501),
+}
+#: Without `min_tokens` Mooncake's prefill leg may end with the end of the sequence.
+ALONE_WITH_MOONCAKE = (RESPONSES, MESSAGES)
+PROTOCOLS_OF_ROUTERS = ("nixl", "nixl-push", "mooncake", "sglang")
 #: For a protocol of vLLM: a client's own parameters are overwritten by both.
 FORGED = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.9"}}
 
@@ -89,7 +117,12 @@ async def oracle(protocol: str, r: Rig, directory: Path) -> AsyncIterator[str]:
     port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     with (directory / "router.log").open("wb") as log:
-        process = subprocess.Popen([*command(protocol, r), *where], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command(protocol, r), *where],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"OPENAI_API_KEY": ROUTER_KEY},
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         async with asyncio.timeout(_READY_S):
@@ -110,13 +143,20 @@ async def _ready(r: Rig, url: str) -> bool:
         return False
 
 
-async def ask(r: Rig, url: str, route: str, body: dict[str, Any]) -> tuple[int, bytes, list[Leg]]:
+async def ask(
+    r: Rig, url: str, route: str, body: Any, headers: dict[str, str] | None = None
+) -> tuple[int, bytes, list[Leg]]:
     """Status, answer, and the legs that it took."""
     before = len(r.fleet.legs)
-    async with r.session.post(f"{url}{route}", json=body) as answer:
+    async with r.session.post(f"{url}{route}", json=body, headers=headers) as answer:
         data = await answer.read()
     legs = [leg for leg in r.fleet.legs[before:] if leg.method == "POST"]
     return answer.status, data, legs
+
+
+def shown(answer: bytes) -> list[bytes]:
+    """The tokens of a whole or streamed answer."""
+    return re.findall(rb" t\d", answer)
 
 
 def described(leg: Leg) -> dict[str, Any]:
@@ -145,19 +185,23 @@ def by_role(legs: list[Leg]) -> dict[str, Leg]:
     return found
 
 
-@pytest.mark.parametrize("protocol", ["nixl", "nixl-push", "mooncake", "sglang"])
+@pytest.mark.parametrize("protocol", PROTOCOLS_OF_ROUTERS)
 async def test_engines_are_sent_what_the_router_sends_them(protocol: str, tmp_path: Path):
     async with rig(protocol) as r, oracle(protocol, r, tmp_path) as router:
         await r.text()  # a push knows its prefill engine now, as the router does
         for name, (route, body) in REQUESTS.items():
-            if protocol == "sglang" and name == "token ids":
-                continue  # sglang-router refuses them: 422
+            if protocol == "sglang" and name in REFUSED_BY_SGLANG_ROUTER:
+                continue
             for own in (body, body | FORGED) if protocol != "sglang" else (body,):
                 status, answer, theirs = await ask(r, router, route, own)
                 mine, got, ours = await ask(r, r.url, route, own)
                 assert (mine, status) == (200, 200), name
-                assert got.count(b'"text"') == answer.count(b'"text"'), name
-                assert len(ours) == len(theirs) == 2, name
+                assert shown(got) == shown(answer) == [b" t0", b" t1", b" t2", b" t3"], name
+                assert len(theirs) == 2, name
+                if protocol == "mooncake" and route in ALONE_WITH_MOONCAKE:
+                    assert [(leg.engine.role, leg.body) for leg in ours] == [("decode", body)]
+                    continue
+                assert len(ours) == 2, name
                 if PROTOCOLS[protocol].order is Order.SERIAL:
                     assert [leg.engine.role for leg in ours] == ["prefill", "decode"]
                     assert [leg.engine.role for leg in theirs] == ["prefill", "decode"]
@@ -172,37 +216,177 @@ def compare(name: str, role: str, ours: Leg, theirs: Leg) -> None:
     assert other.keys() - mine.keys() <= ADDED, (name, role)
 
 
+async def test_what_sglang_router_refuses(tmp_path: Path):
+    async with rig("sglang") as r, oracle("sglang", r, tmp_path) as router:
+        found: dict[str, tuple[int, int]] = {}
+        for name in REFUSED_BY_SGLANG_ROUTER:
+            theirs, _, none = await ask(r, router, *REQUESTS[name])
+            ours, _, legs = await ask(r, r.url, *REQUESTS[name])
+            found[name] = theirs, ours
+            assert none == [] and len(legs) == (2 if ours == 200 else 0), name
+        assert found == REFUSED_BY_SGLANG_ROUTER
+
+
+#: What a client sends beside its body. Neither side shows an engine the last four.
+SENT = {
+    "authorization": "Bearer client",
+    "x-request-id": "mine",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "user-agent": "client/1",
+    "accept": "text/plain",
+    "cookie": "a=b",
+    "x-custom": "1",
+    "accept-encoding": "gzip",
+    "x-data-parallel-rank": "1",
+    "x-data-parallel-host-port": "10.0.0.9:8000",
+    "x-prefiller-host-port": "10.0.0.9:8000",
+}
+#: Header: a router's and ours, where they differ. None: it is not sent.
+OTHERWISE: dict[str, tuple[str | None, str | None]] = {
+    "user-agent": (None, "client/1"),
+    "accept": ("*/*", "text/plain"),
+    "cookie": (None, "a=b"),
+    "x-custom": (None, "1"),
+}
+OTHERWISE_THAN_VLLM_ROUTER = OTHERWISE | {
+    "authorization": (f"Bearer {ROUTER_KEY}", "Bearer client"),
+    "x-request-id": ("BOTH ADDRESSES", "mine"),
+}
+PAIRED = {"x-request-id": ("BOTH ADDRESSES", "mine-NEW")}
+HEADERS_OTHERWISE: dict[str, dict[str, dict[str, tuple[str | None, str | None]]]] = {
+    "nixl": {
+        # A prefill engine would refuse the id of an earlier try.
+        "prefill": OTHERWISE_THAN_VLLM_ROUTER | PAIRED,
+        "decode": OTHERWISE_THAN_VLLM_ROUTER,
+    },
+    "nixl-push": {
+        "prefill": OTHERWISE_THAN_VLLM_ROUTER | PAIRED,
+        "decode": OTHERWISE_THAN_VLLM_ROUTER | PAIRED,
+    },
+    "mooncake": {
+        # The rank whose engine id the decode engine is given.
+        "prefill": OTHERWISE_THAN_VLLM_ROUTER | PAIRED | {"x-data-parallel-rank": (None, "0")},
+        "decode": OTHERWISE_THAN_VLLM_ROUTER,
+    },
+    "sglang": {"prefill": OTHERWISE, "decode": OTHERWISE},
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS_OF_ROUTERS)
+async def test_engines_get_the_headers_that_the_router_sends_them(protocol: str, tmp_path: Path):
+    async with rig(protocol) as r, oracle(protocol, r, tmp_path) as router:
+        await r.text()
+        for name in ("completion", "streamed chat"):
+            _, _, theirs = await ask(r, router, *REQUESTS[name], SENT)
+            _, _, ours = await ask(r, r.url, *REQUESTS[name], SENT)
+            assert len(ours) == len(theirs) == 2
+            found = {
+                role: otherwise(r, by_role(theirs)[role], leg)
+                for role, leg in by_role(ours).items()
+            }
+            assert found == HEADERS_OTHERWISE[protocol], name
+            if protocol == "nixl-push":  # the legs are paired by it
+                assert len({leg.headers["x-request-id"] for leg in ours}) == 1
+
+
+def otherwise(r: Rig, theirs: Leg, ours: Leg) -> dict[str, tuple[str | None, str | None]]:
+    their, our = headers(r, theirs), headers(r, ours)
+    names = their.keys() | our.keys()
+    return {n: (their.get(n), our.get(n)) for n in names if their.get(n) != our.get(n)}
+
+
+def headers(r: Rig, leg: Leg) -> dict[str, str]:
+    """Without what depends on the body's length; random parts of the id are replaced."""
+    found = {name: value for name, value in leg.headers.items() if name != "content-length"}
+    assert leg.headers["content-length"] == str(len(leg.raw))
+    both = f"___prefill_addr_{r.prefill[0].address}___decode_addr_{r.decode[0].address}"
+    own = re.sub("[0-9a-f]{32}$", "NEW", found["x-request-id"])
+    found["x-request-id"] = own.replace(f"{both}_NEW", "BOTH ADDRESSES")
+    return found
+
+
+async def test_vllm_router_stores_the_prefill_engine_s_answer_of_a_response(tmp_path: Path):
+    """Nobody could ask for it: its id is not the client's."""
+    stored = {name: value for name, value in RESPONSE.items() if name != "store"}
+    async with rig("nixl") as r, oracle("nixl", r, tmp_path) as router:
+        status, _, _ = await ask(r, router, RESPONSES, stored)
+        assert status == 500
+        assert r.fleet.violations == ["prefill /v1/responses: the prefill leg's answer is stored"]
+        r.fleet.violations.clear()
+        status, _, legs = await ask(r, r.url, RESPONSES, stored)
+        assert status == 200
+        assert ["store" in leg.body for leg in legs] == [True, False]
+
+
+#: Routes that generate nothing: their status and legs at prefill and decode engines, ours.
+OTHER_ROUTES: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "/tokenize": ((200, 1, 1), (200, 0, 1)),
+    "/v1/messages/count_tokens": ((200, 1, 1), (200, 0, 1)),
+    "/v1/score": ((200, 1, 1), (200, 0, 1)),
+    "/v1/embeddings": ((501, 0, 0), (200, 0, 1)),
+    "/v1/responses/id/cancel": ((501, 0, 0), (200, 0, 1)),
+}
+
+
+async def test_other_routes_take_one_leg_here_and_two_in_vllm_router(tmp_path: Path):
+    async with rig("nixl") as r, oracle("nixl", r, tmp_path) as router:
+        found: dict[str, tuple[tuple[int, int, int], ...]] = {}
+        for route in OTHER_ROUTES:
+            each: list[tuple[int, int, int]] = []
+            for url in (router, r.url):
+                status, _, legs = await ask(r, url, route, {"model": "m", "input": "hi"})
+                roles = [leg.engine.role for leg in legs]
+                each.append((status, roles.count("prefill"), roles.count("decode")))
+            found[route] = tuple(each)
+        assert found == OTHER_ROUTES
+
+
+async def test_ids_in_answers_have_addresses_with_vllm_router_alone(tmp_path: Path):
+    async with rig("nixl") as r, oracle("nixl", r, tmp_path) as router:
+        for url, has in ((router, True), (r.url, False)):
+            _, answer, _ = await ask(r, url, *REQUESTS["completion"])
+            assert (r.prefill[0].address.encode() in answer) is has
+
+
 #: What we do otherwise, on purpose: what happens, their status and prefill legs, ours.
 DIFFERENCES: dict[
-    str, tuple[dict[str, Any], dict[str, Fault], tuple[int, int], tuple[int, int]]
+    str, tuple[str, dict[str, Any], dict[str, Fault], tuple[int, int], tuple[int, int]]
 ] = {
     # One set of parameters for two sequences, whose decode legs would race for it.
-    "n": ({"n": 2}, {}, (200, 1), (200, 0)),
-    "prompts": ({"prompt": ["a", "b"]}, {}, (200, 1), (200, 0)),
-    "echo": ({"echo": True}, {}, (200, 1), (200, 0)),
+    "n": ("completion", {"n": 2}, {}, (200, 1), (200, 0)),
+    "n of a chat": ("chat", {"n": 2}, {}, (200, 1), (200, 0)),
+    "best_of": ("completion", {"best_of": 2}, {}, (200, 1), (200, 0)),
+    "beam search": ("completion", {"use_beam_search": True}, {}, (200, 1), (200, 0)),
+    "prompts": ("completion", {"prompt": ["a", "b"]}, {}, (200, 1), (200, 0)),
+    "echo": ("completion", {"echo": True}, {}, (200, 1), (200, 0)),
+    "prompt_logprobs": ("completion", {"prompt_logprobs": 1}, {}, (200, 1), (200, 0)),
+    # Only one engine has the earlier response, or will have this one.
+    "earlier response": ("response", {"previous_response_id": "r"}, {}, (200, 1), (200, 0)),
+    "background": ("response", {"background": True}, {}, (200, 1), (200, 0)),
     # No router of today falls back to the decode engine.
-    "prefill 500": ({}, {"prefill": Fault("status", 500)}, (500, 1), (200, 1)),
-    "prefill 503": ({}, {"prefill": Fault("status", 503)}, (500, 1), (200, 1)),
-    "prefill cut": ({}, {"prefill": Fault("before_head")}, (500, 1), (200, 1)),
+    "prefill 500": ("completion", {}, {"prefill": Fault("status", 500)}, (500, 1), (200, 1)),
+    "prefill 503": ("completion", {}, {"prefill": Fault("status", 503)}, (500, 1), (200, 1)),
+    "prefill cut": ("completion", {}, {"prefill": Fault("before_head")}, (500, 1), (200, 1)),
     # The same on both sides.
-    "prefill 400": ({}, {"prefill": Fault("status", 400)}, (400, 1), (400, 1)),
-    "decode 400": ({}, {"decode": Fault("status", 400)}, (400, 1), (400, 1)),
-    "decode 500": ({}, {"decode": Fault("status", 500)}, (500, 1), (500, 1)),
+    "prefill 400": ("completion", {}, {"prefill": Fault("status", 400)}, (400, 1), (400, 1)),
+    "decode 400": ("completion", {}, {"decode": Fault("status", 400)}, (400, 1), (400, 1)),
+    "decode 500": ("completion", {}, {"decode": Fault("status", 500)}, (500, 1), (500, 1)),
     # An engine may have closed an idle connection: once more, with a new prefill.
-    "decode cut": ({}, {"decode": Fault("before_head")}, (500, 1), (200, 2)),
+    "decode cut": ("completion", {}, {"decode": Fault("before_head")}, (500, 1), (200, 2)),
 }
 
 
 async def test_differences_from_vllm_router_are_on_purpose(tmp_path: Path):
     async with rig("nixl") as r, oracle("nixl", r, tmp_path) as router:
         found: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
-        for name, (fields, faults, *_) in DIFFERENCES.items():
+        for name, (request, fields, faults, *_) in DIFFERENCES.items():
+            route, body = REQUESTS[request]
             each: list[tuple[int, int]] = []
             for url in (router, r.url):
                 for role, fault in faults.items():
                     engine = (r.prefill if role == "prefill" else r.decode)[0]
                     engine.faults.append(fault)
-                status, _, legs = await ask(r, url, "/v1/completions", COMPLETION | fields)
+                status, _, legs = await ask(r, url, route, body | fields)
                 each.append((status, sum(leg.engine.role == "prefill" for leg in legs)))
             found[name] = (each[0], each[1])
-        assert found == {name: (theirs, ours) for name, (_, _, theirs, ours) in DIFFERENCES.items()}
+        assert found == {name: (theirs, ours) for name, (*_, theirs, ours) in DIFFERENCES.items()}

@@ -18,6 +18,8 @@ FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
 _READY_S = 480.0
 
 Role = Literal["prefill", "decode"]
+Protocol = Literal["nixl", "nixl-push"]
+CONNECTORS: dict[Protocol, str] = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -76,20 +78,26 @@ class Forwarded:
 def forwarded(
     directory: Path,
     *,
-    connector: str = "NixlConnector",
-    protocol: str = "nixl",
+    protocol: Protocol = "nixl",
     prefill: int = 1,
     decode: int = 1,
     lease_s: float = 30.0,
     options: Sequence[str] = (),
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Forwarded]:
-    """Engines that are started one beside the other, and then a Forwarder."""
+    """Engines that are started one beside the other, and then a Forwarder. flags: of the
+    engines."""
     with ExitStack() as stack:
         engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
-        for role, count in (("prefill", prefill), ("decode", decode)):
+        counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
+        for role, count in counts.items():
             for number in range(count):
                 engine = StockEngine(
-                    directory / f"{role}-{number}", role, connector, lease_s=lease_s
+                    directory / f"{role}-{number}",
+                    role,
+                    CONNECTORS[protocol],
+                    lease_s=lease_s,
+                    flags=flags,
                 )
                 engines[role].append(stack.enter_context(engine))
         every = [*engines["prefill"], *engines["decode"]]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def push(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forwarded]:
     directory = tmp_path_factory.mktemp("push")
-    with forwarded(directory, connector="NixlPushConnector", protocol="nixl-push") as running:
+    with forwarded(directory, protocol="nixl-push") as running:
         eventually(
             lambda: running.graph.health("Forwarder")["ok"], timeout_s=30, what="healthy engines"
         )

@@ -1,0 +1,142 @@
+"""What `/dashboard` shows of a graph that has only Forwarders and engines that have joined."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from benchmarks.browser import find_chromium, open_page
+from dynamo_lite.overview.model import Engines, Overview
+from dynamo_lite.overview.observer import Observer
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.services.frontend.dashboard.app import Dashboard
+from dynamo_lite.services.frontend.dashboard.viewers import Viewers
+from dynamo_lite.services.frontend.http import HttpServer, url_of
+from dynamo_lite.vllm.http_options import HttpOptions
+from tests.builders import eventually
+from tests.joining import PATIENCE_S, Cluster, Running, cluster
+from tests.unit.test_dashboard import vllm_app
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+PAGE_MS = 60_000
+
+
+@pytest.fixture
+async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
+    async with cluster(namespace, etcd_url, nats_url) as made:
+        yield made
+
+
+@pytest.fixture
+async def messaging(nats_url: str) -> AsyncIterator[Messaging]:
+    async with NatsMessaging(nats_url) as made:
+        yield made
+
+
+async def until(observer: Observer, accept: Callable[[Overview], bool]) -> Overview:
+    async def accepted() -> Overview | None:
+        found = await observer.look()
+        return found if accept(found) else None
+
+    return await eventually(accepted, PATIENCE_S)
+
+
+def workers(seen: Overview) -> list[tuple[str, str, int | None, int | None]]:
+    return [(w.component, w.state, w.running, w.waiting) for w in seen.workers]
+
+
+async def started(c: Cluster) -> Running:
+    """A Forwarder with a prefill engine that it lists, and a decode engine that has joined."""
+    listed, joined = await c.engine("prefill"), await c.engine("decode")
+    joined.load = (3, 4)
+    forwarder = await c.forwarder(engines=[{"url": listed.url, "role": "prefill"}], discover=True)
+    await c.join(joined)
+    await c.counts(forwarder, 1, 1)
+    return forwarder
+
+
+async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers(
+    c: Cluster, messaging: Messaging
+):
+    forwarder = await started(c)
+    async with Observer(c.store, messaging, c.namespace) as observer:
+        seen = await until(observer, lambda seen: ("DecodeEngine", "ready", 3, 4) in workers(seen))
+        assert [name for name, *_ in workers(seen)] == ["DecodeEngine", "Forwarder"]
+        assert seen.engines == [
+            Engines(role="prefill", known=1, usable=1),
+            Engines(role="decode", known=1, usable=1),
+        ]
+        assert (seen.decisions, seen.in_flight, seen.trouble) == ([], 0, [])
+        await c.ask(forwarder)
+        seen = await until(observer, lambda seen: seen.decisions != [])
+        assert [(d.verdict, d.reason, d.total) for d in seen.decisions] == [
+            ("disaggregated", "", 1),
+        ]
+
+
+async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_is_gone(
+    c: Cluster, messaging: Messaging
+):
+    listed = await c.engine("decode")
+    forwarder = await c.forwarder(engines=[{"url": listed.url, "role": "decode"}], discover=True)
+    leaving = await c.join(await c.engine("prefill"))
+    await c.counts(forwarder, 1, 1)
+    async with Observer(c.store, messaging, c.namespace) as observer:
+        listed.healthy = False
+        down = Engines(role="decode", known=1, usable=0)
+        joined = Engines(role="prefill", known=1, usable=1)
+        seen = await until(observer, lambda seen: seen.engines == [joined, down])
+        assert [name for name, *_ in workers(seen)] == ["Forwarder", "PrefillEngine"]
+        await leaving.revoke()
+        await leaving.end()
+        seen = await until(observer, lambda seen: seen.engines == [down])
+        assert [name for name, *_ in workers(seen)] == ["Forwarder"]
+
+
+@contextlib.asynccontextmanager
+async def served(c: Cluster, messaging: Messaging) -> AsyncIterator[str]:
+    """The URL of the page, as a Frontend serves it."""
+    viewers = Viewers(lambda: Observer(c.store, messaging, c.namespace), period_s=0.1, linger_s=0.0)
+    sock = bind("127.0.0.1", 0)
+    dashboard = Dashboard(vllm_app, viewers, any_name=False)
+    server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
+    dashboard.disconnect = server.disconnect
+    await server.start()
+    try:
+        yield f"{url_of(sock)}/dashboard"
+    finally:
+        await viewers.close()
+        await server.stop(1.0)
+        sock.close()
+
+
+def read_page(program: str, url: str) -> tuple[str, list[str]]:
+    """What is under the number of requests, and what the browser complained of."""
+    troubles: list[str] = []
+    with open_page(program) as page:
+        page.set_default_timeout(PAGE_MS)
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(url)
+        for worker in ("Forwarder-0", "DecodeEngine-0"):
+            page.wait_for_selector(f"#workers tr:has-text('{worker}') .good:text-is('ready')")
+        page.wait_for_selector("#decisions tr:has-text('disaggregated')")
+        return page.inner_text("#in-flight-more"), troubles
+
+
+@pytest.mark.timeout(240)
+async def test_the_page_shows_them(c: Cluster, messaging: Messaging):
+    if (program := find_chromium()) is None:
+        missing = "no chromium is installed"
+        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
+    forwarder = await started(c)
+    await c.ask(forwarder)
+    async with served(c, messaging) as url:
+        engines, troubles = await asyncio.to_thread(read_page, program, url)
+    assert engines == "1 of 1 prefill engines, 1 of 1 decode engines"
+    assert troubles == []
