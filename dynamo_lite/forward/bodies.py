@@ -177,18 +177,23 @@ def _alone(route: str, body: Body) -> str:
 
 
 def _sequences(route: str, body: Body) -> tuple[int, str]:
-    """How many sequences the engine makes of the request, and why, if more than one."""
+    """How many sequences are answered, and why there may be more than one.
+
+    `best_of` does not count: SGLang, which gets a room for each sequence, ignores it.
+    """
     parameters = plain(body.get("sampling_params")) if route in (TOKENS, SGLANG_GENERATE) else None
-    given = [_small(body.get(key)) for key in ("n", "best_of")]
+    given = [_small(body.get("n"))]
     if isinstance(parameters, dict):
         given.append(parameters.get("n"))
     n = max((value for value in given if isinstance(value, int)), default=1)
+    best_of = _small(body.get("best_of"))
     prompts = max(
         (_prompts(body[key]) for key in ("prompt", "text", "input_ids") if key in body), default=1
     )
     if prompts > 1:
         return max(n, 1) * prompts, "prompts"
-    return (n, "n") if n > 1 else (1, "")
+    several = n > 1 or (isinstance(best_of, int) and best_of > 1)
+    return max(n, 1), "n" if several else ""
 
 
 def _prompts(value: Any) -> int:

@@ -216,6 +216,14 @@ def compare(name: str, role: str, ours: Leg, theirs: Leg) -> None:
     assert other.keys() - mine.keys() <= ADDED, (name, role)
 
 
+async def test_best_of_takes_one_room_with_either(tmp_path: Path):
+    async with rig("sglang") as r, oracle("sglang", r, tmp_path) as router:
+        for url in (router, r.url):
+            status, _, legs = await ask(r, url, "/v1/completions", COMPLETION | {"best_of": 2})
+            assert status == 200
+            assert [type(leg.body["bootstrap_room"]) for leg in legs] == [int, int]
+
+
 async def test_what_sglang_router_refuses(tmp_path: Path):
     async with rig("sglang") as r, oracle("sglang", r, tmp_path) as router:
         found: dict[str, tuple[int, int]] = {}

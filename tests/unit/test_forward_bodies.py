@@ -127,7 +127,7 @@ def test_integers_that_python_does_not_decode_are_left_to_the_engine():
         (COMPLETIONS, {"prompt": "p", "n": 3}, "", "n", 3),
         (COMPLETIONS, {"prompt": "p", "n": None}, "", "", 1),
         (COMPLETIONS, {"prompt": "p", "n": "3"}, "", "", 1),
-        (COMPLETIONS, {"prompt": "p", "best_of": 2}, "", "n", 2),
+        (COMPLETIONS, {"prompt": "p", "best_of": 2}, "", "n", 1),
         (COMPLETIONS, {"prompt": "p", "echo": True}, "echo", "", 1),
         (COMPLETIONS, {"prompt": "p", "prompt_logprobs": 0}, "prompt_logprobs", "", 1),
         (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds", "", 1),
