@@ -33,8 +33,9 @@ class Fence(Protocol):
     @property
     def permits(self) -> Permits: ...
 
-    def extend(self, remaining_s: float) -> None:
-        """Keeps the fence open for `remaining_s` from now; 0 closes it at once."""
+    def open_until(self, deadline: float) -> None:
+        """deadline: by CLOCK_BOOTTIME, and no duration, for which a process that loses its core
+        would count its own delay; 0, or one that has passed, closes the fence at once."""
         ...
 
     def close(self) -> None:
@@ -56,13 +57,12 @@ class FenceHolder:
         self._cells = memoryview(self._map)[_DEADLINE.size :].cast("Q")
         self.permits = Permits(self._cells)
 
-    def extend(self, remaining_s: float) -> None:
-        """Keeps the fence open for `remaining_s` from now; 0 closes it at once."""
-        deadline = boottime() + remaining_s if remaining_s > 0 else 0.0
+    def open_until(self, deadline: float) -> None:
+        """See `Fence.open_until`."""
         self._map[: _DEADLINE.size] = _DEADLINE.pack(deadline)
 
     def close(self) -> None:
-        self.extend(0.0)
+        self.open_until(0.0)
         self.permits.close()
         self._cells.release()
         self._map.close()

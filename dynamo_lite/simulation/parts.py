@@ -141,7 +141,7 @@ class SimParts:
         await asyncio.sleep(_IMPORTS_S)
 
     def open_fence(self, host: Host, config: PrefillWorkerConfig) -> MemoryFence:
-        return MemoryFence(self.process.clock.monotonic, config.most_jobs)
+        return MemoryFence(self.process.clock.boottime, config.most_jobs)
 
     def open_queue(
         self, host: Host, options: QueueOptions

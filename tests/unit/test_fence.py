@@ -16,54 +16,54 @@ def fence(tmp_path, monkeypatch):
     reader.close()
 
 
-def test_it_is_closed_until_the_holder_extends_it(fence):
-    holder, reader, _ = fence
+def test_it_is_closed_until_the_holder_opens_it(fence):
+    holder, reader, clock = fence
     assert not reader.open()
-    holder.extend(10.0)
+    holder.open_until(clock[0] + 10.0)
     assert reader.open()
 
 
 def test_it_closes_by_itself_when_the_holder_is_silent(fence):
     holder, reader, clock = fence
-    holder.extend(10.0)
+    holder.open_until(clock[0] + 10.0)
     clock[0] += 9.999
     assert reader.open()
     clock[0] += 0.001
     assert not reader.open()
 
 
-def test_extending_moves_the_deadline_from_the_present(fence):
+def test_each_deadline_takes_the_place_of_the_one_before(fence):
     holder, reader, clock = fence
-    holder.extend(10.0)
+    holder.open_until(clock[0] + 10.0)
     clock[0] += 8.0
-    holder.extend(10.0)
+    holder.open_until(clock[0] + 10.0)
     clock[0] += 8.0
     assert reader.open()
-    holder.extend(1.0)
+    holder.open_until(clock[0] + 1.0)
     clock[0] += 1.0
     assert not reader.open()
 
 
 @pytest.mark.parametrize("remaining", [0.0, -3.0])
 def test_nothing_remaining_fences_at_once(fence, remaining):
-    holder, reader, _ = fence
-    holder.extend(10.0)
-    holder.extend(remaining)
+    holder, reader, clock = fence
+    holder.open_until(clock[0] + 10.0)
+    holder.open_until(clock[0] + remaining)
     assert not reader.open()
 
 
 def test_closing_fences_readers_that_still_look_and_removes_the_file(fence):
-    holder, reader, _ = fence
-    holder.extend(10.0)
+    holder, reader, clock = fence
+    holder.open_until(clock[0] + 10.0)
     holder.close()
     assert not reader.open()
     assert not holder.path.exists()
 
 
 def test_every_reader_sees_the_same_deadline(fence):
-    holder, reader, _ = fence
+    holder, reader, clock = fence
     other = FenceReader(holder.path)
-    holder.extend(10.0)
+    holder.open_until(clock[0] + 10.0)
     assert reader.open() and other.open()
     other.close()
     assert reader.open()

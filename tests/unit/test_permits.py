@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.runtime.permits import (
     CELLS_OF_PERMIT,
@@ -76,10 +77,10 @@ def test_another_process_reads_them_beside_the_fence(tmp_path: Path):
     holder = FenceHolder(tmp_path / "fence", permits=3)
     reader = FenceReader(holder.path)
     opened = [holder.permits.open() for _ in range(3)]
-    holder.extend(10.0)
+    holder.open_until(boottime() + 10.0)
     assert [reader.verdict(one.permit) for one in opened] == [Verdict.PENDING] * 3
     opened[1].grant(1)
-    holder.extend(20.0)
+    holder.open_until(boottime() + 20.0)
     found = [reader.verdict(one.permit) for one in opened]
     assert found == [Verdict.PENDING, Verdict.GRANTED, Verdict.PENDING]
     assert reader.grant_of(opened[1].permit) == 1

@@ -1,6 +1,8 @@
 """Until when a prefill worker's engine may write: the lease, then its own promises."""
 
 import asyncio
+import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
@@ -38,15 +40,19 @@ def short_promises(monkeypatch):
 
 
 class NotedFence(FenceHolder):
-    """Notes until when it was extended; 0.0 for a fence that was lowered."""
+    """Notes until when it was open; 0.0 for a fence that was lowered. delay_s: as of a process
+    that loses its core before it has written the deadline."""
 
     def __init__(self, path):
         super().__init__(path)
         self.deadlines: list[float] = []
+        self.delay_s = 0.0
 
-    def extend(self, remaining_s: float) -> None:
-        super().extend(remaining_s)
-        self.deadlines.append(boottime() + remaining_s if remaining_s > 0 else 0.0)
+    def open_until(self, deadline: float) -> None:
+        time.sleep(self.delay_s)
+        super().open_until(deadline)
+        (written,) = struct.unpack_from("<d", self.path.read_bytes())
+        self.deadlines.append(written)
 
 
 class Worker:
@@ -167,6 +173,7 @@ async def test_a_leaving_worker_writes_no_longer_than_it_promised(worker, how):
     await eventually(lambda: worker.fence.deadlines)
     worker.work("a1")
     worker.work("a2")
+    worker.fence.delay_s = 0.05
     async with worker.decode_engine():
         before = await worker.leave(how)
         await eventually(lambda: len(worker.fence.deadlines) >= before + 3)

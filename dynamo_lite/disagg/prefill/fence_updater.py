@@ -50,7 +50,7 @@ class FenceUpdater:
                 # kept the lease, but decode engines may have treated this worker as dead.
                 for request, _ in self._claimed():
                     await self._abandon(request, "this worker's event loop stalled for too long")
-            self._open(lease.remaining_s())
+            self._open(self._now() + lease.remaining_s())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(lease.ttl_s / 10):
                     await self.leaving.wait()
@@ -60,14 +60,14 @@ class FenceUpdater:
             asked_at = self._now()
             accepted = await asyncio.gather(*(self._promise(*claim) for claim in self._claimed()))
             if all(accepted) and self._now() < self._open_until:
-                self._open(asked_at + _PROMISE_S - self._now())
+                self._open(asked_at + _PROMISE_S)
             await asyncio.sleep(_PROMISE_S / 6)
-        self._fence.extend(0.0)
+        self._fence.open_until(0.0)
         self.closed.set()
 
-    def _open(self, for_s: float) -> None:
-        self._fence.extend(for_s)
-        self._open_until = self._now() + for_s
+    def _open(self, until: float) -> None:
+        self._fence.open_until(until)
+        self._open_until = until
 
     def _claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
         """Only claimed jobs are written. Decode engines grant no new claims to a worker that has

@@ -22,8 +22,8 @@ class MemoryFence:
         self.permits = Permits(self._cells)
         self._deadline = 0.0
 
-    def extend(self, remaining_s: float) -> None:
-        self._deadline = self._now() + remaining_s if remaining_s > 0 else 0.0
+    def open_until(self, deadline: float) -> None:
+        self._deadline = deadline
 
     def open(self) -> bool:
         return self._now() < self._deadline
