@@ -19,6 +19,7 @@ from dynamo_lite.disagg.counters import SECONDS
 from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.transfer.nixl import NixlMover
 
@@ -110,14 +111,14 @@ def _writes(order: Order) -> Iterable[BlockWrite]:
 
 def carry_out(order: Order, rank: PrefillRank, lease: FenceHolder) -> Ended:
     first, *others = _writes(order)
-    lease.extend(_LEASE_S)
+    lease.open_until(boottime() + _LEASE_S)
     targets = {order.engine_id: bytes.fromhex(order.metadata)}
     rank.step(PrefillStep(writes=[first], targets=targets), ready=lambda: True)
     while SECONDS not in rank.stats.data:
         rank.results()
     rank.stats.take()
 
-    lease.extend(order.lease_s)
+    lease.open_until(boottime() + order.lease_s)
     gate = _Gate(order.pause)
     ended = [(order.attempt, first.request_id, True)]
     rank.step(PrefillStep(writes=others, ended=ended), ready=gate)
