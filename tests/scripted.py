@@ -116,6 +116,8 @@ class ScriptedEngine:
         self.engine_id = f"engine-{next(fleet.clock)}"
         self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
         self.healthy = True
+        #: Of its streams.
+        self.line_end = b"\n"
         #: Running and waiting requests.
         self.load: tuple[int, int] = (0, 0)
         #: Of the prompt's tokens; with it, `/generate` answers as SGLang does.
@@ -286,24 +288,29 @@ class ScriptedEngine:
             return _cut(request)
         beginning, events = _beginning(leg), self._events(leg)
         for event in beginning:
-            await response.write(_framed(event))
+            await response.write(self._framed(event))
         if fault.stage == "no_output":
             if leg.route == RESPONSES:  # vLLM 0.32 fails to encode its error here
                 return _cut(request)
             error: dict[str, Any] = {"error": {"message": "Internal server error", "code": 500}}
             if leg.route == MESSAGES:
                 error = {"type": "error", "error": {"type": "internal_error"}}
-            await response.write(_framed(json.dumps(error).encode()))
+            await response.write(self._framed(json.dumps(error).encode()))
             events = []
         for number, event in enumerate(events):
             if fault.stage == "mid_stream" and number == 2:
                 if fault.seen is not None:
                     await fault.seen.wait()
                 return _cut(request)
-            await response.write(_framed(event))
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(self._framed(event))
+        await response.write(self._framed(b"[DONE]"))
         await response.write_eof()
         return response
+
+    def _framed(self, event: bytes) -> bytes:
+        named = re.match(rb'\{"type": "([a-z_.]+)"', event)
+        lines = [b"event: " + named[1]] if named else []
+        return self.line_end.join([*lines, b"data: " + event, b"", b""])
 
     def _events(self, leg: Leg) -> list[bytes]:
         if leg.route == "/generate":
@@ -350,11 +357,6 @@ def _beginning(leg: Leg) -> list[bytes]:
     elif leg.route == MESSAGES:
         events = [{"type": "message_start", "message": {"role": "assistant", "content": []}}]
     return [json.dumps(event).encode() for event in events]
-
-
-def _framed(event: bytes) -> bytes:
-    named = re.match(rb'\{"type": "([a-z_.]+)"', event)
-    return (b"event: %b\n" % named[1] if named else b"") + b"data: " + event + b"\n\n"
 
 
 def _cut(request: web.BaseRequest) -> web.StreamResponse:

@@ -5,12 +5,13 @@ an engine that could not load the KV says so after them. As long as the client h
 another engine can be asked.
 """
 
+import re
 from typing import Any, cast
 
 import msgspec
 
+from dynamo_lite.forward.event_cutter import EventCutter, split
 from dynamo_lite.forward.events import error_of, payload_of
-from dynamo_lite.forward.rewriting import EventCutter
 
 #: What is held back at most. An event may contain the prompt's tokens.
 LIMIT_BYTES = 1 << 20
@@ -19,6 +20,8 @@ LIMIT_BYTES = 1 << 20
 _TYPES = frozenset({"response.created", "response.in_progress", "message_start"})
 #: One of these is in each event without output, so that no other event is parsed.
 _MARKS = (b'"role"', b'"response.created"', b'"response.in_progress"', b'"message_start"')
+#: JSON contains no raw CR, so it is a line end.
+_LONE_CR = re.compile(rb"\r[^\n]")
 
 
 class Beginning:
@@ -33,10 +36,10 @@ class Beginning:
     def over(self, data: bytes) -> bool:
         """Takes the next bytes. Returns whether the first output, or an error, is among them."""
         self.data += data
-        # No event of an engine that ends its lines so would ever be found.
-        if b"\r" in data or len(self.data) > LIMIT_BYTES:
+        # No event of an engine that ends its lines with a lone CR would ever be found.
+        if (b"\r" in data and _LONE_CR.search(self.data)) or len(self.data) > LIMIT_BYTES:
             return True
-        for event in self._cutter.feed(data).split(b"\n\n"):
+        for event in split(self._cutter.feed(data)):
             if not event:
                 continue
             if (error := error_of(event)) is not None:

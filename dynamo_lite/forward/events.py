@@ -7,11 +7,12 @@ import msgspec
 from dynamo_lite.forward.client import Answer
 from dynamo_lite.forward.engine_answer import TooLarge
 from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.event_cutter import EventCutter, split
 from dynamo_lite.forward.failures import EngineFailed, Final
-from dynamo_lite.forward.rewriting import EventCutter
 
 #: SGLang writes errors as Python does.
 _ERRORS = (b'{"error"', b"{'error'")
+_ERROR_TYPE = (b"event: error\n", b"event: error\r\n")
 
 
 class EventReader:
@@ -42,7 +43,7 @@ class EventReader:
     async def next_without_error(self) -> bytes:
         """As `next`. An error in place of output is raised: `failed`, or Final."""
         events = await self.next()
-        for event in events.split(b"\n\n"):
+        for event in split(events):
             if (error := error_of(event)) is not None:
                 raise failure(self._failed, self._engine, error)
         return events
@@ -57,7 +58,7 @@ def payload_of(event: bytes) -> bytes:
 def error_of(event: bytes) -> bytes | None:
     """The JSON of an event that is an error; None for any other event."""
     payload = payload_of(event)
-    if event.startswith(b"event: error\n") or payload.startswith(_ERRORS):
+    if event.startswith(_ERROR_TYPE) or payload.startswith(_ERRORS):
         return payload
     return None
 

@@ -10,6 +10,7 @@ from dynamo_lite.forward.beginning import Beginning
 from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.event_cutter import ends_event
 from dynamo_lite.forward.events import failure
 from dynamo_lite.forward.failures import Broken, DecodeFailed
 from dynamo_lite.forward.legs import Legs
@@ -79,7 +80,7 @@ async def _unchanged(
 
     def push(data: bytes) -> bool:
         nonlocal last
-        last = data
+        last = data if len(data) > 2 else last[-2:] + data  # a blank line may come in pieces
         return client.push(data)
 
     if not data:
@@ -88,7 +89,7 @@ async def _unchanged(
     try:
         await legs.pass_on(engine, response, client, push)
     except DecodeFailed as exc:
-        await break_off(client, exc, whole=is_stream(response) and last.endswith(b"\n\n"))
+        await break_off(client, exc, whole=is_stream(response) and ends_event(last))
 
 
 async def _changed(

@@ -7,45 +7,10 @@ events that contain what changes are parsed.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo_lite.forward import engine_answer, input_logprobs
+from dynamo_lite.forward import input_logprobs
 from dynamo_lite.forward.input_logprobs import InputLogprobs
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Leg, PrefillAnswer
 from dynamo_lite.forward.usage import MARK, cached_by_prefill, with_cached_tokens
-
-
-class EventCutter:
-    """Cuts a stream of server-sent events at their ends."""
-
-    def __init__(self) -> None:
-        #: An incomplete event, in the pieces in which it has come.
-        self._parts: list[bytes] = []
-        self._size = 0
-
-    def feed(self, data: bytes) -> bytes:
-        """The whole events so far; an incomplete one is kept. Raises TooLarge."""
-        end = data.rfind(b"\n\n") + 2
-        if end < 2 and data.startswith(b"\n") and self._parts and self._parts[-1].endswith(b"\n"):
-            end = 1  # the two line breaks came in two pieces
-        elif end < 2:
-            self._keep(data)
-            return b""
-        self._parts.append(data[:end])
-        events = self.flush()
-        self._keep(data[end:])
-        return events
-
-    def flush(self) -> bytes:
-        """What is left at the end of the stream."""
-        parts, self._parts, self._size = self._parts, [], 0
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _keep(self, data: bytes) -> None:
-        if not data:
-            return
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > engine_answer.MAX_WHOLE_BYTES:
-            raise engine_answer.TooLarge
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +51,14 @@ def _each(data: bytes, mark: bytes, change: Callable[[bytes], bytes]) -> bytes:
     if mark not in data:
         return data
     return b"\n".join(
-        b"data: " + change(line[5:].strip()) if line.startswith(b"data:") and mark in line else line
+        _with_change(line, change) if line.startswith(b"data:") and mark in line else line
         for line in data.split(b"\n")
     )
+
+
+def _with_change(line: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """A line without its LF. It keeps the CR of a CRLF."""
+    return b"data: " + change(line[5:].strip()) + (b"\r" if line.endswith(b"\r") else b"")
 
 
 UNCHANGED = Changes()

@@ -227,6 +227,15 @@ FAILING = {
     "later, split": (ROLE + ERROR[:4], ERROR[4:-1], ERROR[-1:]),
     "without an end": (ROLE, ERROR[:-2]),
 }
+FAILING |= {
+    f"{how}, CRLF": tuple(piece.replace(b"\n", b"\r\n") for piece in pieces)
+    for how, pieces in FAILING.items()
+}
+#: The blank line is cut at each place.
+FAILING["line ends split, CRLF"] = (
+    *(ROLE[:-2] + b"\r", b"\n", b"\r", b"\n"),
+    *(ERROR[:-2] + b"\r\n\r", b"\n"),
+)
 
 
 def says(engine: ScriptedEngine, *pieces: bytes) -> None:
@@ -628,14 +637,21 @@ async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
         ("sglang", CHAT),
     ],
 )
-async def test_an_error_before_the_first_output_is_no_answer_yet(name: str, route: str):
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_an_error_before_the_first_output_is_no_answer_yet(
+    name: str, route: str, line_end: bytes
+):
     """Stock vLLM sends the events that begin a stream, and only then that it has no KV."""
     async with rig(name, decode=2) as r:
+        for engine in (*r.prefill, *r.decode):
+            engine.line_end = line_end
+        end = line_end * 2
         whole = await r.stream(route=route)
+        assert whole.endswith(b"data: [DONE]" + end)
         r.decode[0].faults.extend([Fault("no_output")] * 2)
         for _ in range(2):
             shown = await r.stream(route=route)
-            assert b"error" not in shown and shown.count(b"\n\n") == whole.count(b"\n\n")
+            assert b"error" not in shown and shown.count(end) == whole.count(end)
         assert sum(r.forwarding.stats.failures.values()) >= 1
         assert r.answered == {("disaggregated", ""): 3}
         for engine in r.decode:
@@ -655,23 +671,34 @@ async def test_events_before_the_first_output_come_with_it():
         assert [delta["content"] for delta in deltas[1:]] == [" t0", " t1", " t2", " t3"]
 
 
-@pytest.mark.parametrize("name", sorted(PROTOCOLS))
-async def test_nothing_is_repeated_after_the_first_byte(name: str):
+@pytest.mark.parametrize(
+    ("name", "line_end"),
+    [
+        *((name, b"\n") for name in sorted(PROTOCOLS)),
+        *((name, b"\r\n") for name in ("nixl", "sglang", "neuron-dynamic")),
+    ],
+)
+async def test_nothing_is_repeated_after_the_first_byte(name: str, line_end: bytes):
     async with rig(name) as r:
         await warm(r)
+        for engine in (*r.prefill, *r.decode):
+            engine.line_end = line_end
         seen = asyncio.Event()
         r.decode[0].faults.append(Fault("mid_stream", seen=seen))
         shown = b""
         with pytest.raises(aiohttp.ClientPayloadError):
-            async with r.session.post(
-                f"{r.url}/v1/completions", json={**COMPLETION, "stream": True}
-            ) as answer:
+            async with (
+                asyncio.timeout(10),
+                r.session.post(
+                    f"{r.url}/v1/completions", json={**COMPLETION, "stream": True}
+                ) as answer,
+            ):
                 async for part in answer.content.iter_any():
                     shown += part
-                    if shown.count(b"\n\n") >= 2:
+                    if shown.count(b" t") >= 2:
                         seen.set()
         assert b"[DONE]" not in shown and shown.startswith(b"data: ")
-        assert json.loads(shown.strip().split(b"\n\n")[-1][6:])["error"]["code"] == 500
+        assert json.loads(shown.splitlines()[-2][6:])["error"]["code"] == 500
         assert len(r.decode[0].legs) == 1
         assert r.forwarding.stats.broken == 1
 

@@ -35,7 +35,7 @@ async def events(r: Rig, **fields: Any) -> list[Any]:
     body = {**ASKED, "stream": True, **fields}
     async with r.session.post(f"{r.url}/generate", json=body) as answer:
         assert answer.status == 200
-        lines = (await answer.read()).split(b"\n")
+        lines = (await answer.read()).splitlines()
     payloads = [line[6:] for line in lines if line.startswith(b"data: ")]
     assert payloads.pop() == b"[DONE]"
     return [json.loads(payload) for payload in payloads]
@@ -48,8 +48,10 @@ async def test_the_prefill_engines_come_first():
         assert answer["meta_info"]["id"] == "1" and answer["text"] == "t"
 
 
-async def test_in_each_event_of_a_stream():
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_in_each_event_of_a_stream(line_end: bytes):
     async with engines() as r:
+        r.prefill[0].line_end = r.decode[0].line_end = line_end
         assert [listed(event) for event in await events(r)] == [PREFILL + DECODE] * 2
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 
 from dynamo_lite.forward.options import ProtocolName
@@ -14,7 +15,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.forwarding import decode_forward_explained
 from tests.builders import eventually
-from tests.forwarding import TEXT, rig
+from tests.forwarding import COMPLETION, TEXT, rig
 from tests.scripted import CHAT, MESSAGES, RESPONSES, TOKENS, Fault, Leg, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -320,3 +321,36 @@ async def test_a_push_engine_with_data_parallel_ranks_is_asked_leg_by_leg():
         assert r.answered == {("disaggregated", ""): 6}
         told = decode_forward_explained(r.forwarding.decisions.answer(encode(Explain()), 1))
         assert [one.attempts[0].order for one in told.decisions[3:]] == ["serial"] * 6
+
+
+@pytest.mark.parametrize("name", ["nixl", "sglang", "neuron-dynamic"])
+async def test_streams_whose_lines_end_with_crlf_come_token_by_token(name: str):
+    """The standard allows both line ends. What is not changed passes as bytes."""
+    async with rig(name, cached=(3, 4)) as r:
+        expected = [event["choices"] for event in parsed(await r.stream(route=CHAT))]
+        for engine in (*r.prefill, *r.decode):
+            engine.line_end = b"\r\n"
+        seen = asyncio.Event()
+        r.decode[0].faults.append(Fault("mid_stream", seen=seen))
+        # The first token is shown while the decode engine goes on.
+        shown = b""
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with (
+                asyncio.timeout(10),
+                r.session.post(f"{r.url}{CHAT}", json={**COMPLETION, "stream": True}) as answer,
+            ):
+                while data := await answer.content.readany():
+                    shown += data
+                    if b" t1" in shown:
+                        seen.set()
+        assert b" t0" in shown and b" t2" not in shown
+        whole = await r.stream(route=CHAT)
+        assert [event["choices"] for event in parsed(whole)] == expected
+        if name == "sglang":
+            assert whole.count(b"\r\n\r\n") == whole.count(b"\n") // 2
+
+
+def parsed(stream: bytes) -> list[Any]:
+    payloads = [line[6:] for line in stream.splitlines() if line]
+    assert payloads.pop() == b"[DONE]"
+    return [json.loads(payload) for payload in payloads]

@@ -17,7 +17,9 @@ def chunk(delta: dict[str, object], **choice: object) -> bytes:
 
 
 @pytest.mark.parametrize("event", [ROLE, ROLE + ROLE, CREATED, CREATED + PROGRESS, START])
-def test_events_without_output_are_held_back(event: bytes):
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_without_output_are_held_back(event: bytes, line_end: bytes):
+    event = event.replace(b"\n", line_end)
     for cut in range(1, len(event)):
         beginning = Beginning()
         assert not beginning.over(event[:cut]) and not beginning.over(event[cut:])
@@ -55,15 +57,23 @@ def test_anything_else_is_output(event: bytes):
     ],
 )
 @pytest.mark.parametrize("before", [b"", ROLE, CREATED + PROGRESS, START])
-def test_an_error_in_place_of_the_output_is_seen(before: bytes, event: bytes):
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_an_error_in_place_of_the_output_is_seen(before: bytes, event: bytes, line_end: bytes):
     beginning = Beginning()
-    assert beginning.over(before + event) and beginning.error is not None
+    assert beginning.over((before + event).replace(b"\n", line_end))
+    assert beginning.error is not None
     late = Beginning()
-    assert late.over(before + chunk({"content": "a"}) + event) and late.error is None
+    whole = before + chunk({"content": "a"}) + event
+    assert late.over(whole.replace(b"\n", line_end)) and late.error is None
 
 
 def test_what_is_held_back_is_bounded():
     beginning = Beginning()
     assert not beginning.over(b'data: {"role":"' + b"x" * (LIMIT_BYTES - 100))
     assert beginning.over(b"x" * 200)
-    assert Beginning().over(ROLE.replace(b"\n", b"\r\n"))
+
+
+def test_a_stream_with_lines_that_are_not_known_is_not_held_back():
+    assert Beginning().over(ROLE.replace(b"\n", b"\r"))
+    beginning = Beginning()
+    assert not beginning.over(b"data: 1\r") and beginning.over(b"data: 2\r")

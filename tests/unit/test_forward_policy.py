@@ -10,12 +10,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from dynamo_lite.forward import bodies, headers
 from dynamo_lite.forward.bodies import Request
 from dynamo_lite.forward.engines import Engine, EngineLoad, Engines, parse_load
+from dynamo_lite.forward.event_cutter import EventCutter
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.rewriting import Changes, EventCutter
+from dynamo_lite.forward.rewriting import Changes
 from dynamo_lite.forward.usage import cached_by_prefill
 from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
 from dynamo_lite.policy.forwarding import (
@@ -267,10 +268,12 @@ def test_cached_tokens_are_corrected_only_where_the_engine_does_not():
         assert cached_by_prefill(answer(**silent)) is None
 
 
-def test_events_are_cut_wherever_they_arrive():
-    event = b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": 50}}}\n\n'
-    fixed = b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
-    other = b'data: {"choices": []}\n\n'
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_are_cut_wherever_they_arrive(line_end: bytes):
+    end = line_end * 2
+    event = b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": 50}}}' + end
+    fixed = b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":3}}}' + end
+    other = b'data: {"choices": []}' + end
     whole = other + event + other
     for size in range(1, len(whole)):
         cutter, changes, shown = EventCutter(), Changes(cached_tokens=3), b""
