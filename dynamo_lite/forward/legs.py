@@ -67,6 +67,8 @@ class Legs:
         self._left: list[asyncio.Task[EngineAnswer]] = []
         #: Fails when a prefill leg fails after `prefill` has returned.
         self._rest: asyncio.Future[None] | None = None
+        #: The time limit of the rest of a streamed prefill leg, while it is read.
+        self._rest_limit: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -116,6 +118,12 @@ class Legs:
             return msgspec.json.decode(data, type=PrefillAnswer)
         except msgspec.DecodeError:
             return PrefillAnswer()
+
+    def lift_prefill_limit(self) -> None:
+        """The rest of a streamed prefill leg may last as long as the request. To close it would
+        abort the sequences whose KV the decode engine does not have yet."""
+        if self._rest_limit is not None and not self._rest_limit.expired():
+            self._rest_limit.reschedule(None)
 
     async def open(
         self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
@@ -251,11 +259,12 @@ class Legs:
         """deadline: of the whole leg, in the loop's time. Raises PrefillFailed, Final."""
         with self._in_time(engine):
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(deadline) as self._rest_limit:
                     reader = self.events(engine, response, PrefillFailed)
                     while await reader.next_without_error():
                         pass
             finally:
+                self._rest_limit = None
                 response.close()  # else it would stay open as long as the decode leg
 
     @contextmanager

@@ -206,6 +206,8 @@ class Orders:
             leg.answered()
             if also is not None:
                 also.answered()
+            if job.request.sequences > 1:
+                legs.lift_prefill_limit()
 
         await relay(job.client, legs, engine, response, changes=changes, on_first=on_first)
 

@@ -169,6 +169,29 @@ async def test_a_prefill_stream_that_never_ends_is_closed_while_the_decode_engin
         assert bad.legs[0].aborted.is_set() and len(good.legs) == 1
 
 
+@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"n": 2}])
+async def test_a_prefill_stream_of_a_batch_may_last_as_long_as_the_request(fields: dict[str, Any]):
+    """The decode engine has the KV of the sequence that it shows, not yet that of the others."""
+    async with rig("sglang", prefill_timeout_s=0.3) as r:
+        late, good = r.prefill[0], r.decode[0]
+        late._stream = partial(_stops_after_head, asyncio.Event())  # type: ignore[method-assign]
+        seen = asyncio.Event()
+        good.faults.append(Fault("mid_stream", seen=seen))
+        body = {**COMPLETION, "stream": True, **fields}
+        async with (
+            asyncio.timeout(8),
+            r.session.post(f"{r.url}/v1/completions", json=body) as answer,
+        ):
+            assert b" t0" in await answer.content.readany()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(late.legs[0].aborted.wait(), 1.0)
+            seen.set()
+            with pytest.raises(aiohttp.ClientPayloadError):  # the script cuts it
+                await answer.read()
+            await late.legs[0].aborted.wait()
+        assert r.forwarding.stats.failures == {} and len(good.legs) == 1
+
+
 async def _stops_after_head(
     hold: asyncio.Event, request: web.BaseRequest, leg: Any, fault: Fault
 ) -> web.StreamResponse:
