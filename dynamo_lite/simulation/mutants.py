@@ -32,6 +32,8 @@ FOUND_BY: dict[str, int] = {
     "redelivery-lost": 23,
     "no-attempt-id": 24,
     "moves-from-its-start": 3,
+    "heard-after-a-move": 76,
+    "loses-held-deltas": 16,
     **PLANNER_FOUND_BY,
     **SWITCH_FOUND_BY,
 }
