@@ -134,6 +134,49 @@ class MovesFromItsStart(Shipped):
     failover_client = _StartsOverClient
 
 
+class _KeepsBoth(Evacuation):
+    async def _move(self, flight: MigratingRequest, how: str, held: Held, why: Move) -> None:
+        await super()._move(flight, how, held, why)
+        if flight.wire_id not in ("", held.wire_id):
+            self._placer.attempts[held.wire_id] = flight
+            self._take(held.deltas)
+
+
+class _KeepsBothClient(FailoverClient):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+
+        async def do_nothing(wire_ids: Sequence[str]) -> None:
+            pass
+
+        self._leaving.__class__, self._leaving._abort = _KeepsBoth, do_nothing
+
+
+class HeardAfterAMove(Shipped):
+    """A request has moved, and its caller also gets the deltas of the worker that it has left."""
+
+    failover_client = _KeepsBothClient
+
+
+class _LosesHeld(Evacuation):
+    def _back(self, flight: MigratingRequest) -> None:
+        if flight.held is not None:
+            flight.held.deltas.clear()
+        super()._back(flight)
+
+
+class _LosesHeldClient(FailoverClient):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._leaving.__class__ = _LosesHeld
+
+
+class LosesHeldDeltas(Shipped):
+    """A request stays at its draining worker, and the deltas that were held back are lost."""
+
+    failover_client = _LosesHeldClient
+
+
 #: By the name that the command line takes.
 CLIENT_MUTANTS: dict[str, type[Shipped]] = {
     "redelivery-lost": RedeliveryLost,
@@ -141,4 +184,6 @@ CLIENT_MUTANTS: dict[str, type[Shipped]] = {
     "lease-from-answer": LeaseFromAnswer,
     "waits-for-broker": WaitsForBroker,
     "moves-from-its-start": MovesFromItsStart,
+    "heard-after-a-move": HeardAfterAMove,
+    "loses-held-deltas": LosesHeldDeltas,
 }

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dynamo_lite.simulation.departure_draw import has_departure, with_departure
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.planner_draw import has_planner, with_planner
 from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
@@ -69,6 +70,8 @@ def draw(seed: int) -> Scenario:
     )
     scenario = replace(scenario, clock_skews=_clock_skews(scenario))
     drawn = _with_load(_with_faults(scenario, bursts, rng), bursts, rng)
+    if has_departure(seed):
+        return with_departure(drawn)
     return with_planner(drawn) if has_planner(seed) else drawn
 
 

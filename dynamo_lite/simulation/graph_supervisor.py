@@ -77,12 +77,18 @@ class Cluster(Protocol):
 
 class SimSupervisor:
     """devices: of the host; each worker has one. Orders have versions, as those of `serve`.
-    now: seconds of virtual time."""
+    now: seconds of virtual time. switches: makes its book of switches."""
 
-    def __init__(self, cluster: Cluster, devices: int, now: Callable[[], float]):
+    def __init__(
+        self,
+        cluster: Cluster,
+        devices: int,
+        now: Callable[[], float],
+        switches: type[SimSwitches] = SimSwitches,
+    ):
         self._cluster, self._devices, self._now = cluster, devices, now
         self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
-        self._switches = SimSwitches(now)
+        self._switches = switches(now)
         self._tasks = OwnedTasks()
         self.orders = Orders(self)
         self.watcher: Watcher | None = None

@@ -50,6 +50,10 @@ class SimSwitches(SwitchBook[SimSwitch]):
             raise Refused(f"{to}: it has this role already", elsewhere=False)
         if worker.phase != "ready":
             raise Refused(f"{worker.slot.name}: it leaves already", elsewhere=False)
+        self.make(worker, to)
+
+    def make(self, worker: Worker, to: str) -> None:
+        """Adds the switch, whatever else is under way."""
         self.add(
             SimSwitch(
                 component=worker.component,

@@ -1,15 +1,17 @@
 """A worker of a simulated graph, as its supervisor keeps it."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from dynamo_lite.simulation.supervisor import Slot
+if TYPE_CHECKING:
+    # It imports the parts that may replace the switches of workers.
+    from dynamo_lite.simulation.supervisor import Slot
 
 
 class Worker:
     """A worker that the supervisor keeps running."""
 
-    def __init__(self, component: str, slot: Slot, lease_of: Callable[[str], int]):
+    def __init__(self, component: str, slot: "Slot", lease_of: Callable[[str], int]):
         self.component, self.slot, self._lease_of = component, slot, lease_of
         self.retired = False
         self.ended = False

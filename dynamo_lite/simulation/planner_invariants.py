@@ -129,9 +129,11 @@ class PlannerJudge:
         what = f"{worker.slot.name} is switched to {to}"
         self._may_order(who, what)
         self.judge.counts["planner switched"] += 1
-        self._switches.taken(worker.lease_id, to)
+        # One that leaves already has given up its lease.
+        lease_id = worker.lease_id or worker.last_lease
+        self._switches.taken(lease_id, to)
         if self._settled(self.wiped_at):
-            self._switches.ordered(worker.lease_id, to)
+            self._switches.ordered(lease_id, to)
         counts, options = self.supervisor.counts(), self.scenario.options
         giver, taker = counts[worker.component], counts[to]
         own, others = giver.starting + giver.ready, taker.starting + taker.ready

@@ -22,7 +22,7 @@ from dynamo_lite.services.planner.under_way import Running
 from dynamo_lite.simulation.shipped import Shipped
 
 
-class _Mutant(Shipped):
+class PlannerMutant(Shipped):
     """Its planners are of another class."""
 
     kind: type[Planner]
@@ -56,7 +56,7 @@ class _KillsOnIdle(Planner):
         return facts
 
 
-class KillsOnIdleAlone(_Mutant):
+class KillsOnIdleAlone(PlannerMutant):
     """A worker without requests or jobs is ended, even while writes for it or into it may go on."""
 
     kind = _KillsOnIdle
@@ -80,7 +80,7 @@ class _Usurper(Planner):
         return facts
 
 
-class ActsWithoutLeadership(_Mutant):
+class ActsWithoutLeadership(PlannerMutant):
     """A planner acts also while another one leads."""
 
     kind = _Usurper
@@ -119,7 +119,7 @@ class _SeesNoDraining(_Sees):
         return dataclasses.replace(one, counts=msgspec.structs.replace(one.counts, draining=0))
 
 
-class DrainingCostsNothing(_Mutant):
+class DrainingCostsNothing(PlannerMutant):
     """The devices of draining workers do not count in the budget."""
 
     kind = _SeesNoDraining
@@ -149,7 +149,7 @@ class _SeesAllReady(_Sees):
         )
 
 
-class RemovesTheLast(_Mutant):
+class RemovesTheLast(PlannerMutant):
     """Workers that start or have crashed count as if they served."""
 
     kind = _SeesAllReady
@@ -173,7 +173,7 @@ class _StaleIsZero(Planner):
         return facts
 
 
-class StaleCountsAsZero(_Mutant):
+class StaleCountsAsZero(PlannerMutant):
     """An unknown load counts as no load."""
 
     kind = _StaleIsZero
@@ -193,7 +193,7 @@ class _DoesItAgain(Planner):
         return facts
 
 
-class DoneTwice(_Mutant):
+class DoneTwice(PlannerMutant):
     """A resumed addition starts from the beginning, whatever was ordered before the crash."""
 
     kind = _DoesItAgain
@@ -206,7 +206,7 @@ class _Forgetful(_SeesNoDraining):
         return facts
 
 
-class TwoOperations(_Mutant):
+class TwoOperations(PlannerMutant):
     """A role gets another operation while one is under way."""
 
     kind = _Forgetful
@@ -227,7 +227,7 @@ class _Unrecorded(Planner):
         return facts
 
 
-class OrdersBeforeItsRecord(_Mutant):
+class OrdersBeforeItsRecord(PlannerMutant):
     """A change is recorded when its orders were taken."""
 
     kind = _Unrecorded
@@ -240,69 +240,10 @@ class _Boundless(Planner):
         return facts
 
 
-class IgnoresBounds(_Mutant):
+class IgnoresBounds(PlannerMutant):
     """Minimum and maximum of a role do not count."""
 
     kind = _Boundless
-
-
-class _Amnesic(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-
-        async def nothing() -> None:
-            self._switching.forget()
-
-        self._switching.load = nothing
-        return facts
-
-
-class ForgetsASwitch(_Mutant):
-    """A planner that is elected does not resume the switch that another one has begun."""
-
-    kind = _Amnesic
-
-
-class _Hasty(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        enter = self._switching._enter
-
-        async def enter_later(one: Any, phase: Any) -> None:
-            if phase == "ordered":
-                one.stored = True
-            else:
-                await enter(one, phase)
-
-        self._switching._enter = enter_later
-        return facts
-
-
-class SwitchesBeforeItsRecord(_Mutant):
-    """A switch is recorded when its order was taken."""
-
-    kind = _Hasty
-
-
-class _CancelsFirst(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        enter = self._switching._enter
-
-        async def enter_unless_withdrawing(one: Any, phase: Any) -> None:
-            if phase == "withdrawing":
-                one.record = msgspec.structs.replace(one.record, phase=phase)
-            else:
-                await enter(one, phase)
-
-        self._switching._enter = enter_unless_withdrawing
-        return facts
-
-
-class CancelsBeforeItsRecord(_Mutant):
-    """A switch is cancelled, and its record does not say so."""
-
-    kind = _CancelsFirst
 
 
 #: By the name that the command line takes.
@@ -317,9 +258,6 @@ PLANNER_MUTANTS: dict[str, type[Shipped]] = {
     "two-operations": TwoOperations,
     "orders-before-its-record": OrdersBeforeItsRecord,
     "ignores-bounds": IgnoresBounds,
-    "forgets-a-switch": ForgetsASwitch,
-    "switches-before-its-record": SwitchesBeforeItsRecord,
-    "cancels-before-its-record": CancelsBeforeItsRecord,
 }
 
 #: A seed that finds each of them.
@@ -334,7 +272,4 @@ FOUND_BY: dict[str, int] = {
     "two-operations": 29,
     "orders-before-its-record": 9,
     "ignores-bounds": 9,
-    "forgets-a-switch": 69,
-    "switches-before-its-record": 19,
-    "cancels-before-its-record": 19,
 }

@@ -64,7 +64,9 @@ class Planning:
         self._world, self._scenario, self._network = world, scenario, network
         self._loop, self._etcd = network.loop, etcd
         self._rng = network.loop.stream("planning")
-        self.supervisor = SimSupervisor(world, scenario.devices, network.loop.time)
+        self.supervisor = SimSupervisor(
+            world, scenario.devices, network.loop.time, world.shipped.switches
+        )
         self.judge = PlannerJudge(
             judge=judge,
             scenario=scenario,

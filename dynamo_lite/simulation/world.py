@@ -7,19 +7,14 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import msgspec
-
-from dynamo_lite.queue.base import QueueOptions
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.process.component import Component, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.client import SimFrontend, Story
 from dynamo_lite.simulation.cluster import NAMESPACE, Etcd, Nats, Watched
-from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.mover import Fabric, Wire
 from dynamo_lite.simulation.faults import FaultInjector
 from dynamo_lite.simulation.graph_supervisor import STATE_DIR
@@ -36,6 +31,7 @@ from dynamo_lite.simulation.servers.nats_server import URL
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import SimLeaseRevoker, Slot
 from dynamo_lite.simulation.views import Views
+from dynamo_lite.simulation.worker_options import decode_options, model_options, prefill_options
 
 _GRACE_S = 20.0
 _COMPONENTS = {
@@ -44,9 +40,6 @@ _COMPONENTS = {
     "prefill": "PrefillWorker",
     "planner": "Planner",
 }
-_LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
-#: One block: every prefix that can be read is read.
-_READ_TOKENS = 4
 #: A process that has been ready for this long is known to all others.
 _KNOWN_S = 1.0
 
@@ -102,12 +95,7 @@ class World:
             self.planning = Planning(
                 self, scenario.planner, self.network, self.judge, self.etcd, scenario.lease_ttl_s
             )
-        self._model = SimModelConfig(
-            num_blocks=scenario.num_blocks,
-            max_model_len=4 * (scenario.num_blocks - 1),
-            token_s=scenario.token_s,
-            tells_load=scenario.planner is not None,
-        )
+        self._model = model_options(scenario)
 
     def start(self) -> None:
         for name, slot in self.slots.items():
@@ -220,7 +208,6 @@ class World:
     def _component(
         self, kind: str, slot: Slot, spec: ProcessSpec, process: SimProcess
     ) -> Component:
-        scenario = self.scenario
         if self.planning is not None and (planner := self.planning.planner(kind, spec)):
             return planner
         if kind == "client":
@@ -240,30 +227,11 @@ class World:
             rng=self.loop.stream(f"{process}"),
             intruder=self._intruder,
         )
-        queue = QueueOptions(
-            max_jobs=scenario.max_jobs,
-            ack_wait_s=scenario.ack_wait_s,
-            max_deliver=scenario.max_deliver,
-            order="fifo" if scenario.seed % 4 == 0 else "short-first",
-            short_length=_SHORT_TOKENS,
-        )
         if kind == "prefill":
-            made = _plain(
-                PrefillWorkerConfig(
-                    queue=queue,
-                    kv_checksum_rate=scenario.kv_checksum_rate,
-                    min_prefix_read_length=_READ_TOKENS,
-                )
-            )
-            worker = self.prefill[slot.name] = self.shipped.prefill_worker(made, spec, parts)
+            options = prefill_options(self.scenario)
+            worker = self.prefill[slot.name] = self.shipped.prefill_worker(options, spec, parts)
             return worker
-        config = VllmWorkerConfig(
-            max_local_prefill_length=_LOCAL_TOKENS,
-            remote_prefill_timeout_s=scenario.remote_prefill_timeout_s,
-            queue=queue,
-            kv_events=False,
-        )
-        return VllmWorker(_plain(config), spec, parts)
+        return VllmWorker(decode_options(self.scenario), spec, parts)
 
     def _on_story(self, name: str) -> Any:
         def on_story(story: Story) -> None:
@@ -325,7 +293,3 @@ class World:
         host = self.slots[name].host if name in self.slots else None
         if worker is not None and host is not None and not self.nats.process.dead:
             self.judge.prefill_worker_died(worker, host.lease.id, self.nats.attempts())
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    return msgspec.to_builtins(config)

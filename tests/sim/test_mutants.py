@@ -6,9 +6,8 @@ from itertools import chain
 import pytest
 
 from dynamo_lite.simulation.loop.teardown import sweep
-from dynamo_lite.simulation.mutants import FOUND_BY, MUTANTS
+from dynamo_lite.simulation.mutants import FOUND_BY, MUTANTS, PLANNED_MUTANTS
 from dynamo_lite.simulation.planner_draw import has_planner
-from dynamo_lite.simulation.planner_mutants import PLANNER_MUTANTS
 from dynamo_lite.simulation.play import play
 
 #: Each is found within this many seeds; most need ten, one needs hundreds.
@@ -21,7 +20,7 @@ PLANNER_BOUND = 2000
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_safety_is_found(name: str):
     shipped = MUTANTS[name]()
-    planned = name in PLANNER_MUTANTS
+    planned = name in PLANNED_MUTANTS
     # Seeds with planners are slower, and have less of all else.
     bound = PLANNER_BOUND if planned else BOUND
     seeds: Iterable[int] = (seed for seed in range(bound) if has_planner(seed) is planned)
