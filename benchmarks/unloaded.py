@@ -20,7 +20,7 @@ STAGES = ("decide", "publish", "pull", "claim", "wait", "compute", "write", "not
 _ABOUT = """\
 Two servers of the same random Llama of 119 million parameters, up at the same time:
 
-  plain  one `vllm serve`, on the core of the graph's decode engine
+  plain  one `vllm serve`, on the core of the graph's decode engine (see --core-of)
   graph  benchmarks/disagg.yaml: prefill engine and decode engine on a core each
 
 The graph's max-local-prefill-length changes after each round, so all its prompts are
@@ -31,6 +31,10 @@ The stages of remote prefills are those of `benchmarks.handover --help`. With
 --answer 2, the first of two tokens comes from the prefill worker, which may be before
 the last of these stages.
 """
+
+
+#: The core of each engine in benchmarks/disagg.yaml.
+_CORES = {"decode": 1, "prefill": 0}
 
 
 @dataclass
@@ -66,13 +70,19 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="prompt lengths"
     )
+    parser.add_argument(
+        "--core-of",
+        choices=list(_CORES),
+        default="decode",
+        help="the engine of the graph that shares its core with plain (default decode)",
+    )
     add_dtype(parser)
     parser.add_argument("--answer", type=int, default=1, help="tokens asked for (default 1)")
     options = begin(parser)
     make_bench_model()
     found = [Pairs(tokens, mode) for mode in MODES for tokens in options.tokens]
     with until_interrupted(), ExitStack() as stack:
-        plain = stack.enter_context(engine(1, options.dtype))
+        plain = stack.enter_context(engine(_CORES[options.core_of], options.dtype))
         graph = stack.enter_context(bench_graph(options.dtype))
         ready([plain])
         warm_up = [Pairs(pairs.tokens, pairs.mode) for pairs in found]

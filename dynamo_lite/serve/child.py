@@ -20,6 +20,7 @@ import msgspec
 import uvloop
 
 from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.imports import import_large
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -87,3 +88,7 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     _leave(main())
+elif __name__ == "__mp_main__":
+    # A process that vLLM starts with `spawn`: multiprocessing imports its parent's main module
+    # before anything of vLLM.
+    import_large("vllm.v1.engine.core")

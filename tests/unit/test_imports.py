@@ -1,13 +1,15 @@
 """Large imports in a thread: the garbage collector is off during them, and on again afterwards."""
 
 import gc
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dynamo_lite.runtime.process.imports import import_in_thread
+from dynamo_lite.runtime.process import imports
+from dynamo_lite.runtime.process.imports import import_in_thread, import_large
 
 
 @pytest.fixture
@@ -27,7 +29,21 @@ async def test_nothing_is_collected_during_an_import(large: str):
     assert gc.get_freeze_count() > 0
 
 
+def test_nothing_is_collected_during_an_import_without_an_event_loop(large: str):
+    import_large(large)
+    assert sys.modules[large].COLLECTS is False
+    assert gc.isenabled()
+
+
 async def test_the_collector_is_on_after_an_import_that_fails(large: str):
     with pytest.raises(ModuleNotFoundError):
         await import_in_thread(f"{large}_that_is_not_there")
     assert gc.isenabled()
+
+
+def test_a_process_that_an_engine_spawns_imports_vllm_first(monkeypatch):
+    """As `multiprocessing.spawn` runs its parent's main module."""
+    imported: list[str] = []
+    monkeypatch.setattr(imports, "import_large", imported.append)
+    runpy.run_module("dynamo_lite.serve.child", run_name="__mp_main__", alter_sys=True)
+    assert imported == ["vllm.v1.engine.core"]

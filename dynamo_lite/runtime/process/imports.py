@@ -1,20 +1,34 @@
-"""Imports of large modules in a running process."""
+"""Imports of large modules."""
 
 import asyncio
+import contextlib
 import gc
+import importlib
+from collections.abc import Iterator
 
 
 async def import_in_thread(module: str) -> None:
-    """Imports a module that takes seconds; the event loop, and so the lease, goes on meanwhile.
+    """Imports a module that takes seconds; the event loop, and so the lease, goes on meanwhile."""
+    with _without_collections():
+        await asyncio.to_thread(importlib.import_module, module)
 
-    Garbage collection pauses until then: vLLM's modules make about a million objects, which it
-    would look at again and again, and one in fifty of which is garbage. Afterwards all are exempt
-    from it (`gc.freeze`), so that later collections do not stop the event loop for long.
+
+def import_large(module: str) -> None:
+    """Imports a module that takes seconds."""
+    with _without_collections():
+        importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Garbage collection pauses: vLLM's modules make about a million objects, which it would look
+    at again and again, and one in fifty of which is garbage. Afterwards all are exempt from it
+    (`gc.freeze`), so that later collections do not stop the process for long.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        await asyncio.to_thread(__import__, module)
+        yield
     finally:
         gc.freeze()
         if collects:
