@@ -18,6 +18,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import arrivals
 from dynamo_lite.vllm.engine.arrivals import (
     ArrivalScheduler,
+    arrival_wait_s,
     schedule_arrivals_at_once,
     wait_for_arrival,
     waits_in_steps,
@@ -61,7 +62,7 @@ class Rank:
         self.now += for_s
 
     def wait(self) -> None:
-        wait_for_arrival(self, now=lambda: self.now, sleep=self.sleep)  # type: ignore[arg-type]
+        wait_for_arrival(self, 0.001, now=lambda: self.now, sleep=self.sleep)  # type: ignore[arg-type]
 
 
 def test_kv_that_is_there_is_not_waited_for():
@@ -73,19 +74,27 @@ def test_kv_that_is_there_is_not_waited_for():
 def test_kv_that_comes_during_the_wait_ends_it():
     rank = Rank(3)
     rank.wait()
-    assert rank.now == pytest.approx(2 * arrivals._LOOK_S)
+    assert rank.now == pytest.approx(0.0004)
 
 
-def test_the_wait_is_as_long_as_vllms_sleep():
+def test_the_wait_ends():
     """New requests and aborts are looked at between two steps only."""
     rank = Rank(1000)
     rank.wait()
-    assert 0.001 <= rank.now <= 0.001 + arrivals._LOOK_S
+    assert 0.001 <= rank.now <= 0.0012
+
+
+@pytest.mark.parametrize(
+    ("away_s", "wait_s"),
+    [(None, 0.0), (0.0, 0.001), (0.1, 0.001), (0.2, 0.002), (0.5, 0.005), (60.0, 0.005)],
+)
+def test_a_wait_is_a_small_part_of_the_time_away(away_s: float | None, wait_s: float):
+    assert arrival_wait_s(away_s) == pytest.approx(wait_s)
 
 
 @pytest.mark.parametrize(
     ("step", "sleeps"),
-    [(DecodeStep(wait=True), False), (DecodeStep(poll=True), True), (PrefillStep(), True)],
+    [(DecodeStep(wait_s=0.001), False), (DecodeStep(poll=True), True), (PrefillStep(), True)],
 )
 def test_vllm_does_not_sleep_after_a_step_that_has_waited(monkeypatch, step: Any, sleeps: bool):
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {0: "outputs"})

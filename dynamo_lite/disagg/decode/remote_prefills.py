@@ -43,6 +43,8 @@ class RemotePrefills:
         #: held. Written under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
         self._reports = WriterReports(stats, now)
+        #: When the last remote prefill was requested.
+        self.last_asked_at = 0.0
         #: When remote prefills were requested, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
         #: Totals of the attempts that have not ended. Under the lock.
@@ -122,6 +124,7 @@ class RemotePrefills:
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
+        self.last_asked_at = now
         self._asked_at.append(now)
         with self._lock:
             self._by_attempt[attempt] = prefill

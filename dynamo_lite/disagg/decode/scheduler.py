@@ -249,10 +249,12 @@ class DecodeScheduler:
         return self._tuning.now.options.prefill_policy != "thresholds"
 
     @property
-    def awaits_kv(self) -> bool:
-        """Whether any request waits for remote KV."""
+    def awaits_kv_s(self) -> float | None:
+        """Seconds since the last remote prefill was requested; None if no request waits for KV."""
         with self._book.lock:
-            return self._book.ledger.waiting > 0
+            if self._book.ledger.waiting == 0:
+                return None
+        return self._clock.monotonic() - self.prefills.last_asked_at
 
     @property
     def busy(self) -> bool:

@@ -4,6 +4,9 @@ After a step that computed nothing vLLM's engine sleeps for a millisecond, and n
 are read once per step. So an arrival is noticed half a millisecond late on average, and
 scheduled a millisecond after that. Here the ranks wait inside of such a step instead, where
 they can look several times, and vLLM does not sleep after it.
+
+Steps and looks keep a core busy, which slows down a prefill engine whose core is another half of
+the same one. So both become rarer, the longer the prompts have been away.
 """
 
 import time
@@ -20,10 +23,14 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.vllm.engine.connector_types import StepMetadata
 
-#: How long a step waits, as long as vLLM would sleep.
-_WAIT_S = 0.001
-#: Pause between two looks. Each costs about 20 microseconds of CPU.
-_LOOK_S = 0.0002
+#: How long a step waits at least, as long as vLLM would sleep.
+_LEAST_S = 0.001
+#: The limit. A new request that comes meanwhile waits as well.
+_MOST_S = 0.005
+#: Between them: the share of the time for which the prompts have been away.
+_SHARE = 0.01
+#: Looks in one wait. Each costs about 20 microseconds of CPU.
+_LOOKS = 5
 #: As short as possible: the bridge's thread waits for the interpreter by the end of it.
 _HANDOVER_S = 0.00002
 
@@ -62,7 +69,7 @@ class ArrivalScheduler(Scheduler):
         if (
             isinstance(metadata, StepMetadata)
             and isinstance(metadata.step, DecodeStep)
-            and metadata.step.wait
+            and metadata.step.wait_s
         ):
             # The engine core looks at this number next, and only to decide whether to sleep.
             scheduler_output.total_num_scheduled_tokens = 1
@@ -75,13 +82,22 @@ def let_bridge_run(*, sleep: Callable[[float], None] = time.sleep) -> None:
     sleep(_HANDOVER_S)
 
 
+def arrival_wait_s(away_s: float | None) -> float:
+    """How long a step that computes nothing waits for KV, in seconds.
+
+    away_s: since the last remote prefill was requested; None if no request waits for KV.
+    """
+    return 0.0 if away_s is None else min(max(_SHARE * away_s, _LEAST_S), _MOST_S)
+
+
 def wait_for_arrival(
     rank: DecodeRank,
+    wait_s: float,
     *,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Returns when a prompt's KV has arrived, or after a millisecond."""
-    until = now() + _WAIT_S
+    """Returns when a prompt's KV has arrived, or after `wait_s`."""
+    until = now() + wait_s
     while not rank.poll() and now() < until:
-        sleep(_LOOK_S)
+        sleep(wait_s / _LOOKS)

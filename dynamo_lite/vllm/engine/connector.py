@@ -36,6 +36,7 @@ from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import Servers
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.engine.arrivals import (
+    arrival_wait_s,
     let_bridge_run,
     wait_for_arrival,
     waits_in_steps,
@@ -168,8 +169,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             step = self._step()
             assert isinstance(step, DecodeStep)
             self._rank.step(step)
-            if step.wait:
-                wait_for_arrival(self._rank)
+            if step.wait_s:
+                wait_for_arrival(self._rank, step.wait_s)
         results = RankResults() if self._rank is None else self._rank.results()
         return KVConnectorTransferResults(
             finished_sending=results.sent,
@@ -245,9 +246,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             computed = scheduler_output.num_scheduled_tokens
             load = step_load(scheduler_output) if self._decode.learns else None
             step = self._decode.build_step(filling, computed, load)
-            step.wait = self._waits and not computed and self._decode.awaits_kv
-            if step.wait and step.expect:
-                let_bridge_run()
+            if self._waits and not computed:
+                step.wait_s = arrival_wait_s(self._decode.awaits_kv_s)
+                if step.wait_s and step.expect:
+                    let_bridge_run()
             return StepMetadata(step)
         assert self._prefill is not None
         return StepMetadata(
