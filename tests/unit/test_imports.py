@@ -45,5 +45,6 @@ def test_a_process_that_an_engine_spawns_imports_vllm_first(monkeypatch):
     """As `multiprocessing.spawn` runs its parent's main module."""
     imported: list[str] = []
     monkeypatch.setattr(imports, "import_large", imported.append)
+    monkeypatch.delitem(sys.modules, "dynamo_lite.serve.child", raising=False)
     runpy.run_module("dynamo_lite.serve.child", run_name="__mp_main__", alter_sys=True)
     assert imported == ["vllm.v1.engine.core"]
