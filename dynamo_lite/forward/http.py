@@ -10,6 +10,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, err
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.first_byte import FirstByteDeadline
 from dynamo_lite.runtime.process.readiness import Probes
 
 logger = logging.getLogger(__name__)
@@ -82,10 +84,13 @@ class ForwardServer:
 
     async def start(self) -> None:
         """Raises StartupError when the socket cannot listen."""
-        self._web = web.Server(
-            self._handle,
-            handler_cancellation=True,
-            access_log=None,
+        loop = asyncio.get_running_loop()
+        self._web = server = web.Server(self._handle, handler_cancellation=True)
+        connection = partial(
+            _Connection,
+            server,
+            loop=loop,
+            access_log=None,  # pyright: ignore[reportArgumentType]
             logger=_parser_logger(),
             auto_decompress=False,
             lingering_time=_LINGER_S,
@@ -93,10 +98,9 @@ class ForwardServer:
             max_field_size=_MAX_FIELD_BYTES,
             max_headers=_MAX_HEADERS,
         )
-        loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                self._web,
+                connection,
                 sock=self._sock,
                 backlog=_BACKLOG,
                 ssl=self._tls,
@@ -210,6 +214,10 @@ def _parser_logger() -> logging.Logger:
 
 
 _CLOSE = {"connection": "close"}
+
+
+class _Connection(FirstByteDeadline, web.RequestHandler):
+    """aiohttp's own, with a deadline."""
 
 
 class _Refused(Exception):

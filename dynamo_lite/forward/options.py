@@ -1,5 +1,7 @@
 """The options of the Forwarder in the YAML file. Imports nothing heavy: the command line does."""
 
+import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -26,6 +28,8 @@ ProtocolName = Literal[
     "kvt-staged",
 ]
 LAST_PORT = 65535
+#: Its last part has a letter: it is no IPv4 address with a mistake in it.
+_HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
 Port = Annotated[int, at.Gt(0), at.Le(LAST_PORT)]
 
 
@@ -57,6 +61,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raises ValueError."""
         parse_engine_url(self.url)
+        if self.transfer_host is not None:
+            _check_transfer_host(self.transfer_host)
         for endpoint in (self.kv_events, self.kv_replay):
             if endpoint is not None:
                 _check_endpoint(endpoint)
@@ -184,6 +190,23 @@ class ForwarderConfig:
     @property
     def discovers(self) -> bool:
         return not self.engines if self.discover is None else self.discover
+
+
+def _check_transfer_host(host: str) -> None:
+    """Raises ValueError for what no engine can connect to. Whether it is an address of some host
+    is not known here: the engine may be on another one, behind a translated address, or have a
+    name that is resolved only when its pod is ready."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        usable = len(host) <= 253 and _HOST_NAME.fullmatch(host) is not None
+    else:
+        usable = not address.is_unspecified and not address.is_multicast
+    if not usable:
+        raise ValueError(
+            f"transfer-host is {host!r}: expected the host name or IP address under which other"
+            " engines reach this one, without a port or brackets, and not that of all interfaces"
+        )
 
 
 def _check_endpoint(text: str) -> None:

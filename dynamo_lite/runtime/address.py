@@ -178,7 +178,10 @@ def _login(
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~NAME of an unknown user; who reads the file says that it is missing
+        return Path(text)
 
 
 def _tls(given: Mapping[str, str], url: str, kind: _Kind, *, secure: bool) -> TlsFiles | None:

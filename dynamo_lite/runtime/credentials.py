@@ -87,8 +87,10 @@ def _read(name: str, path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             status, content = os.fstat(file.fileno()), file.read(_LONGEST_BYTES + 1)
-    except OSError as exc:
-        raise BadCredentials(f"{name}={path} cannot be read ({exc.strerror})") from exc
+    except (OSError, ValueError) as exc:  # ValueError: a name with a null byte
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        shown = str(path).replace("\0", "%00")
+        raise BadCredentials(f"{name}={shown} cannot be read ({why})") from exc
     if open_to_others(status):
         raise BadCredentials(f"{name}={path} is open to other users: chmod 600 {path}")
     if len(content) > _LONGEST_BYTES:

@@ -43,11 +43,12 @@ class KubernetesApi:
         try:
             self._context = ssl.create_default_context(cafile=account / "ca.crt")
             #: Of the pod.
-            self.namespace = (account / "namespace").read_text().strip()
+            self.namespace = _line(account / "namespace")
             self._bearer()
         except (OSError, ssl.SSLError) as exc:
             said = f"kubernetes.service-account: {account} has no usable service account: {exc}"
-            raise ConfigError([said]) from exc
+            hint = "name a folder with its files token, ca.crt and namespace"
+            raise ConfigError([f"{said}; {hint}"]) from exc
 
     async def get(self, path: str) -> dict[str, Any]:
         """Raises as `patch`."""
@@ -105,10 +106,17 @@ class KubernetesApi:
             writer.transport.abort()
 
     def _bearer(self) -> str:
-        token = self._token.read_text().strip()
-        if not token.isascii() or not token.isprintable():
-            raise OSError(f"{self._token} is not a token")
-        return token
+        return _line(self._token)
+
+
+def _line(file: Path) -> str:
+    """The one line of a file of the service account. Raises OSError, also for other contents."""
+    content = file.read_bytes().strip()
+    text = content.decode(errors="replace")
+    # Both kinds of lines become parts of a request's head.
+    if not text or not text.isascii() or not text.isprintable():
+        raise OSError(f"{file} is not one line of printable ASCII characters")
+    return text
 
 
 async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:

@@ -24,7 +24,7 @@ class TlsFiles:
         Raises ConfigError when a file cannot be read or is invalid.
         """
         for name, path in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
-            _check_readable(name, path)
+            _read(name, path)
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except ssl.SSLError as exc:
@@ -40,15 +40,16 @@ class TlsFiles:
         return context
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Authorities, client key and client certificate, for gRPC. Raises OSError."""
+        """Authorities, client key and client certificate, for gRPC. Raises ConfigError when a
+        file cannot be read."""
         ca = self.ca or ssl.get_default_verify_paths().cafile
-        return _read(ca), _read(self.key), _read(self.cert)
+        return _read("ca", ca), _read("key", self.key), _read("cert", self.cert)
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     """The context of an HTTP server. Raises ConfigError when a file is missing or invalid."""
     for name, path in (("tls-cert", cert), ("tls-key", key)):
-        _check_readable(name, path)
+        _read(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=lambda: "")
@@ -59,16 +60,17 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-def _check_readable(name: str, path: Path | None) -> None:
+def _read(name: str, path: Path | str | None) -> bytes | None:
+    """The file's content; None without a file. Raises ConfigError."""
+    if path is None:
+        return None
     try:
-        _read(path)
-    except OSError as exc:
-        message = f"{name}={path} cannot be read ({exc.strerror}); name an existing PEM file."
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as exc:  # ValueError: a name with a null byte
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        shown = str(path).replace("\0", "%00")
+        message = f"{name}={shown} cannot be read ({why}); name an existing PEM file."
         raise ConfigError([message]) from exc
-
-
-def _read(path: Path | str | None) -> bytes | None:
-    return Path(path).read_bytes() if path is not None else None
 
 
 #: Error texts of OpenSSL, BoringSSL and gRPC for refused handshakes, and their meanings.

@@ -79,6 +79,7 @@ async def serve(request: ServeRequest) -> int:
     startup_checks.check_status_tls(request.config.shared)
     for service in started:
         startup_checks.check_port(service)
+        startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
             startup_checks.check_tls(service)

@@ -1,6 +1,7 @@
 """Checks before any process starts: ports, servers, models, vLLM's arguments.
 
-A failed check raises StartupError. Nothing has been started by then.
+A failed check raises StartupError, or ConfigError for a file or a URL that the user has named.
+Nothing has been started by then.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from dynamo_lite.runtime.address import (
     parse_nats_url,
     redact,
 )
+from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.serve.access import Servers
@@ -35,6 +37,7 @@ from dynamo_lite.serve.options import GraphOptions
 from dynamo_lite.serve.ports import http_address
 from dynamo_lite.serve.processes import can_listen, signal_group
 from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.services.config import KubernetesOptions
 from dynamo_lite.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
 from dynamo_lite.vllm.http_options import tls_options
@@ -72,6 +75,18 @@ def check_tls(service: ServiceConfig) -> None:
     """Raises StartupError when the HTTP server's certificate cannot be loaded."""
     if (tls := tls_options(service.flags)) is not None:
         tls.context()
+
+
+def check_service_account(service: ServiceConfig) -> None:
+    """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
+    if service.options.get("connector") != "kubernetes" or service.workers == 0:
+        return
+    options = KubernetesOptions(**service.options["kubernetes"])
+    try:
+        KubernetesApi(options.url, Path(options.service_account), options.timeout_s)
+    except ConfigError as exc:
+        name = service.service.name
+        raise ConfigError([f"{name}.{mistake}" for mistake in exc.mistakes]) from exc
 
 
 def check_status_tls(options: GraphOptions) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.protocol.errors import ConfigError, StartupError, StoreUnavailable
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Put, Snapshot
 from dynamo_lite.serve.embedded import EmbeddedEtcd
@@ -52,6 +54,26 @@ async def test_etcd_over_tls(tmp_path: Path, certificates: Certificates) -> None
         )
         plain = await refusal(EtcdStore(f"http://127.0.0.1:{server.port}", connect_timeout_s=0.2))
         assert "write https:// if it requires TLS" in plain
+
+
+async def test_a_certificate_that_is_gone_later_is_named(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    """As of one that is being replaced: the store reads it again for each connection."""
+    authority = tmp_path / "ca.pem"
+    shutil.copy(certificates.folder / "ca.pem", authority)
+    (tmp_path / "data").mkdir()
+    async with etcd(tmp_path / "data", certificates) as server:
+        url = f"https://127.0.0.1:{server.port}"
+        said = f"etcd URL {url}: ca={authority} cannot be read (No such file"
+        async with EtcdStore(f"{url}?ca={authority}") as store:
+            second = EtcdStore(f"{url}?ca={authority}")
+            authority.unlink()
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                async with store.lease(5.0):
+                    pass
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                await second.__aenter__()
 
 
 async def test_etcd_with_a_certificate_for_another_name(

@@ -5,6 +5,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.serve.startup_checks import check_service_account
 from dynamo_lite.services.config import KubernetesOptions
 from dynamo_lite.services.planner.connector import Order, SwitchingConnector
 from dynamo_lite.services.planner.kubernetes import KubernetesConnector
@@ -237,6 +239,38 @@ def test_without_a_service_account_the_start_fails(account: Path, missing: str):
     (account / missing).unlink()
     with pytest.raises(ConfigError, match="no usable service account"):
         KubernetesApi("https://kubernetes.default.svc", account, 1.0)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfet\x00", b"two\nlines", b""])
+@pytest.mark.parametrize("name", ["token", "namespace"])
+def test_a_file_with_other_contents_is_no_service_account(account: Path, name: str, content: bytes):
+    (account / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} is not one line of printable ASCII"):
+        KubernetesApi("https://kubernetes.default.svc", account, 1.0)
+
+
+async def test_a_token_that_is_spoilt_later_is_a_failed_request(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    (account / "token").write_bytes(b"\xff")
+    with pytest.raises(Unavailable, match="token is not one line"):
+        await connector.counts()
+    (account / "token").write_text("first")
+    await connector.counts()
+
+
+def test_serve_checks_the_service_account_before_it_starts_anything(tmp_path: Path):
+    options = {"connector": "kubernetes", "kubernetes": {"service_account": str(tmp_path)}}
+    planner: Any = SimpleNamespace(
+        service=SimpleNamespace(name="Planner"), workers=1, options=options
+    )
+    with pytest.raises(ConfigError, match=f"Planner.kubernetes.service-account: {tmp_path} has no"):
+        check_service_account(planner)
+    check_service_account(replace_in(planner, options={"connector": "local"}))
+    check_service_account(replace_in(planner, options={}))
+
+
+def replace_in(planner: Any, **fields: Any) -> Any:
+    return SimpleNamespace(**{**vars(planner), **fields})
 
 
 def test_only_https(account: Path):

@@ -134,6 +134,8 @@ async def test_it_takes_llmds_command_line(certificates: Certificates, tmp_path:
     [
         (["--protocol", "neuron-static"], "expected one of nixl"),
         (["--protocol", "moriio-read"], "--transfer-host"),
+        (["--protocol", "moriio-read", "--transfer-host", "::"], "not that of all interfaces"),
+        (["--protocol", "moriio-read", "--transfer-host", ""], "transfer-host is ''"),
         (["--decode", "ftp://x"], "expected http://HOST:PORT or https://"),
         (["--decode", "http://127.0.0.1:1", "--vllm-port", "2"], "--decode is given twice"),
         (["--allow-prefiller", "10.0.0.0/99"], "is not an address, network (CIDR) or host name"),

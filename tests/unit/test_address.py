@@ -100,6 +100,8 @@ def test_certificates_are_named_in_the_query(files: Path, parse: Parse, scheme: 
     ("query", "complaint"),
     [
         ("ca=FILES/missing.pem", "missing.pem cannot be read (No such file"),
+        ("ca=FILES/a%00b.pem", "a%00b.pem cannot be read (embedded null byte)"),
+        ("ca=~nobody-has-this-name/a.pem", "a.pem cannot be read (No such file"),
         ("ca=FILES/key.pem", "is not a PEM file of certificates"),
         ("cert=FILES/cert.pem", "cert and key go together"),
         ("key=FILES/key.pem", "cert and key go together"),
@@ -139,6 +141,7 @@ def test_credentials_may_be_in_files(tmp_path: Path) -> None:
     ("query", "complaint"),
     [
         ("login=FILES/missing", "missing cannot be read (No such file"),
+        ("login=FILES/a%00b", "a%00b cannot be read (embedded null byte)"),
         ("login=FILES/open", "is open to other users: chmod 600"),
         ("login=FILES/empty", "needs one line, USER:PASSWORD"),
         ("login=FILES/lines", "needs one line, USER:PASSWORD"),

@@ -246,6 +246,14 @@ def test_where_a_handover_listens():
     assert own.transfer_address == ("10.1.0.1", 7)
 
 
+def test_a_handover_listens_where_an_engine_can_connect_to():
+    for good in ("10.1.0.1", "fe80::1", "decode-0.decode.prod.svc.cluster.local", "node_7", "h."):
+        assert engine(transfer_host=good).transfer_address[0] == good
+    for bad in ("", "0.0.0.0", "::", "*", "[::1]", "10.0.0.1:6301", "10.0.0.300", "tcp://h", "a b"):
+        with pytest.raises(ValueError, match="transfer-host is"):
+            engine(transfer_host=bad)
+
+
 def test_engine_ids_of_mooncake():
     page = b'{"0": {"engine_id": "a", "worker_addr": {}}, "1": {"engine_id": "b"}}'
     assert mooncake.engine_ids(page) == {0: "a", 1: "b"}

@@ -22,6 +22,8 @@ GOOD = {
         ({"--protocol": "smoke"}, "--protocol smoke: accepted are nixl, nixl-push"),
         ({"--protocol": "neuron-static"}, "use neuron-dynamic"),
         ({"--transfer-port": "70000"}, "--transfer-port 70000: expected 1 to 65535"),
+        ({"--transfer-host": "0.0.0.0"}, "transfer-host is '0.0.0.0': expected the host name or"),
+        ({"--transfer-host": "10.0.0.1:6301"}, "without a port or brackets"),
         ({"--notify-port": "0"}, "--notify-port 0: expected 1 to 65535"),
         ({"--url": "http://h:50000", "--protocol": "kvt-batch"}, "at port 70000"),
         ({"--namespace": "A B"}, "--namespace A B: not a namespace"),

@@ -83,6 +83,43 @@ async def test_a_start_that_fails_is_reported_with_its_last_lines(
             pass
 
 
+#: Takes one connection and breaks it.
+BREAKS = """#!/usr/bin/env python3
+import signal, socket, sys
+fd = int(sys.argv[2].partition("=")[2])
+connection, _ = socket.socket(fileno=fd).accept()
+connection.recv(1)
+LAST
+"""
+RESET = (
+    "connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1] + 7 * [0]));"
+    "connection.close()"
+)
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (f"{RESET}; sys.exit(3)", "vllm-rs ended with code 3"),
+        ("connection.close(); sys.exit(3)", "vllm-rs ended with code 3"),
+        (f"{RESET}; signal.pause()", "the health request to vllm-rs failed: .*reset by peer"),
+        ("connection.send(b'x' * 100000); signal.pause()", "the health request to vllm-rs failed"),
+    ],
+)
+async def test_a_health_request_that_breaks_fails_the_start(
+    tmp_path: Path,
+    sockets: list[socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    last: str,
+    said: str,
+):
+    if "pause" in last:
+        monkeypatch.setattr(rust_process, "_END_S", 0.1)
+    async with process(tmp_path, BREAKS.replace("LAST", last), sockets) as rust:
+        with pytest.raises(StartupError, match=said):
+            await rust.wait_ready(url_of(sockets[0]))
+
+
 async def test_its_death_is_a_failure_and_its_drain_is_none(
     tmp_path: Path, sockets: list[socket.socket]
 ):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.sdk.trace.export import SpanExporter
 
 from dynamo_lite.protocol.trace import TraceContext, new_trace
 from dynamo_lite.runtime.tracing import otlp
 from dynamo_lite.runtime.tracing import tracer as tracing
+from dynamo_lite.runtime.tracing.otlp import OtlpTracer
 from dynamo_lite.runtime.tracing.tracer import (
     TracingOptions,
     check_endpoint,
@@ -31,6 +34,7 @@ from dynamo_lite.runtime.tracing.tracer import (
     record_notes,
 )
 from dynamo_lite.serve.processes import free_port
+from tests.builders import eventually
 from tests.collector import Collector, collecting
 
 NAMES = {"namespace": "t", "component": "Frontend", "instance": "Frontend-0"}
@@ -91,6 +95,42 @@ async def test_spans_arrive_over_grpc(monkeypatch: pytest.MonkeyPatch):
     finally:
         server.stop(None).wait()
     assert servicer.names == ["root"]
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["before it is open", "when it is open"])
+async def test_a_cancelled_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, opened: bool):
+    before = set(threading.enumerate())
+    making, go_on, made = threading.Event(), threading.Event(), threading.Event()
+    exporter, open_ = otlp._exporter, otlp.OtlpTracer._open
+
+    def held(options: TracingOptions) -> SpanExporter:
+        making.set()
+        assert go_on.wait(10)
+        return exporter(options)
+
+    def noted(self: OtlpTracer) -> None:
+        open_(self)
+        made.set()
+
+    monkeypatch.setattr(otlp, "_exporter", held)
+    monkeypatch.setattr(OtlpTracer, "_open", noted)
+    tracer = OtlpTracer(TracingOptions(endpoint="http://127.0.0.1:1"), **NAMES)
+    starting = asyncio.create_task(tracer.__aenter__())
+    assert await asyncio.to_thread(making.wait, 10)
+    if opened:
+        # The event loop stands still, so the task cannot know of it before its cancel.
+        go_on.set()
+        assert made.wait(10)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    go_on.set()
+    assert await asyncio.to_thread(made.wait, 10)
+
+    def left() -> list[str]:
+        return [one.name for one in threading.enumerate() if one not in before]
+
+    await eventually(lambda: not [name for name in left() if not name.startswith("asyncio")])
 
 
 async def test_a_span_does_not_end_before_it_begins():

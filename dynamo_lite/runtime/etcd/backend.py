@@ -46,7 +46,7 @@ class Portal(Protocol):
 def open_channel(host: tuple[str, int], address: ServerAddress) -> Any:
     """The `grpc.aio.Channel` to one of `address.hosts`; it connects when it is first used.
 
-    Raises OSError when a file of `address.tls` cannot be read.
+    Raises ConfigError when a file of `address.tls` cannot be read.
     """
     target, options = host_port(*host), list(_CHANNEL_OPTIONS.items())
     if address.tls is None:

@@ -39,7 +39,7 @@ class EtcdClient(aetcd.Client):
     def __init__(
         self, address: ServerAddress, *, timeout_s: float, backend: EtcdBackend = SYSTEM_BACKEND
     ):
-        """Raises OSError when a file of `address.tls` is gone."""
+        """Raises ConfigError when a file of `address.tls` cannot be read."""
         super().__init__(timeout=timeout_s)  # pyright: ignore[reportArgumentType]
         self._user, self._secret = address.user, address.password
         self._authenticating = asyncio.Lock()

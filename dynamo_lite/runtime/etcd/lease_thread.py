@@ -105,7 +105,7 @@ async def lease_in_thread(
     """Grants a lease, keeps it alive, and revokes it at the end.
 
     timeout_s: longest wait for one answer of etcd. Raises what `EtcdClient.call` raises
-    when etcd grants none, and OSError when a file of `address.tls` is gone.
+    when etcd grants none, and ConfigError when a file of `address.tls` cannot be read.
     """
     owner = asyncio.get_running_loop()
     async with backend.open_portal() as portal:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import aetcd
 from aetcd import rpc
 
-from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
+from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
@@ -68,12 +68,11 @@ class EtcdStore:
         return f"EtcdStore({self._url}, {'open' if self._connected else 'closed'})"
 
     async def __aenter__(self) -> Self:
-        """Raises StartupError when etcd does not reply in time, or refuses."""
-        try:
-            client = EtcdClient(self._address, timeout_s=self._timeout_s, backend=self._backend)
-        except OSError as exc:
-            raise StartupError(f"cannot use etcd at {self._url}: {exc}") from exc
-        self._connected = client
+        """Raises StartupError when etcd does not reply in time, or refuses, and ConfigError when
+        a file that its URL names cannot be read any more."""
+        timeout_s, backend = self._timeout_s, self._backend
+        with self._errors():
+            self._connected = EtcdClient(self._address, timeout_s=timeout_s, backend=backend)
         try:
             await self._probe()
         except BaseException:
@@ -216,6 +215,8 @@ class EtcdStore:
             raise StoreUnavailable(f"etcd at {self._url}: {_meaning(details(exc))}") from exc
         except TimeoutError as exc:
             raise StoreUnavailable(f"etcd at {self._url}: timeout, no answer in time") from exc
+        except ConfigError as exc:
+            raise ConfigError([f"etcd URL {self._url}: {exc}"]) from exc
 
 
 def _meaning(text: str) -> str:

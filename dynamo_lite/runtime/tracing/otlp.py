@@ -71,11 +71,24 @@ class OtlpTracer:
         self._ids = _GivenIds()
         self._exporter: SpanExporter | None = None
         self._provider: TracerProvider | None = None
+        self._cancelled = False
+        #: Guards the two above until the tracer is open.
+        self._opening = threading.Lock()
 
     async def __aenter__(self) -> Self:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._provider = await asyncio.to_thread(self._open)
+        try:
+            await asyncio.to_thread(self._open)
+        except BaseException:
+            # A cancel does not end the thread that opens: whoever comes second closes.
+            with self._opening:
+                self._cancelled = True
+                provider, self._provider = self._provider, None
+            if provider is not None:
+                threading.Thread(target=provider.shutdown, name="trace-close", daemon=True).start()
+            raise
+        assert self._provider is not None
         self._tracer = self._provider.get_tracer("dynamo_lite", __version__)
         return self
 
@@ -96,10 +109,12 @@ class OtlpTracer:
         try:
             async with asyncio.timeout(_FLUSH_S):
                 await closed.wait()
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as exc:
             assert self._exporter is not None
             give_up = self._exporter.shutdown
             threading.Thread(target=give_up, name="trace-give-up", daemon=True).start()
+            if isinstance(exc, asyncio.CancelledError):
+                raise
 
     def begin(self, incoming: TraceContext | None) -> TraceContext | None:
         if incoming is not None:
@@ -141,7 +156,8 @@ class OtlpTracer:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(_nanoseconds(max(start, end) + offset))
 
-    def _open(self) -> TracerProvider:
+    def _open(self) -> None:
+        """Runs in a thread."""
         provider = TracerProvider(
             resource=Resource.create(self._resource),
             sampler=ALWAYS_ON,
@@ -150,7 +166,11 @@ class OtlpTracer:
         )
         self._exporter = _LoggingExporter(_exporter(self._options))
         provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        return provider
+        with self._opening:
+            if not self._cancelled:
+                self._provider = provider
+                return
+        provider.shutdown()
 
 
 class _LoggingExporter(SpanExporter):

@@ -129,15 +129,20 @@ class RustProcess:
             await asyncio.wait(
                 {ended, answered}, timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED
             )
+            if answered.done() and answered.exception() is not None:
+                # The connection was accepted and then broke. If the process is ending, its code
+                # and its last lines say more.
+                await asyncio.wait({ended}, timeout=_END_S)
             if self.ended:
                 raise StartupError(f"vllm-rs ended with code {self._process.returncode}: {self}")
             if not answered.done():
                 raise StartupError(f"vllm-rs was not ready within {_READY_S:g} s: {self}")
             if (answer := answered.result()) != b"200":
                 raise StartupError(f"vllm-rs answered {answer!r} on /health: {self}")
+        except (OSError, ValueError) as exc:  # ValueError: a line without an end
+            raise StartupError(f"the health request to vllm-rs failed: {exc}: {self}") from exc
         finally:
-            ended.cancel()
-            answered.cancel()
+            await end_tasks(ended, answered)
 
     async def run(self, url: str) -> None:
         """Returns at the end of a drain. Updates `unhealthy` by health requests to `url`.
@@ -222,12 +227,16 @@ async def _failure(url: str) -> str:
 
 
 async def _get_health(url: str) -> bytes:
-    """The status; the connection waits in the socket's backlog until the process accepts it."""
+    """The status; the connection waits in the socket's backlog until the process accepts it.
+
+    Raises OSError, and ValueError for a line without an end.
+    """
     host, _, port = url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     try:
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        line = await reader.readline()
+        if not (line := await reader.readline()):
+            raise ConnectionResetError("it closed the connection without an answer")
         return line.split(b" ")[1] if line.count(b" ") > 1 else line
     finally:
         writer.close()
