@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
@@ -273,3 +275,46 @@ async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_
             await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
             await asyncio.sleep(1.0)
         await scene.ask("r3")
+
+
+class Broken(Exception):
+    """Stands for a fault in the code of a loop."""
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise Broken
+
+
+@pytest.mark.parametrize("loop", ["queue-view", "demand", "links", "roster", "options"])
+def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
+    loop: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    @virtual
+    async def body() -> None:
+        scene = Scene()
+        net = scene.decode.net
+        monkeypatch.setattr(net._tuning, "change", broken)
+        with pytest.raises(Broken):
+            async with scene.open(WRITER):
+                match loop:
+                    case "queue-view":
+                        monkeypatch.setattr(net.queue_watch, "_see", broken)
+                    case "demand":
+                        monkeypatch.setattr(net.backlog._follower, "totals", broken)
+                    case "links":
+                        monkeypatch.setattr(net.workers._links, "_apply", broken)
+                        await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
+                    case "roster":
+                        assert net.workers._roster is not None
+                        monkeypatch.setattr(net.workers._roster, "_apply", broken)
+                        await scene.join(OTHER)
+                    case _:
+                        record = LiveOptionsRecord(
+                            version=1, values=VllmWorkerLiveOptions(max_prefill_queue_size=1)
+                        )
+                        key = names.tuning_key(NAMESPACE, "VllmWorker")
+                        await scene.store.put(key, encode_tuning(record))
+                await asyncio.Event().wait()
+
+    body()
+    assert any(record.getMessage().endswith(" failed") for record in caplog.records)

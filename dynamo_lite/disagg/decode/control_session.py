@@ -42,6 +42,7 @@ from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.sealed_records import RecordSeals
+from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +101,21 @@ class ControlSession:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
+        """Raises the failure of a loop without which the engine would work with what it knew."""
         config = self._config
         subject = config.namespace, config.engine_id
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
+            on_failure = await enter(needed())
             messaging = await enter(self._outside.messaging())
             self._queue = queue = await enter(self._outside.queue(self._role.queue))
             self.events.connect(queue, messaging)
             store = await enter(self._outside.store())
             seals = RecordSeals.of_file(config.secret_file)
-            await enter(self._tuning.follow(store, config.namespace, self._on_drop, seals))
-            await enter(self.workers.follow(store, messaging, self._on_usable_change))
+            await enter(
+                self._tuning.follow(store, config.namespace, self._on_drop, seals, on_failure)
+            )
+            await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
             await enter(self._writer_events.serving(messaging))
             for name, where, handler in (
                 (names.leave_subject, "leave", self._on_leave),
@@ -120,8 +125,8 @@ class ControlSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
-            await enter(self.backlog.running(messaging))
-            await enter(self.queue_watch.running(queue, messaging))
+            await enter(self.backlog.running(messaging, on_failure))
+            await enter(self.queue_watch.running(queue, messaging, on_failure))
             async with self.events.running():
                 self.workers.listen(self._writer_events.on_members, self._writer_events.on_health)
                 with queue.on_lost(self._on_queue_lost):
