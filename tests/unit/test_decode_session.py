@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.transfer_params import time_limit
+from dynamo_lite.policy.instructions import DeleteJob
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode_sealed
@@ -15,7 +16,7 @@ from dynamo_lite.protocol.live_options import (
     VllmWorkerLiveOptions,
     encode_tuning,
 )
-from dynamo_lite.protocol.prefill import Leave
+from dynamo_lite.protocol.prefill import Granted, Leave, WriterDone
 from tests.builders import ENGINE, NAMESPACE, loop_time
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, OtherEngine, Scene
@@ -318,3 +319,55 @@ def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
 
     body()
     assert any(record.getMessage().endswith(" failed") for record in caplog.records)
+
+
+@pytest.mark.parametrize("event", ["writer_done", "writer_silent", "published"])
+def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
+    event: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Instructions may be lost, for which a request would wait for ever."""
+    about: list[str] = []
+
+    @virtual
+    async def body() -> None:
+        scene = Scene()
+        with pytest.raises(Broken):
+            async with scene.open(WRITER):
+                monkeypatch.setattr(scene.decode.half._book.ledger, event, broken)
+                if event == "writer_silent":
+                    about.append(f"writer {WRITER:x} is silent")
+                    await scene.hush(WRITER)
+                    await asyncio.Event().wait()
+                assert scene.decode.admit(prompt("r1", 10)) > 0
+                [attempt] = scene.decode.attempts
+                about.append(f"request r1: attempt {attempt}")
+                if event == "writer_done":
+                    await scene.decode.network()
+                    assert await scene.decode.claim(attempt, WRITER) == Granted()
+                    done = WriterDone(attempt=attempt, writer_lease_id=WRITER, outcome="failed")
+                    subject = names.writer_done_subject(NAMESPACE, ENGINE)
+                    await scene.decode.messaging.publish(subject, encode_sealed(done))
+                else:
+                    await scene.decode.network()
+                await asyncio.Event().wait()
+
+    body()
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"{about[0]}: the ledger failed at this event: Broken()" in lines
+
+
+@virtual
+async def test_an_instruction_that_fails_does_not_stop_the_next_one():
+    async with Scene().open(WRITER) as scene:
+        deleted: list[int] = []
+
+        async def delete(sequence: int) -> bool:
+            deleted.append(sequence)
+            if sequence == 1:
+                raise Broken
+            return True
+
+        assert scene.decode.net.events._queue is not None
+        scene.decode.net.events._queue.delete = delete  # type: ignore[method-assign]
+        await scene.decode.net.events.carry_out([DeleteJob(1), DeleteJob(2)])
+        assert deleted == [1, 2]

@@ -127,7 +127,7 @@ class ControlSession:
                 await enter(messaging.serve(name(*subject), handler))
             await enter(self.backlog.running(messaging, on_failure))
             await enter(self.queue_watch.running(queue, messaging, on_failure))
-            async with self.events.running():
+            async with self.events.running(on_failure):
                 self.workers.listen(self._writer_events.on_members, self._writer_events.on_health)
                 with queue.on_lost(self._on_queue_lost):
                     yield
@@ -139,8 +139,9 @@ class ControlSession:
         blocks = blocks_digest(job.block_ids, job.prefix_block_ids)
         with self._book.lock:
             self._book.ledger.offered(job.attempt, blocks)
+        about = "request %s: attempt %s", job.request_id, job.attempt
         if not self.workers.usable:
-            await self.events.apply(lambda ledger: ledger.not_published(job.attempt))
+            await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
             return
         try:
             lane = self.backlog.lane_of(job_tokens(job), job.priority)
@@ -151,13 +152,16 @@ class ControlSession:
             )
             if not isinstance(exc, QueueFull):
                 self.queue_watch.doubt()
-            await self.events.apply(lambda ledger: ledger.not_published(job.attempt))
-        except Exception:
-            await self.events.apply(lambda ledger: ledger.not_published(job.attempt))
+            await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
+        except Exception as exc:
+            logger.error(
+                "request %s: computed locally, queueing the job failed: %r", job.request_id, exc
+            )
+            await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
             raise
         else:
             self._prefills.published(job.attempt)
-            await self.events.apply(lambda ledger: ledger.published(job.attempt, sequence))
+            await self.events.apply(lambda ledger: ledger.published(job.attempt, sequence), *about)
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()
@@ -171,7 +175,9 @@ class ControlSession:
         if decode_leave(payload).lease_id != self._config.lease_id:
             raise ProtocolError("leave message with the lease id of another worker")
         self.leaving = True
-        await self.events.apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        await self.events.apply(
+            lambda ledger: ledger.withdraw_queued(Outcome.LEAVING), "the worker leaves"
+        )
         return b""
 
     async def _on_poll(self, payload: bytes) -> bytes:
@@ -180,13 +186,17 @@ class ControlSession:
 
     def _on_queue_lost(self) -> None:
         """The queued jobs are lost: no writer would claim them before their deadlines."""
-        self.events.apply_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
+        self.events.apply_soon(
+            lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST), "the queue is lost"
+        )
 
     def _on_usable_change(self) -> None:
         self.queue_watch.workers_changed()
         self.workers.warn_if_none_usable()
         if not self.workers.usable:
-            self.events.apply_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
+            self.events.apply_soon(
+                lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER), "no writer is usable"
+            )
 
     @property
     def queue_jobs(self) -> int | None:
