@@ -6,7 +6,9 @@ never blocks) and the locked state of the caller.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 import uvloop
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
@@ -43,11 +46,22 @@ class Bridge(Protocol):
 OpenBridge = Callable[[Session], Bridge]
 
 
-class ThreadBridge:
-    """Runs the session in an event loop of its own thread."""
+def _end_process() -> None:
+    # The engine's thread may be anywhere, and an exception in this thread would not reach it.
+    os._exit(EXIT_OWNED_TASK_FAILED)
 
-    def __init__(self, session: Session):
-        self._session = session
+
+class ThreadBridge:
+    """Runs the session in an event loop of its own thread.
+
+    end_process: called in that thread when the session has ended without `close`. An engine without
+    its session would hold blocks, and never learn what becomes of its requests: its process ends,
+    and the worker is started again.
+    """
+
+    def __init__(self, session: Session, *, end_process: Callable[[], None] = _end_process):
+        self._session, self._end_process = session, end_process
+        self._closing = False
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._ready = threading.Event()
@@ -75,20 +89,29 @@ class ThreadBridge:
             coroutine.close()
 
     def close(self) -> None:
+        self._closing = True
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
+            asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(self._main())
         except BaseException as exc:
             self._failure = exc
-            logger.error("the engine's bridge failed: %s", exc)
-        finally:
-            self._ready.set()
-            self._loop.close()
+        if self._ready.is_set() and not self._closing:
+            logger.critical(
+                "the engine's bridge has ended, and so does this process, with exit code %d: %r",
+                EXIT_OWNED_TASK_FAILED,
+                self._failure,
+            )
+            self._end_process()
+        elif self._failure is not None:
+            logger.error("the engine's bridge failed: %r", self._failure)
+        self._ready.set()
+        self._loop.close()
 
     async def _main(self) -> None:
         async with self._session(), self._tasks:

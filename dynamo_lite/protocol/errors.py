@@ -122,7 +122,7 @@ class QueueFull(DynamoLiteError):
 
 
 class PushAmbiguous(DynamoLiteError):
-    """The push was sent, and no answer came: the job may or may not be queued."""
+    """The push was sent, and no answer that can be read came: the job may or may not be queued."""
 
 
 class EngineDied(DynamoLiteError):

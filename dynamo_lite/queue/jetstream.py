@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-import msgspec
 from nats import errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -24,6 +23,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.incarnation import Incarnations
 from dynamo_lite.queue.job import JetStreamJob
+from dynamo_lite.queue.malformed import MALFORMED, readable
 from dynamo_lite.queue.puller import Puller
 from dynamo_lite.queue.topology import API_TIMEOUT_S, Topology, identities
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -135,6 +135,8 @@ class JetStreamQueue:
                 timeout=timeout_s,
                 headers={"Nats-Msg-Id": message_id},
             )
+            if not isinstance(answer.seq, int):  # nats-py does not check
+                raise TypeError(f"the sequence {answer.seq!r}")
         except NoStreamResponseError:
             raise
         except errors.TimeoutError as exc:
@@ -145,7 +147,7 @@ class JetStreamQueue:
             raise BrokerUnavailable(f"push refused: {exc.description}") from exc
         except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
             raise BrokerUnavailable(f"push not sent: {exc}") from exc
-        except (errors.Error, OSError, ValueError) as exc:
+        except (errors.Error, OSError, *MALFORMED) as exc:
             raise PushAmbiguous(f"push failed, the job may be queued: {exc!r}") from exc
         if answer.seq <= newest and not answer.duplicate:
             self._counts_again = True
@@ -254,8 +256,9 @@ class JetStreamQueue:
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
-            yield
-        except (errors.Error, OSError, TimeoutError, msgspec.DecodeError) as exc:
+            with readable(what):
+                yield
+        except (errors.Error, OSError, TimeoutError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"{what}: {reason}") from exc
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from nats.errors import Error
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.queue.malformed import readable
 from dynamo_lite.queue.topology import Topology
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -41,5 +43,5 @@ async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOp
     """
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     topology = Topology(stream, subject, QueueConfig.of(options))
-    with contextlib.suppress(Error):
+    with contextlib.suppress(Error, BrokerUnavailable), readable("checking the queue"):
         await topology.check(messaging.client, clustered=messaging.clustered)

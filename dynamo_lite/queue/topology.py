@@ -123,7 +123,7 @@ class Topology:
         again.
 
         Raises StartupError if the queue exists with another configuration, or needs a cluster.
-        Errors of the client pass through.
+        Errors of the client pass through, and what `malformed.py` names.
         """
         js = client.jetstream(timeout=API_TIMEOUT_S)
         stream = await self._stream(js)
@@ -137,12 +137,12 @@ class Topology:
         for lane in self.config.lanes:
             await js.add_consumer(self.stream, self._consumer_config(lane))
         consumers = await self.consumers(client)
-        return Found(_identity(stream), identities(consumers), stream.state.last_seq)
+        return Found(_identity(stream), identities(consumers), _last_sequence(stream))
 
     async def check(self, client: Client, *, clustered: bool) -> None:
         """Raises StartupError if `ensure` would; changes nothing.
 
-        clustered: whether the server is one of a cluster. Errors of the client pass through.
+        clustered: whether the server is one of a cluster. Errors pass through as from `ensure`.
         """
         if self.config.replicas > 1 and not clustered:
             raise StartupError(single_server_text(self.config.replicas))
@@ -155,8 +155,8 @@ class Topology:
 
         One request for all lanes. The answer has no second page: the consumers of a work queue
         have disjoint subjects, so there are no more of them than lanes. Errors of the client
-        pass through; raises msgspec.DecodeError if the answer is malformed, and
-        ServiceUnavailableError if the state of a consumer is unknown.
+        pass through, and what `malformed.py` names; raises ServiceUnavailableError if the state
+        of a consumer is unknown.
         """
         subject = f"$JS.API.CONSUMER.LIST.{self.stream}"
         answer = _decode_list((await client.request(subject, timeout=API_TIMEOUT_S)).data)
@@ -210,11 +210,11 @@ class Topology:
         looks like the old one, and counts from the same first sequence.
         """
         if not counts_again:
-            if stream.state.last_seq >= newest:
+            if _last_sequence(stream) >= newest:
                 return stream
             await asyncio.sleep(_CATCH_UP_S)
             again = await self._stream(js)
-            if again is None or again.state.last_seq >= newest:
+            if again is None or _last_sequence(again) >= newest:
                 return again
             if not _in_step(again):
                 raise BrokerUnavailable(f"the replicas of the queue {self.stream} differ")
@@ -291,6 +291,13 @@ def _in_step(stream: StreamInfo) -> bool:
     """Whether all replicas that are up have what the leader has."""
     peers = (stream.cluster.replicas if stream.cluster else None) or []
     return all(peer.current or peer.offline for peer in peers)
+
+
+def _last_sequence(stream: StreamInfo) -> int:
+    """nats-py takes any type of it."""
+    if not isinstance(found := stream.state.last_seq, int):
+        raise TypeError(f"the last sequence {found!r}")
+    return found
 
 
 def _identity(stream: StreamInfo) -> Hashable:

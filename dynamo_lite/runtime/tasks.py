@@ -116,6 +116,38 @@ class OwnedTasks:
             self._on_failure(task, exc)
 
 
+class needed:
+    """A context whose body needs tasks of other owners: entering it returns their `OnFailure`.
+
+    When one of them fails, the body is cancelled, and the context raises that failure. All failures
+    are logged; those after the first one, and after the body, only that.
+    """
+
+    def __init__(self) -> None:
+        self._body: asyncio.Task[Any] | None = None
+        self._cancels = 0
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> OnFailure:
+        self._body = asyncio.current_task()
+        assert self._body is not None
+        self._cancels = self._body.cancelling()
+        return self._failed
+
+    async def __aexit__(self, *_: object) -> None:
+        body, self._body = self._body, None
+        if self._failure is None or body is None:
+            return
+        if body.uncancel() <= self._cancels:  # otherwise its owner has cancelled it, too
+            raise self._failure
+
+    def _failed(self, task: asyncio.Task[Any], exc: BaseException) -> None:
+        log_failure(task, exc)
+        if self._failure is None and self._body is not None:
+            self._failure = exc
+            self._body.cancel()
+
+
 class running(Generic[T]):
     """Runs `coro` as a task while the context lasts; its failure does not end the context.
 

@@ -3,7 +3,10 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from dynamo_lite.disagg.transfer_params import time_limit
+from dynamo_lite.policy.instructions import DeleteJob
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode_sealed
@@ -13,7 +16,7 @@ from dynamo_lite.protocol.live_options import (
     VllmWorkerLiveOptions,
     encode_tuning,
 )
-from dynamo_lite.protocol.prefill import Leave
+from dynamo_lite.protocol.prefill import Granted, Leave, WriterDone
 from tests.builders import ENGINE, NAMESPACE, loop_time
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, OtherEngine, Scene
@@ -273,3 +276,98 @@ async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_
             await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
             await asyncio.sleep(1.0)
         await scene.ask("r3")
+
+
+class Broken(Exception):
+    """Stands for a fault in the code of a loop."""
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise Broken
+
+
+@pytest.mark.parametrize("loop", ["queue-view", "demand", "links", "roster", "options"])
+def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
+    loop: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    @virtual
+    async def body() -> None:
+        scene = Scene()
+        net = scene.decode.net
+        monkeypatch.setattr(net._tuning, "change", broken)
+        with pytest.raises(Broken):
+            async with scene.open(WRITER):
+                match loop:
+                    case "queue-view":
+                        monkeypatch.setattr(net.queue_watch, "_see", broken)
+                    case "demand":
+                        monkeypatch.setattr(net.backlog._follower, "totals", broken)
+                    case "links":
+                        monkeypatch.setattr(net.workers._links, "_apply", broken)
+                        await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
+                    case "roster":
+                        assert net.workers._roster is not None
+                        monkeypatch.setattr(net.workers._roster, "_apply", broken)
+                        await scene.join(OTHER)
+                    case _:
+                        record = LiveOptionsRecord(
+                            version=1, values=VllmWorkerLiveOptions(max_prefill_queue_size=1)
+                        )
+                        key = names.tuning_key(NAMESPACE, "VllmWorker")
+                        await scene.store.put(key, encode_tuning(record))
+                await asyncio.sleep(60)  # virtual, and cut short
+
+    body()
+    assert any(record.getMessage().endswith(" failed") for record in caplog.records)
+
+
+@pytest.mark.parametrize("event", ["writer_done", "writer_silent", "published"])
+def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
+    event: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Instructions may be lost, for which a request would wait for ever."""
+    about: list[str] = []
+
+    @virtual
+    async def body() -> None:
+        scene = Scene()
+        with pytest.raises(Broken):
+            async with scene.open(WRITER):
+                monkeypatch.setattr(scene.decode.half._book.ledger, event, broken)
+                if event == "writer_silent":
+                    about.append(f"writer {WRITER:x} is silent")
+                    await scene.hush(WRITER)
+                    await asyncio.sleep(60)
+                assert scene.decode.admit(prompt("r1", 10)) > 0
+                [attempt] = scene.decode.attempts
+                about.append(f"request r1: attempt {attempt}")
+                if event == "writer_done":
+                    await scene.decode.network()
+                    assert await scene.decode.claim(attempt, WRITER) == Granted()
+                    done = WriterDone(attempt=attempt, writer_lease_id=WRITER, outcome="failed")
+                    subject = names.writer_done_subject(NAMESPACE, ENGINE)
+                    await scene.decode.messaging.publish(subject, encode_sealed(done))
+                else:
+                    await scene.decode.network()
+                await asyncio.sleep(60)  # virtual, and cut short
+
+    body()
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"{about[0]}: the ledger failed at this event: Broken()" in lines
+
+
+@virtual
+async def test_an_instruction_that_fails_does_not_stop_the_next_one():
+    async with Scene().open(WRITER) as scene:
+        deleted: list[int] = []
+
+        async def delete(sequence: int) -> bool:
+            deleted.append(sequence)
+            if sequence == 1:
+                raise Broken
+            return True
+
+        assert scene.decode.net.events._queue is not None
+        scene.decode.net.events._queue.delete = delete  # type: ignore[method-assign]
+        await scene.decode.net.events.carry_out([DeleteJob(1), DeleteJob(2)])
+        assert deleted == [1, 2]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Landed, decode_notice
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
 from tests.builders import engine_metadata, expecting
@@ -32,9 +34,15 @@ TOKENS = [block * HERE + token for block in LOCAL for token in range(HERE)][THER
 
 
 class Mover(MemoryMover):
-    """stuck: whether writes stay under way. broken: whether the next one fails."""
+    """stuck: whether writes stay under way. broken: whether the next one fails. full: whether no
+    more memory can be registered."""
 
-    stuck, broken = False, False
+    stuck, broken, full = False, False, False
+
+    def register(self, spans, memory, device):
+        if self.full:
+            raise Exception("NIXL_ERR_BACKEND")  # NIXL's errors have no other base
+        super().register(spans, memory, device)
 
     def write(self, peer, local, remote, *, memory, notice=b""):
         if self.broken:
@@ -261,6 +269,59 @@ def test_without_staging_memory_the_peer_is_refused():
     pair.prefill._writes._staging._open = none_left
     pair.step(write(0, 3), ended=True)
     assert "bytes of staging: out of memory" in pair.failures()["a1"]
+
+
+def test_staging_memory_that_cannot_be_registered_fails_only_that_link():
+    """The engine's step goes on, peers with the same blocks are written to, and a later try of
+    the link may succeed."""
+    pair = Pair()
+    alike = engine_metadata(
+        "e", block_size_tokens=HERE, num_blocks=BLOCKS, ranks=tuple(pair.source.ranks)
+    )
+    pair.mover.full = True
+    pair.step(write(0, 3), ended=True)
+    size = staging.SLOTS * staging.SLOT_BYTES
+    why = f"{size} bytes of staging could not be registered: NIXL_ERR_BACKEND"
+    assert why in pair.failures()["a1"]
+    plain = BlockWrite(
+        attempt="a2",
+        request_id="p-a2",
+        target_engine="e",
+        local_ids=[1],
+        remote_ids=[1],  # its blocks are this rank's own: nothing changes
+        last=True,
+        num_blocks=1,
+        scheduled=0.0,
+    )
+    pair.prefill.step(
+        PrefillStep(writes=[plain], targets={"e": encode(alike)}, ended=[("a2", "p-a2", True)]),
+        lambda: True,
+    )
+    assert (pair.prefill.results().sent, pair.failures()) == ({"p-a2"}, {})
+    pair.mover.full = False
+    pair.expect("a3")
+    pair.step(write(0, 3, attempt="a3"), ended=True)
+    assert (pair.prefill.results().sent, pair.failures()) == ({"p-a3"}, {})
+    assert pair.settle() == ({"r-a3"}, set())
+    pair.check()
+    assert pair.free_slots == staging.SLOTS
+
+
+def test_real_nixl_refuses_memory_of_another_kind_and_the_link_fails():
+    """Host memory that is said to be of a GPU stands for memory that NIXL cannot register."""
+    pair = Pair()
+    own = msgspec.structs.replace(pair.source.ranks[0], memory="VRAM")
+    lanes = [
+        replace(lane, staged=True) for lane in join("d", pair.source.ranks, pair.target.ranks)[0, 0]
+    ]
+    mover = NixlMover("unregistrable")
+    try:
+        memory = staging.Staging(mover, own, pair.source.transposer(0), slots=1, slot_bytes=1 << 16)
+        for _ in range(2):
+            with pytest.raises(TransferError, match="staging could not be registered: NIXL_ERR"):
+                memory.layout("d", lanes)
+    finally:
+        mover.close()
 
 
 def test_what_differs_is_not_read():

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from dynamo_lite.runtime.tasks import CANCEL_AGAIN_S, OwnedTasks, end_tasks, running
+from dynamo_lite.runtime.tasks import CANCEL_AGAIN_S, OwnedTasks, end_tasks, needed, running
 from tests.builders import loop_time
 from tests.unit.virtual import virtual
 
@@ -216,4 +216,83 @@ async def test_running_ends_its_task_with_the_context():
             assert task.get_name() == "follower"
             await asyncio.sleep(1)
             raise KeyError
+    assert task.cancelled()
+
+
+def test_a_body_ends_with_the_failure_of_a_task_that_it_needs(caplog: pytest.LogCaptureFixture):
+    left: list[str] = []
+
+    @virtual
+    async def body() -> None:
+        lost = asyncio.Event()
+
+        async def follows() -> None:
+            await lost.wait()
+            raise ValueError("lost")
+
+        with pytest.raises(ValueError, match="lost"):
+            async with needed() as on_failure:
+                async with running(follows(), name="follower", on_failure=on_failure):
+                    try:
+                        lost.set()
+                        await forever()
+                    finally:
+                        await asyncio.sleep(1)  # what is cleaned up is not cut short
+                        left.append("body")
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+        await asyncio.sleep(1)
+
+    body()
+    assert left == ["body"]
+    assert [record.getMessage() for record in caplog.records] == ["task follower failed"]
+
+
+@virtual
+async def test_a_needed_task_that_ends_or_does_not_changes_nothing():
+    async with needed() as on_failure:
+        async with (
+            running(asyncio.sleep(0), name="short", on_failure=on_failure) as short,
+            running(forever(), name="long", on_failure=on_failure),
+        ):
+            await short
+            await asyncio.sleep(1)
+    with pytest.raises(KeyError):
+        async with needed():
+            raise KeyError
+
+
+def test_only_the_first_failure_of_needed_tasks_ends_the_body(caplog: pytest.LogCaptureFixture):
+    @virtual
+    async def body() -> None:
+        with pytest.raises(ValueError, match="first"):
+            async with needed() as on_failure:
+                async with OwnedTasks(on_failure) as tasks:
+                    tasks.start(fails(ValueError("first")), name="a")
+                    tasks.start(fails(ValueError("second")), name="b")
+                    await forever()
+        async with OwnedTasks(on_failure) as tasks:  # nobody needs it any more
+            tasks.start(fails(ValueError("late")), name="c")
+            await asyncio.sleep(1)
+
+    body()
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["task a failed", "task b failed", "task c failed"]
+
+
+@virtual
+async def test_a_cancel_of_the_body_s_owner_is_not_replaced_by_a_failure():
+    async def owner() -> None:
+        async with needed() as on_failure:
+            async with OwnedTasks(on_failure) as tasks:
+                tasks.start(fails(ValueError("lost")), name="a")
+                try:
+                    await forever()
+                finally:
+                    await asyncio.sleep(2)
+
+    task = asyncio.create_task(owner())
+    await asyncio.sleep(1)
+    task.cancel()
+    await asyncio.wait([task])
     assert task.cancelled()

@@ -30,7 +30,7 @@ from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +117,15 @@ class BacklogExchange:
         self.changed()
 
     @contextlib.asynccontextmanager
-    async def running(self, messaging: Messaging) -> AsyncIterator[None]:
+    async def running(
+        self, messaging: Messaging, on_failure: OnFailure = log_failure
+    ) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._follower.follow(messaging))
             stack.enter_context(messaging.watch_connection(self._on_connection))
             try:
-                async with running(self._publish_changes(messaging), name="prefill-demand"):
+                publishing = self._publish_changes(messaging)
+                async with running(publishing, name="prefill-demand", on_failure=on_failure):
                     yield
             finally:
                 await self._publish(messaging, leaving=True)

@@ -42,6 +42,7 @@ from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.sealed_records import RecordSeals
+from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +101,21 @@ class ControlSession:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
+        """Raises the failure of a loop without which the engine would work with what it knew."""
         config = self._config
         subject = config.namespace, config.engine_id
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
+            on_failure = await enter(needed())
             messaging = await enter(self._outside.messaging())
             self._queue = queue = await enter(self._outside.queue(self._role.queue))
             self.events.connect(queue, messaging)
             store = await enter(self._outside.store())
             seals = RecordSeals.of_file(config.secret_file)
-            await enter(self._tuning.follow(store, config.namespace, self._on_drop, seals))
-            await enter(self.workers.follow(store, messaging, self._on_usable_change))
+            await enter(
+                self._tuning.follow(store, config.namespace, self._on_drop, seals, on_failure)
+            )
+            await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
             await enter(self._writer_events.serving(messaging))
             for name, where, handler in (
                 (names.leave_subject, "leave", self._on_leave),
@@ -120,9 +125,9 @@ class ControlSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
-            await enter(self.backlog.running(messaging))
-            await enter(self.queue_watch.running(queue, messaging))
-            async with self.events.running():
+            await enter(self.backlog.running(messaging, on_failure))
+            await enter(self.queue_watch.running(queue, messaging, on_failure))
+            async with self.events.running(on_failure):
                 self.workers.listen(self._writer_events.on_members, self._writer_events.on_health)
                 with queue.on_lost(self._on_queue_lost):
                     yield
@@ -134,8 +139,9 @@ class ControlSession:
         blocks = blocks_digest(job.block_ids, job.prefix_block_ids)
         with self._book.lock:
             self._book.ledger.offered(job.attempt, blocks)
+        about = "request %s: attempt %s", job.request_id, job.attempt
         if not self.workers.usable:
-            await self.events.apply(lambda ledger: ledger.not_published(job.attempt))
+            await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
             return
         try:
             lane = self.backlog.lane_of(job_tokens(job), job.priority)
@@ -146,13 +152,16 @@ class ControlSession:
             )
             if not isinstance(exc, QueueFull):
                 self.queue_watch.doubt()
-            await self.events.apply(lambda ledger: ledger.not_published(job.attempt))
-        except Exception:
-            await self.events.apply(lambda ledger: ledger.not_published(job.attempt))
+            await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
+        except Exception as exc:
+            logger.error(
+                "request %s: computed locally, queueing the job failed: %r", job.request_id, exc
+            )
+            await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
             raise
         else:
             self._prefills.published(job.attempt)
-            await self.events.apply(lambda ledger: ledger.published(job.attempt, sequence))
+            await self.events.apply(lambda ledger: ledger.published(job.attempt, sequence), *about)
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()
@@ -166,7 +175,9 @@ class ControlSession:
         if decode_leave(payload).lease_id != self._config.lease_id:
             raise ProtocolError("leave message with the lease id of another worker")
         self.leaving = True
-        await self.events.apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        await self.events.apply(
+            lambda ledger: ledger.withdraw_queued(Outcome.LEAVING), "the worker leaves"
+        )
         return b""
 
     async def _on_poll(self, payload: bytes) -> bytes:
@@ -175,13 +186,17 @@ class ControlSession:
 
     def _on_queue_lost(self) -> None:
         """The queued jobs are lost: no writer would claim them before their deadlines."""
-        self.events.apply_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
+        self.events.apply_soon(
+            lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST), "the queue is lost"
+        )
 
     def _on_usable_change(self) -> None:
         self.queue_watch.workers_changed()
         self.workers.warn_if_none_usable()
         if not self.workers.usable:
-            self.events.apply_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
+            self.events.apply_soon(
+                lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER), "no writer is usable"
+            )
 
     @property
     def queue_jobs(self) -> int | None:

@@ -16,6 +16,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import CancelAttempt
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import OnFailure, OwnedTasks, log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -24,41 +25,60 @@ class LedgerEvents:
     """Runs on the bridge's thread.
 
     Instructions about blocks are left for the engine's next step. Those for the network are carried
-    out here, from `connect` on.
+    out here, from `connect` on. One that fails is logged, and the others are carried out.
+
+    When the ledger itself fails at an event, its state is unknown, and instructions may be lost
+    for which a request waits. So that ends the session, see `running`.
     """
 
     def __init__(self, config: EngineConfig, book: LockedLedger):
         self._config, self._book = config, book
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks: OwnedTasks | None = None
+        self._on_failure: OnFailure = log_failure
 
     def connect(self, queue: PrefillQueue, messaging: Messaging) -> None:
         self._queue, self._messaging = queue, messaging
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Owns what `start` starts, and waits for its end."""
-        async with asyncio.TaskGroup() as self._tasks:
+    async def running(self, on_failure: OnFailure = log_failure) -> AsyncIterator[None]:
+        """Owns what `start` starts, and waits for its end. on_failure: of an event."""
+        async with OwnedTasks() as tasks:
+            self._tasks, self._on_failure = tasks, on_failure
             try:
                 yield
             finally:  # the roster and the links end later, and may still report changes
-                self._tasks = None
+                self._tasks, self._on_failure = None, log_failure
+            await tasks.join()
 
-    async def apply(self, event: Callable[[Ledger], list[Instruction]]) -> None:
-        with self._book.lock:
-            instructions = event(self._book.ledger)
-            self._book.leave_for_engine(instructions)
+    async def apply(
+        self, event: Callable[[Ledger], list[Instruction]], about: str, *ids: object
+    ) -> None:
+        """about: what the event concerns, for the log, a format for `ids`."""
+        try:
+            with self._book.lock:
+                instructions = event(self._book.ledger)
+                self._book.leave_for_engine(instructions)
+        except Exception as exc:
+            # JSON lines take their ids from the arguments.
+            logger.error(f"{about}: the ledger failed at this event: %r", *ids, exc)
+            task = asyncio.current_task()
+            assert task is not None
+            self._on_failure(task, exc)
+            raise
         await self.carry_out(instructions)
 
-    def apply_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+    def apply_soon(
+        self, event: Callable[[Ledger], list[Instruction]], about: str, *ids: object
+    ) -> None:
         """For callers that cannot wait."""
-        self.start(self.apply(event))
+        self.start(self.apply(event, about, *ids), about % ids)
 
-    def start(self, coro: Coroutine[Any, Any, None]) -> None:
+    def start(self, coro: Coroutine[Any, Any, None], about: str) -> None:
         """Runs it as a task; drops it outside of `running`."""
         if self._tasks is not None:
-            self._tasks.create_task(coro)
+            self._tasks.start(coro, name=about)
         else:
             coro.close()
 
@@ -67,16 +87,17 @@ class LedgerEvents:
         safe, because no writer gets a claim for a withdrawn attempt."""
         for instruction in instructions:
             try:
-                if isinstance(instruction, DeleteJob) and self._queue is not None:
-                    await self._queue.delete(instruction.sequence)
-                elif isinstance(instruction, CancelWriter) and self._messaging is not None:
-                    await self._messaging.publish(
-                        names.cancel_subject(self._config.namespace, instruction.writer_lease_id),
-                        encode_sealed(
-                            CancelAttempt(
-                                attempt=instruction.attempt, engine_id=self._config.engine_id
-                            )
-                        ),
-                    )
+                await self._carry_out(instruction)
             except DynamoLiteError as exc:
                 logger.warning("instruction %s failed: %s", instruction, exc)
+            except Exception:
+                logger.exception("instruction %s failed", instruction)
+
+    async def _carry_out(self, instruction: Instruction) -> None:
+        config = self._config
+        if isinstance(instruction, DeleteJob) and self._queue is not None:
+            await self._queue.delete(instruction.sequence)
+        elif isinstance(instruction, CancelWriter) and self._messaging is not None:
+            cancel = CancelAttempt(attempt=instruction.attempt, engine_id=config.engine_id)
+            subject = names.cancel_subject(config.namespace, instruction.writer_lease_id)
+            await self._messaging.publish(subject, encode_sealed(cancel))

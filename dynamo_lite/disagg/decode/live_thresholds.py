@@ -10,6 +10,7 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,12 @@ class LiveThresholds:
         self.now = self._effective(VllmWorkerLiveOptions(), 0)
 
     def follow(
-        self, store: Store, namespace: str, on_drop: OnDrop, seals: RecordSeals
+        self,
+        store: Store,
+        namespace: str,
+        on_drop: OnDrop,
+        seals: RecordSeals,
+        on_failure: OnFailure = log_failure,
     ) -> LiveOptions[LiveValues]:
         """A context. While it lasts, `now` follows the live options in the store."""
         return LiveOptions(
@@ -42,6 +48,7 @@ class LiveThresholds:
             on_change=self.change,
             on_drop=on_drop,
             seals=seals,
+            on_failure=on_failure,
         )
 
     def change(self, values: LiveValues, version: int) -> None:

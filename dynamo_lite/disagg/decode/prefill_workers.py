@@ -11,6 +11,7 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Members, OnChange, Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 
 class PrefillWorkers:
@@ -29,16 +30,21 @@ class PrefillWorkers:
 
     @contextlib.asynccontextmanager
     async def follow(
-        self, store: Store, messaging: Messaging, on_links: Callable[[], None]
+        self,
+        store: Store,
+        messaging: Messaging,
+        on_links: Callable[[], None],
+        on_failure: OnFailure = log_failure,
     ) -> AsyncIterator[None]:
         """Waits for the first listings. Raises StoreUnavailable.
 
-        on_links: called when a link has failed or works again.
+        on_links: called when a link has failed or works again. on_failure: of what follows them.
         """
         prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            self._roster = roster = await enter(Roster(store, prefix, self._on_drop))
+            roster = Roster(store, prefix, self._on_drop, on_failure)
+            self._roster = await enter(roster)
             self._health = await enter(
                 HealthMonitor(
                     messaging,
@@ -48,7 +54,7 @@ class PrefillWorkers:
                     on_drop=self._on_drop,
                 )
             )
-            await enter(self._links.follow(store, on_links))
+            await enter(self._links.follow(store, on_links, on_failure))
             yield
 
     def listen(self, on_members: OnChange, on_health: OnChange) -> None:

@@ -24,7 +24,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.queue.base import PrefillQueue, QueueDepth
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +56,16 @@ class QueueWatch:
         self._in_doubt = False
 
     @contextlib.asynccontextmanager
-    async def running(self, queue: PrefillQueue, messaging: Messaging) -> AsyncIterator[None]:
+    async def running(
+        self, queue: PrefillQueue, messaging: Messaging, on_failure: OnFailure = log_failure
+    ) -> AsyncIterator[None]:
         async def on_reading(payload: bytes) -> None:
             self._on_reading(decode_queue_reading(payload), queue)
 
         handler = counted(on_reading, "queue_reading", self._on_drop)
         async with (
             messaging.serve(self._subject, handler),
-            running(self._watch(queue, messaging), name="queue-view"),
+            running(self._watch(queue, messaging), name="queue-view", on_failure=on_failure),
         ):
             yield
 

@@ -89,14 +89,18 @@ class WriterEvents:
             now = self._clock.monotonic()
             unfinished = [i for i in left if self._book.ledger.writer_gone(i, now)]
         for lease_id in unfinished:
-            self._events.start(self._check_ended(lease_id))
+            self._events.start(self._check_ended(lease_id), f"writer {lease_id:x} has left")
         self._workers.forget_links(left)
         self._on_usable_change()
 
     def on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         """These workers respond again, and those do not any more."""
         for lease_id in lost:
-            self._events.apply_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
+            self._events.apply_soon(
+                lambda ledger, writer=lease_id: ledger.writer_silent(writer),
+                "writer %x is silent",
+                lease_id,
+            )
         self._on_usable_change()
 
     async def _on_claim(self, payload: bytes) -> bytes:
@@ -121,17 +125,20 @@ class WriterEvents:
     async def _on_done(self, payload: bytes) -> None:
         done = decode_writer_done(payload)
         written = done.outcome == "written"
+        with self._book.lock:
+            request_id = self._book.ledger.request(done.attempt)
+        about = "request %s: attempt %s", request_id, done.attempt
         if not written:
-            with self._book.lock:
-                request_id = self._book.ledger.request(done.attempt)
-            about = request_id, done.attempt, done.outcome, done.detail
-            logger.info("request %s: attempt %s: its writer reports %s: %s", *about)
+            what = request_id, done.attempt, done.outcome, done.detail
+            logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
         self._prefills.writer_done(done.attempt, done.took_s if written else None)
         if done.outcome == "died":
             now = self._clock.monotonic()
-            await self._events.apply(lambda ledger: ledger.writer_died(done.attempt, writer, now))
+            await self._events.apply(
+                lambda ledger: ledger.writer_died(done.attempt, writer, now), *about
+            )
         else:
             outcome = self._outcome_of(done)
             await self._events.apply(
@@ -142,7 +149,8 @@ class WriterEvents:
                     number=done.number,
                     outcome=outcome,
                     detail=done.detail[:_MAX_DETAIL],
-                )
+                ),
+                *about,
             )
 
     def _check_writer(self, attempt: str, writer_lease_id: int) -> None:

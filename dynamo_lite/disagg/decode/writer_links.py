@@ -18,7 +18,7 @@ from dynamo_lite.runtime.first_listing import first_event
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.members.roster import Members
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,16 @@ class WriterLinks:
             logger.info("%d live prefill workers, %d usable", len(members), len(usable))
 
     @contextlib.asynccontextmanager
-    async def follow(self, store: Store, on_change: Callable[[], None]) -> AsyncIterator[None]:
+    async def follow(
+        self, store: Store, on_change: Callable[[], None], on_failure: OnFailure = log_failure
+    ) -> AsyncIterator[None]:
         """Waits for the first listing. on_change: called from the event loop when a link has
         failed or has recovered. Raises StoreUnavailable."""
         prefix = names.links_prefix(self._namespace)
         async with store.watch(prefix) as events:
             self._apply(await first_event(events, prefix))
-            async with running(self._follow(events, on_change), name="writer-links"):
+            following = self._follow(events, on_change)
+            async with running(following, name="writer-links", on_failure=on_failure):
                 yield
 
     async def _follow(

@@ -88,15 +88,25 @@ class Staging:
         except ValueError as exc:
             raise IncompatiblePeer(peer, f"its blocks cannot be staged: {exc}") from exc
         if self._transposer is None:
-            size = self._slots * self._slot_bytes
-            try:
-                self._transposer = self._open(size)
-            except RuntimeError as exc:
-                raise TransferError(peer, f"no memory for {size} bytes of staging: {exc}") from exc
-            first = self._transposer.address
-            self._mover.register([(first, size)], self._own.memory, self._own.device)
-            self._free = [first + slot * self._slot_bytes for slot in range(self._slots)]
+            self._allocate(peer, self._open)
         return layout
+
+    def _allocate(self, peer: str, open_transposer: OpenTransposer) -> None:
+        size = self._slots * self._slot_bytes
+        try:
+            transposer = open_transposer(size)
+        except RuntimeError as exc:
+            raise TransferError(peer, f"no memory for {size} bytes of staging: {exc}") from exc
+        first = transposer.address
+        try:
+            self._mover.register([(first, size)], self._own.memory, self._own.device)
+        except Exception as exc:
+            # NIXL has many errors. The caller is an engine's step: only this peer's link fails,
+            # and the next test of a link tries again with new memory.
+            why = f"{size} bytes of staging could not be registered: {exc}"
+            raise TransferError(peer, why) from exc
+        self._transposer = transposer
+        self._free = [first + slot * self._slot_bytes for slot in range(self._slots)]
 
     def fill(self, layout: Layout, write: BlockWrite) -> Slot | None:
         """Starts to convert the write's blocks into a slot; None while no slot is free.

@@ -21,7 +21,7 @@ from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class LiveOptions(Generic[T]):
         on_change: Callable[[T, int], None],
         on_drop: OnDrop = uncounted,
         seals: RecordSeals = UNSEALED,
+        on_failure: OnFailure = log_failure,
     ):
+        self._on_failure = on_failure
         self._store, self._key = store, names.tuning_key(namespace, component)
         self._nothing, self._on_change, self._on_drop = nothing, on_change, on_drop
         self._seals, self._log_limit = seals, LogLimit()
@@ -66,7 +68,8 @@ class LiveOptions(Generic[T]):
         """Raises DeadlineExceeded or StoreUnavailable."""
         async with contextlib.AsyncExitStack() as stack:
             events = await stack.enter_async_context(self._store.watch(self._key))
-            follower = running(self._follow(events), name=f"options {self._key}")
+            name, on_failure = f"options {self._key}", self._on_failure
+            follower = running(self._follow(events), name=name, on_failure=on_failure)
             await stack.enter_async_context(follower)
             await until_listed(self._listed, f"options at {self._key}")
             self._stack = stack.pop_all()

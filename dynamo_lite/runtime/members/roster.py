@@ -15,7 +15,7 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.first_listing import first_event
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,15 @@ class Roster:
     data, they stay for a few seconds, in which they put their keys back.
     """
 
-    def __init__(self, store: Store, prefix: str, on_drop: OnDrop = uncounted):
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        on_drop: OnDrop = uncounted,
+        on_failure: OnFailure = log_failure,
+    ):
         self._store = store
+        self._on_failure = on_failure
         self._on_drop = on_drop
         self._prefix = prefix
         self._records: dict[str, EndpointRecord] = {}
@@ -94,7 +101,8 @@ class Roster:
             events = await stack.enter_async_context(self._store.watch(self._prefix))
             self._apply(await first_event(events, self._prefix))
             stack.callback(self._forget_timer)
-            follower = running(self._follow(events), name=f"roster {self._prefix}")
+            name, on_failure = f"roster {self._prefix}", self._on_failure
+            follower = running(self._follow(events), name=name, on_failure=on_failure)
             await stack.enter_async_context(follower)
             self._stack = stack.pop_all()
         return self
