@@ -126,6 +126,11 @@ class ChildProcess:
         if self._process is not None and self._process.returncode is None:
             signal_group(self._process.pid, signal.SIGKILL)
 
+    def kill_rest(self) -> None:
+        """SIGKILL to what is left of the process group. Does not wait until it is empty."""
+        if self._process is not None:
+            signal_group(self._process.pid, signal.SIGKILL)
+
     def _cannot_start(self, why: OSError) -> StartupError:
         return StartupError(f"{self._launch.name}: cannot start its process: {why}")
 

@@ -101,9 +101,6 @@ class InstanceSupervisor:
             while not self._stopping.is_set():
                 began = time.monotonic()
                 code = await self._run_once()
-                if code != 0 and self.state.lease:
-                    # A killed process has not revoked its lease itself.
-                    await self._leases.revoke(int(self.state.lease, 16))
                 if self._stopping.is_set():
                     return
                 leaves = code == 0 or self._leaves
@@ -170,7 +167,13 @@ class InstanceSupervisor:
                     child.kill()
                 elif self._stopping.is_set():
                     child.terminate()
-                return await child.run(self._on_report)
+                code = await child.run(self._on_report)
+                if code != 0 and self.state.lease:
+                    # A killed process has not revoked its lease itself. Others hear of its death
+                    # now: until the memory of its killed engine is free, seconds may pass.
+                    child.kill_rest()
+                    await self._leases.revoke(int(self.state.lease, 16))
+                return code
             finally:
                 self._child = None
 

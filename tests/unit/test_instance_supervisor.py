@@ -101,6 +101,48 @@ async def test_a_first_spawn_that_fails(keep: Any):
     assert (await keep("again", "no log folder", (0, True))).state.state == "stopped"
 
 
+class Dies(Children):
+    """Ends with SIGKILL after it was ready, and then in order; notes what is done with it."""
+
+    def __init__(self, done: list[str]):
+        super().__init__((-9, True), (0, True))
+        self.done = done
+
+    async def run(self, on_report: Callable[[dict[str, Any]], None]) -> int:
+        code = await super().run(on_report)
+        on_report({"state": "ready", "lease": "7f"})
+        return code
+
+    def kill_rest(self) -> None:
+        self.done.append("rest killed")
+
+    async def __aexit__(self, *_: object) -> None:
+        self.done.append("group empty")
+
+
+class Revoker(LeaseRevoker):
+    def __init__(self, done: list[str]):
+        super().__init__("http://127.0.0.1:1")
+        self.done = done
+
+    async def revoke(self, lease_id: int) -> bool:
+        self.done.append(f"{lease_id:x} revoked")
+        return True
+
+
+async def test_others_hear_of_a_death_before_the_group_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done: list[str] = []
+    monkeypatch.setattr(instance_supervisor, "ChildProcess", Dies(done))
+    backoff, launch = Backoff(first_s=0.001), launch_in(tmp_path)
+    async with asyncio.timeout(10):
+        await InstanceSupervisor(
+            launch, backoff, Revoker(done), Progress(), lambda: None, first_start="needed"
+        ).keep()
+    assert done == ["rest killed", "7f revoked", "group empty", "group empty"]
+
+
 async def test_why_a_process_cannot_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StartupError, match=r"Back-0: cannot start its process: .*No such file"):
         async with ChildProcess(launch_in(tmp_path)):
