@@ -181,7 +181,7 @@ class Caching(Engine):
 
 
 class Tasks(list):
-    def create_task(self, coroutine, name=""):
+    def start(self, coroutine, name):
         self.append(coroutine)
 
 
