@@ -47,7 +47,9 @@ class Installation:
         python = str(folder / "bin" / "python")
         _run(
             *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python),
-            *("install", "--quiet", "--no-deps", "--no-index", str(wheel)),
+            # No bytecode: a file that a test changes in the same second, to the same size, would be
+            # taken for the one that was compiled.
+            *("install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)),
         )
         # Plain paths: the `.pth` files there are not read, so no editable install comes along.
         here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
