@@ -22,8 +22,8 @@ from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, err
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.first_byte import FirstByteDeadline
 from dynamo_lite.runtime.process.readiness import Probes
+from dynamo_lite.runtime.request_head import RequestHeadDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +216,11 @@ def _parser_logger() -> logging.Logger:
 _CLOSE = {"connection": "close"}
 
 
-class _Connection(FirstByteDeadline, web.RequestHandler):
+class _Connection(RequestHeadDeadline, web.RequestHandler):
     """aiohttp's own, with a deadline."""
+
+    def in_request(self) -> bool:
+        return self._current_request is not None or bool(self._messages)
 
 
 class _Refused(Exception):

@@ -14,6 +14,7 @@ from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.lost_host import notice_a_lost_host
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class FrameConnection(asyncio.Protocol):
     """One TCP connection. `send` never waits; a peer that does not read is disconnected.
 
     first_max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is malformed or
-    unexpected.
+    unexpected. log_limit: of all connections that log together.
     States: new -> open -> closed; `repr` shows the state and the unsent bytes.
     """
 
@@ -117,9 +118,11 @@ class FrameConnection(asyncio.Protocol):
         first_max_bytes: int | None = None,
         on_open: Callable[["FrameConnection"], None] | None = None,
         on_drop: OnDrop = uncounted,
+        log_limit: LogLimit | None = None,
     ):
         self._receiver = receiver
         self._on_drop = on_drop
+        self._log_limit = log_limit or LogLimit()
         self._first_frame_timeout_s = first_frame_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._max_unsent_bytes = max_unsent_bytes
@@ -210,7 +213,11 @@ class FrameConnection(asyncio.Protocol):
                 if self._transport is None or self._transport.is_closing():
                     return
         except ProtocolError as exc:
-            logger.warning("stream with %s: malformed frame, disconnecting: %s", self.peer, exc)
+            if (held_back := self._log_limit.allow()) is not None:
+                more = f" ({held_back} similar lines were suppressed)" if held_back else ""
+                logger.warning(
+                    "stream with %s: malformed frame, disconnecting: %s%s", self.peer, exc, more
+                )
             self._on_drop("stream")
             self.abort(str(exc))
 

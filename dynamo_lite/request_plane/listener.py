@@ -33,6 +33,7 @@ from dynamo_lite.request_plane.framing import (
 from dynamo_lite.request_plane.proof import check_client, worker_proof
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.own_certificate import OwnCertificate
 from dynamo_lite.runtime.secret import GraphSecret
 
@@ -105,6 +106,8 @@ class Listener:
         self._sessions = sessions
         self._submit = submit
         self._on_drop = on_drop
+        #: Of all connections: a stranger may open many.
+        self._log_limit = LogLimit()
         self._bind_host = bind_host
         self._server: asyncio.Server | None = None
         self._connections: dict[FrameConnection, Session | None] = {}
@@ -149,7 +152,11 @@ class Listener:
 
     def _connection(self) -> FrameConnection:
         return FrameConnection(
-            self, first_max_bytes=MAX_HELLO_BYTES, on_open=self._opened, on_drop=self._on_drop
+            self,
+            first_max_bytes=MAX_HELLO_BYTES,
+            on_open=self._opened,
+            on_drop=self._on_drop,
+            log_limit=self._log_limit,
         )
 
     def _opened(self, connection: FrameConnection) -> None:

@@ -322,6 +322,20 @@ async def test_a_large_first_frame_is_refused_before_its_bytes_arrive():
         assert graph.drops["stream"] == 1
 
 
+async def test_a_stranger_fills_no_log(caplog: pytest.LogCaptureFixture):
+    graph = Graph()
+    async with graph.running(), asyncio.timeout(5):
+        address = parse_address(graph.server.stream_address)
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write((1 << 20).to_bytes(4, "big"))
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+        assert graph.drops["stream"] == 20
+    assert caplog.text.count("malformed frame") == 1
+
+
 ROWS = LogprobRows(1, 1, bytes(8), bytes(4), bytes(8))
 COUNTS = PrefillCounts(3, 1, 1, 0.5, 0.25)
 WORKER_FRAMES = [

@@ -19,8 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.first_byte import FirstByteDeadline
 from dynamo_lite.runtime.process.readiness import Probes
+from dynamo_lite.runtime.request_head import UvicornHeadDeadline
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 #: Path of the metrics that vLLM keeps in this process; a Frontend's HTTP port has them, too.
@@ -143,7 +143,7 @@ def _answer(facts: Mapping[str, Any]) -> Response:
     return JSONResponse(dict(facts), status_code=200 if facts.get("ok") else 503)
 
 
-class _Protocol(FirstByteDeadline, H11Protocol):
+class _Protocol(UvicornHeadDeadline, H11Protocol):
     """h11 limits the size of a request head. Invalid requests are counted under "status"."""
 
     def __init__(self, *args: Any, on_drop: OnDrop, **kwargs: Any):

@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
-from dynamo_lite.runtime.first_byte import FirstByteDeadline
 from dynamo_lite.runtime.process.readiness import Probes
+from dynamo_lite.runtime.request_head import UvicornHeadDeadline
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
 
@@ -68,7 +68,7 @@ class Probed:
         await self._app(scope, receive, send)
 
 
-class _Protocol(FirstByteDeadline, HttpToolsProtocol):
+class _Protocol(UvicornHeadDeadline, HttpToolsProtocol):
     """uvicorn's protocol with limits on a request's head, whose size the parser does not limit."""
 
     max_head_bytes: int

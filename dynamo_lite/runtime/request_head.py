@@ -1,0 +1,61 @@
+"""A deadline for the head of an HTTP request, which the servers' libraries do not have."""
+
+import asyncio
+from typing import Any, cast
+
+#: Clients that open connections in advance use them sooner, or open others in their place. Without
+#: a limit connections that nobody uses would hold the process's file descriptors for good.
+HEAD_S = 30.0
+
+
+class RequestHeadDeadline(asyncio.Protocol):
+    """Base class in front of a library's protocol.
+
+    It disconnects a client whose new connection has no whole head within `HEAD_S`, or that has
+    begun another request and does not finish its head. Connections that wait for another request
+    are the library's. With TLS the handshake, which has a timeout of its own, comes before.
+    """
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _client: asyncio.Transport
+
+    def in_request(self) -> bool:
+        """Whether a request's head is complete and its response is not."""
+        raise AssertionError("each protocol has its own")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._client = cast("asyncio.Transport", transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.in_request():
+            self._stop_waiting()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        # aiohttp's type is the wider one.
+        self._stop_waiting()
+        super().connection_lost(cast("Exception | None", exc))
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            loop = asyncio.get_running_loop()
+            self._head_timer = loop.call_later(HEAD_S, self._client.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class UvicornHeadDeadline(RequestHeadDeadline):
+    """In front of either of uvicorn's protocols."""
+
+    #: Request and response that are under way, or the last ones.
+    cycle: Any
+
+    def in_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
