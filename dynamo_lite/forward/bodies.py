@@ -46,6 +46,13 @@ class MalformedBody(Exception):
     """Not a JSON object. The engine's own error text explains it better."""
 
 
+class TooDeep(Exception):
+    """Nested deeper than can be read here, so forbidden fields could not be removed.
+
+    It must reach no engine: an engine's parser may read deeper.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A client's request to generate."""
@@ -74,8 +81,23 @@ class Request:
 def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     """The body without the fields that only a forwarder may set, also as bytes, and their names.
 
-    Raises MalformedBody when no JSON parser would accept it.
+    Raises TooDeep, and MalformedBody when no JSON parser would accept it.
     """
+    try:
+        return _sanitized(data)
+    except RecursionError as exc:
+        raise TooDeep from exc
+
+
+def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
+    """Raises MalformedBody, TooDeep."""
+    try:
+        return _read(route, data, named)
+    except RecursionError as exc:
+        raise TooDeep from exc
+
+
+def _sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     body = _parse(data)
     removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in removed:
@@ -93,9 +115,8 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     return body, msgspec.json.encode(body), tuple(removed)
 
 
-def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
-    """Raises MalformedBody."""
-    body, clean, removed = sanitized(data)
+def _read(route: str, data: bytes, named: Named) -> Request:
+    body, clean, removed = _sanitized(data)
     sequences, batch = _sequences(route, body)
     return Request(
         route=route,
@@ -118,7 +139,7 @@ def _parse(data: bytes) -> Body:
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as exc:
         raise MalformedBody(str(exc)) from exc
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError:
         return _parse_leniently(data)
 
 
@@ -137,7 +158,7 @@ def _parse_leniently(data: bytes) -> Body:
     """
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise MalformedBody(str(exc)) from exc
     if not isinstance(value, dict):
         raise MalformedBody("expected an object")
@@ -203,7 +224,10 @@ def _prompts(value: Any) -> int:
         return 1
     if raw[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    try:
+        return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    except msgspec.DecodeError as exc:  # NaN, which is no prompt
+        raise MalformedBody(str(exc)) from exc
 
 
 #: Longer values are no flags or numbers; they are left to the engine.

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dynamo_lite.forward import bodies
-from dynamo_lite.forward.bodies import MalformedBody
+from dynamo_lite.forward.bodies import MalformedBody, TooDeep
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS
 from dynamo_lite.forward.protocols.one_token import one_token
 
@@ -101,6 +101,22 @@ def test_what_only_pythons_parser_accepts_is_cleaned_too(data: bytes):
 def test_no_object_is_malformed(data: bytes):
     with pytest.raises(MalformedBody):
         bodies.read(COMPLETIONS, data)
+
+
+@pytest.mark.parametrize("first", [b"", b'"a": NaN, '])
+def test_what_is_too_deep_is_not_taken_for_malformed(first: bytes):
+    """A malformed body is relayed as it is, and an engine's parser may read deeper."""
+    deep = b"[" * 5000 + b"]" * 5000
+    data = b'{%b"x": %b, "kv_transfer_params": {"a": 1}}' % (first, deep)
+    with pytest.raises(TooDeep):
+        bodies.read(COMPLETIONS, data)
+    with pytest.raises(TooDeep):
+        bodies.sanitized(data)
+
+
+def test_a_list_of_prompts_with_nan_is_malformed():
+    with pytest.raises(MalformedBody):
+        bodies.read(COMPLETIONS, b'{"prompt": ["a", NaN]}')
 
 
 @pytest.mark.parametrize("field", [b'"n"', b'"stream"', b'"sampling_params"', b'"x"'])
