@@ -46,6 +46,13 @@ class MalformedBody(Exception):
     """Not a JSON object. The engine's own error text explains it better."""
 
 
+class TooDeep(Exception):
+    """Nested deeper than can be read here, so forbidden fields could not be removed.
+
+    It must reach no engine: an engine's parser may read deeper.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A client's request to generate."""
@@ -74,8 +81,23 @@ class Request:
 def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     """The body without the fields that only a forwarder may set, also as bytes, and their names.
 
-    Raises MalformedBody when no JSON parser would accept it.
+    Raises TooDeep, and MalformedBody when no JSON parser would accept it.
     """
+    try:
+        return _sanitized(data)
+    except RecursionError as exc:
+        raise TooDeep from exc
+
+
+def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
+    """Raises MalformedBody, TooDeep."""
+    try:
+        return _read(route, data, named)
+    except RecursionError as exc:
+        raise TooDeep from exc
+
+
+def _sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     body = _parse(data)
     removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in removed:
@@ -93,9 +115,8 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     return body, msgspec.json.encode(body), tuple(removed)
 
 
-def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
-    """Raises MalformedBody."""
-    body, clean, removed = sanitized(data)
+def _read(route: str, data: bytes, named: Named) -> Request:
+    body, clean, removed = _sanitized(data)
     sequences, batch = _sequences(route, body)
     return Request(
         route=route,
@@ -104,7 +125,7 @@ def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
         alone=_alone(route, body),
         batch=batch,
         sequences=sequences,
-        stream=_small(body.get("stream")) is True,
+        stream=_set(body.get("stream")),
         removed=removed,
         named=named,
         prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
@@ -118,7 +139,7 @@ def _parse(data: bytes) -> Body:
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as exc:
         raise MalformedBody(str(exc)) from exc
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError:
         return _parse_leniently(data)
 
 
@@ -137,7 +158,7 @@ def _parse_leniently(data: bytes) -> Body:
     """
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise MalformedBody(str(exc)) from exc
     if not isinstance(value, dict):
         raise MalformedBody("expected an object")
@@ -159,19 +180,19 @@ def _strip(value: Any, path: Sequence[str]) -> bool:
 
 def _alone(route: str, body: Body) -> str:
     """Why a disaggregated request would be answered wrongly, or end an engine."""
-    if _small(body.get("echo")) is True:
+    if _set(body.get("echo")):
         return "echo"
     if _small(body.get("prompt_logprobs")) is not None:
         return "prompt_logprobs"
     parameters = plain(body.get("sampling_params")) if route == TOKENS else None
     if isinstance(parameters, dict) and "prompt_logprobs" in parameters:
         return "prompt_logprobs"
-    if _small(body.get("use_beam_search")) is True:
+    if _set(body.get("use_beam_search")):
         return "beam_search"
     if "prompt_embeds" in body:
         return "prompt_embeds"
     # Stored answers are in one engine's memory; a request in the background outlives its legs.
-    if _small(body.get("previous_response_id")) or _small(body.get("background")) is True:
+    if _small(body.get("previous_response_id")) or _set(body.get("background")):
         return "stored_response"
     return ""
 
@@ -182,17 +203,18 @@ def _sequences(route: str, body: Body) -> tuple[int, str]:
     `best_of` does not count: SGLang, which gets a room for each sequence, ignores it.
     """
     parameters = plain(body.get("sampling_params")) if route in (TOKENS, SGLANG_GENERATE) else None
-    given = [_small(body.get("n"))]
+    given = [_count(_small(body.get("n")))]
     if isinstance(parameters, dict):
-        given.append(parameters.get("n"))
-    n = max((value for value in given if isinstance(value, int)), default=1)
-    best_of = _small(body.get("best_of"))
+        given.append(_count(parameters.get("n")))
+    n = max(value or 1 for value in given)
+    best_of = _count(_small(body.get("best_of")))
     prompts = max(
         (_prompts(body[key]) for key in ("prompt", "text", "input_ids") if key in body), default=1
     )
     if prompts > 1:
         return max(n, 1) * prompts, "prompts"
-    several = n > 1 or (isinstance(best_of, int) and best_of > 1)
+    # An unclear number is as good as several: the engine may read it otherwise.
+    several = any(value is None or value > 1 for value in (*given, best_of))
     return max(n, 1), "n" if several else ""
 
 
@@ -203,13 +225,45 @@ def _prompts(value: Any) -> int:
         return 1
     if raw[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    try:
+        return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    except msgspec.DecodeError as exc:  # NaN, which is no prompt
+        raise MalformedBody(str(exc)) from exc
 
 
-#: Longer values are no flags or numbers; they are left to the engine.
+def _count(value: Any) -> int | None:
+    """A decoded number as engines read it: pydantic also takes "3" and 2.0 for integers. 1 for
+    null; None if it is unclear."""
+    if value is None:
+        return 1
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return int(number) if number.is_integer() else None
+
+
+#: What pydantic takes for false, beside false and 0.
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+
+
+def _set(value: Any) -> bool:
+    """Whether a flag may be on. What is not certainly false may be: pydantic also takes 1 and
+    "yes" for true."""
+    flag = _small(value)
+    return flag.lower() not in _FALSE if isinstance(flag, str) else flag not in (None, False)
+
+
+#: Longer values are not decoded.
 _SMALL = 256
+_LONG = "a long value"
 
 
 def _small(value: Any) -> Any:
-    """A flag or number, decoded; None for null, for a missing value, and for a long value."""
-    return plain(value) if value is not None and len(bytes(value)) <= _SMALL else None
+    """A flag or number, decoded; None for null and for a missing value.
+
+    A long one may be a number, too (with many zeros or spaces), so it must not look missing.
+    """
+    if value is None:
+        return None
+    return plain(value) if len(bytes(value)) <= _SMALL else _LONG

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from dynamo_lite.forward import bodies
-from dynamo_lite.forward.bodies import MalformedBody, Request
+from dynamo_lite.forward.bodies import MalformedBody, Request, TooDeep
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
 from dynamo_lite.forward.decision_log import DecisionLog
 from dynamo_lite.forward.engines import Engine
@@ -124,6 +124,8 @@ class Forwarding:
         except MalformedBody:
             # It goes to an engine, whose error text is better.
             return await self.pass_on(incoming, data, client)
+        except TooDeep:
+            return await self._refuse(client, _too_deep())
         self.stats.removed_fields += len(request.removed)
         if request.sequences > MAX_SEQUENCES:
             text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
@@ -142,6 +144,8 @@ class Forwarding:
                 _, data, removed = bodies.sanitized(data)
             except MalformedBody:
                 logger.debug("%s: the body is not a JSON object", incoming.path)
+            except TooDeep:
+                return await self._refuse(client, _too_deep())
         self.stats.removed_fields += len(removed)
         request = Request(route="", body={}, data=data, named=incoming.named)
         await self._run(noted(incoming, request, client))
@@ -262,3 +266,7 @@ class Forwarding:
 
 def _no_engine(why: NoWorkers) -> Answer:
     return error(503, "ServiceUnavailableError", f"{why}; try again later", RETRY_AFTER)
+
+
+def _too_deep() -> Answer:
+    return error(400, "BadRequestError", "the body is nested too deeply")

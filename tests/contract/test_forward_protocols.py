@@ -133,6 +133,16 @@ async def test_clients_cannot_hand_over_by_themselves(name: str):
             assert leg.params is None and "bootstrap_host" not in leg.body
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/embeddings"])
+async def test_a_body_that_is_too_deep_reaches_no_engine(route: str):
+    deep = b"[" * 5000 + b"]" * 5000
+    async with rig() as r:
+        data = b'{"prompt": "p", "x": %b, "kv_transfer_params": {"a": 1}}' % deep
+        status, answer = await r.ask(data=data, route=route)
+        assert status == 400 and "nested too deeply" in answer["error"]["message"]
+        assert r.fleet.legs == [] and r.forwarding.stats.refused == {400: 1}
+
+
 @pytest.mark.parametrize("name", [n for n in ALONE if n != "kvt-batch"])
 @pytest.mark.parametrize(
     ("fields", "reason"),

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dynamo_lite.forward import bodies
-from dynamo_lite.forward.bodies import MalformedBody
+from dynamo_lite.forward.bodies import MalformedBody, TooDeep
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS
 from dynamo_lite.forward.protocols.one_token import one_token
 
@@ -103,6 +103,28 @@ def test_no_object_is_malformed(data: bytes):
         bodies.read(COMPLETIONS, data)
 
 
+@pytest.mark.parametrize(("value", "stream"), [(True, True), ("1", True), (1, True), ("no", False)])
+def test_a_stream_may_be_asked_for_in_many_ways(value: Any, stream: bool):
+    data = json.dumps({"prompt": "p", "stream": value}).encode()
+    assert bodies.read(COMPLETIONS, data).stream is stream
+
+
+@pytest.mark.parametrize("first", [b"", b'"a": NaN, '])
+def test_what_is_too_deep_is_not_taken_for_malformed(first: bytes):
+    """A malformed body is relayed as it is, and an engine's parser may read deeper."""
+    deep = b"[" * 5000 + b"]" * 5000
+    data = b'{%b"x": %b, "kv_transfer_params": {"a": 1}}' % (first, deep)
+    with pytest.raises(TooDeep):
+        bodies.read(COMPLETIONS, data)
+    with pytest.raises(TooDeep):
+        bodies.sanitized(data)
+
+
+def test_a_list_of_prompts_with_nan_is_malformed():
+    with pytest.raises(MalformedBody):
+        bodies.read(COMPLETIONS, b'{"prompt": ["a", NaN]}')
+
+
 @pytest.mark.parametrize("field", [b'"n"', b'"stream"', b'"sampling_params"', b'"x"'])
 def test_nor_is_one_that_is_not_utf8(field: bytes):
     """No matter where: whether a value is decoded here depends on its name."""
@@ -126,7 +148,23 @@ def test_integers_that_python_does_not_decode_are_left_to_the_engine():
         (COMPLETIONS, {"prompt": [[1], [2], [3]], "n": 2}, "", "prompts", 6),
         (COMPLETIONS, {"prompt": "p", "n": 3}, "", "n", 3),
         (COMPLETIONS, {"prompt": "p", "n": None}, "", "", 1),
-        (COMPLETIONS, {"prompt": "p", "n": "3"}, "", "", 1),
+        # Engines' models are pydantic's, which takes these for numbers and flags.
+        (COMPLETIONS, {"prompt": "p", "n": "3"}, "", "n", 3),
+        (COMPLETIONS, {"prompt": "p", "n": " 3.0 "}, "", "n", 3),
+        (COMPLETIONS, {"prompt": "p", "n": 2.0}, "", "n", 2),
+        (COMPLETIONS, {"prompt": "p", "n": "1"}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "n": True}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "n": "x"}, "", "n", 1),
+        (COMPLETIONS, {"prompt": "p", "n": 300 * "0" + "3"}, "", "n", 1),
+        (COMPLETIONS, {"prompt": "p", "best_of": "2"}, "", "n", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": 1}, "echo", "", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": "Yes"}, "echo", "", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": "off"}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": 0.0}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": None}, "", "", 1),
+        (CHAT, {"messages": [], "use_beam_search": "true"}, "beam_search", "", 1),
+        (RESPONSES, {"input": "x", "background": "on"}, "stored_response", "", 1),
+        (TOKENS, {"sampling_params": {"n": "2"}}, "", "n", 2),
         (COMPLETIONS, {"prompt": "p", "best_of": 2}, "", "n", 1),
         (COMPLETIONS, {"prompt": "p", "echo": True}, "echo", "", 1),
         (COMPLETIONS, {"prompt": "p", "prompt_logprobs": 0}, "prompt_logprobs", "", 1),
