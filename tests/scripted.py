@@ -437,8 +437,17 @@ async def push(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
         fleet.once(f"P {name}")
         fleet.offered[engine.engine_id] = identity
         fleet.arrived(f"P {name}").set()
-        answer = {**identity, "remote_block_ids": [[1]], "transfer_mode": "push"}
-        return {"kv_transfer_params": {**answer, "remote_request_id": name}}
+        answer = {
+            **identity,
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1]],
+            "remote_request_id": name,
+            "transfer_mode": "push",
+            # Of vLLM's scheduler, whatever the connector.
+            "remote_prefill_cached_tokens": engine.cached or 0,
+        }
+        return {"kv_transfer_params": answer}
     params = dict(leg.params)
     check(params.pop("do_remote_prefill") is True, "do_remote_prefill")
     check(params.pop("do_remote_decode") is False, "do_remote_decode")

@@ -72,7 +72,7 @@ def changes_for(
     logprobs: InputLogprobs | None = None,
 ) -> Changes:
     """The changes for the answer of this leg. answer, logprobs: of the prefill leg."""
-    cached, hidden = cached_by_prefill(answer), None
+    cached, hidden = cached_by_prefill(answer, leg.body), None
     if protocol.hides_ids:
         hidden = (leg.headers["x-request-id"].encode(), attempt.unique.encode())
     if cached is hidden is logprobs is None:

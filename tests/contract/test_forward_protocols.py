@@ -281,9 +281,12 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
         await asyncio.gather(*asked)
 
 
-async def test_cached_tokens_are_those_of_the_prefill_engine():
-    for stream in (False, True):
-        async with rig("nixl", cached=(3, 5)) as r:
+@pytest.mark.parametrize("name", ["nixl", "nixl-push"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_are_those_of_the_prefill_engine(name: str, stream: bool):
+    """With each protocol's first request, and with the next one: a push then goes to both."""
+    async with rig(name, cached=(3, 5)) as r:
+        for _ in range(2):
             if stream:
                 shown = await r.stream(stream_options={"include_usage": True})
                 assert b'"cached_tokens":3' in shown and b'"cached_tokens": 5' not in shown
