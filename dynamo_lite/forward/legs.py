@@ -37,15 +37,16 @@ _READS = 2
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """A request to one engine. headers: replace the client's."""
+    """A request to one engine. headers: replace the client's. hidden: of `Leg`."""
 
     engine: Engine
     data: bytes | None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    hidden: tuple[str, str] | None = None
 
 
 def sending(engine: Engine, leg: Leg) -> Sending:
-    return Sending(engine, msgspec.json.encode(leg.body), leg.headers)
+    return Sending(engine, msgspec.json.encode(leg.body), leg.headers, leg.hidden)
 
 
 class Legs:
@@ -128,8 +129,8 @@ class Legs:
     async def open(
         self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
     ) -> EngineAnswer:
-        """Returns the head of a successful answer. Raises `failed`, and Final with the engine's
-        answer for a 4xx, or with `passes_errors` for any error."""
+        """Returns the head of a successful answer, without the leg's hidden id. Raises `failed`,
+        and Final with the engine's answer for a 4xx, or with `passes_errors` for any error."""
         incoming, engine = self._incoming, one.engine
         try:
             response = await self._upstream.open(
@@ -143,12 +144,19 @@ class Legs:
             self._monitor.lost(engine, exc)
             raise failed(engine, exc.kind, exc.detail) from exc
         self._responses.append(response)
+        if one.hidden is not None:
+            headers.hide(response.headers, *one.hidden)
         status = response.status
         prefill = failed is PrefillFailed
         if status < 300 or (status < 400 and not prefill):
             return response
         body = await self.whole(engine, response, failed)
-        answer = Answer(status, headers.to_client(response.headers), body)
+        head = headers.to_client(response.headers)
+        if one.hidden is not None:
+            found, shown = one.hidden
+            body = body.replace(found.encode(), shown.encode())
+            head["content-length"] = str(len(body))
+        answer = Answer(status, head, body)
         if passes_errors or 400 <= status < 500 or not (prefill or status in _RETRIED):
             raise Final(answer)
         raise failed(engine, "status", str(status), answer)

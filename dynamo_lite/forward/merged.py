@@ -69,7 +69,7 @@ class MergedOrder:
                 decoding = legs.start(
                     legs.open(sending(engine, second), DecodeFailed), "decode leg"
                 )
-                changes = changes_for(protocol, attempt, first, PrefillAnswer())
+                changes = changes_for(first, PrefillAnswer())
                 await self._first_tokens(job, legs, prefill, prefilling, decoding, merge, changes)
                 prompt.answered()
                 self._placer.sent(prefill, placement)
@@ -78,7 +78,7 @@ class MergedOrder:
                     self._over.start(_read_out(legs, engine, decoding), name="rest of a decode leg")
                     await job.client.write(merge.end())
                     return await job.client.finish()
-                changes = changes_for(protocol, attempt, second, PrefillAnswer())
+                changes = changes_for(second, PrefillAnswer())
                 try:
                     response = await decoding
                     counted.answered()
