@@ -22,6 +22,7 @@ from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, Pref
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.one_token import prefill_answer
 from dynamo_lite.forward.upstream import LegFailed, Upstream
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -113,12 +114,14 @@ class Legs:
                     )
                     return PrefillAnswer()
                 data = await self.whole(one.engine, response, PrefillFailed)
-        if on_data is not None:
-            on_data(data)
         try:
-            return msgspec.json.decode(data, type=PrefillAnswer)
-        except msgspec.DecodeError:
-            return PrefillAnswer()
+            if on_data is not None:
+                on_data(data)
+            if response.content_type == "text/event-stream":
+                return PrefillAnswer()
+            return prefill_answer(data)
+        except (ValueError, RecursionError) as exc:
+            raise PrefillFailed(one.engine, "malformed", type(exc).__name__) from exc
 
     def lift_prefill_limit(self) -> None:
         """The rest of a streamed prefill leg may last as long as the request. To close it would

@@ -56,20 +56,20 @@ def cached_tokens(usage: Any) -> int | None:
 
 def with_cached_tokens(document: bytes, cached: int) -> bytes:
     """A JSON answer, or one event's JSON, with this number in its usage; unchanged if it has
-    none."""
+    none, or cannot be read."""
     if MARK not in document:
         return document
     try:
         answer = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+        # The events of `/v1/responses` have the whole answer inside.
+        for key in ("usage", "response"):
+            if key in answer and MARK in bytes(answer[key]):
+                value = plain(answer[key])
+                _correct(value, cached)
+                answer[key] = msgspec.Raw(msgspec.json.encode(value))
+        return msgspec.json.encode(answer)
+    except (ValueError, RecursionError):
         return document
-    # The events of `/v1/responses` have the whole answer inside.
-    for key in ("usage", "response"):
-        if key in answer and MARK in bytes(answer[key]):
-            value = plain(answer[key])
-            _correct(value, cached)
-            answer[key] = msgspec.Raw(msgspec.json.encode(value))
-    return msgspec.json.encode(answer)
 
 
 def _correct(value: Any, cached: int) -> None:

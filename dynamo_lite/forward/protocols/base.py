@@ -102,7 +102,7 @@ class Handoff:
 
 
 class PrefillAnswer(msgspec.Struct):
-    """The parts of a prefill leg's answer that are read."""
+    """The parts of a prefill leg's answer that are read. Both are JSON that can be decoded."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: msgspec.Raw = msgspec.Raw(b"null")
