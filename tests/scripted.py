@@ -116,6 +116,8 @@ class ScriptedEngine:
         self.engine_id = f"engine-{next(fleet.clock)}"
         self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
         self.healthy = True
+        #: vLLM's `--enable-request-id-headers`.
+        self.returns_ids = False
         #: Of its streams.
         self.line_end = b"\n"
         #: Running and waiting requests.
@@ -218,7 +220,7 @@ class ScriptedEngine:
             await fault.hold.wait()
         if fault.stage == "status":
             body = fault.body or {"error": {"message": f"scripted {fault.status}"}}
-            return web.json_response(body, status=fault.status)
+            return web.json_response(body, status=fault.status, headers=self._ids(leg))
         if fault.stage == "before_head":
             return _cut(request)
         if leg.route == "/tokenize" and self.tokenize is not None:
@@ -239,7 +241,11 @@ class ScriptedEngine:
             await response.write(b"{")
             return _cut(request)
         whole = self._whole(leg)
-        return web.json_response({**whole, **extra} if extra else whole)
+        return web.json_response({**whole, **extra} if extra else whole, headers=self._ids(leg))
+
+    def _ids(self, leg: Leg) -> dict[str, str]:
+        given = leg.headers.get("x-request-id", "")
+        return {"X-Request-Id": given} if self.returns_ids and given else {}
 
     def _text(self, number: int) -> str:
         return f" t{number}"
@@ -281,7 +287,8 @@ class ScriptedEngine:
         }
 
     async def _stream(self, request: web.BaseRequest, leg: Leg, fault: Fault) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        head = {"content-type": "text/event-stream", **self._ids(leg)}
+        response = web.StreamResponse(headers=head)
         response.enable_chunked_encoding()
         await response.prepare(request)
         if fault.stage == "after_head":
@@ -437,8 +444,17 @@ async def push(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
         fleet.once(f"P {name}")
         fleet.offered[engine.engine_id] = identity
         fleet.arrived(f"P {name}").set()
-        answer = {**identity, "remote_block_ids": [[1]], "transfer_mode": "push"}
-        return {"kv_transfer_params": {**answer, "remote_request_id": name}}
+        answer = {
+            **identity,
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1]],
+            "remote_request_id": name,
+            "transfer_mode": "push",
+            # Of vLLM's scheduler, whatever the connector.
+            "remote_prefill_cached_tokens": engine.cached or 0,
+        }
+        return {"kv_transfer_params": answer}
     params = dict(leg.params)
     check(params.pop("do_remote_prefill") is True, "do_remote_prefill")
     check(params.pop("do_remote_decode") is False, "do_remote_decode")

@@ -76,7 +76,7 @@ def _as_answer(error: bytes) -> Answer | None:
     """With its status, if it has one."""
     try:
         code = msgspec.json.decode(error)["error"]["code"]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
     if not isinstance(code, int) or not 400 <= code < 600:
         return None

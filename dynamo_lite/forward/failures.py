@@ -16,13 +16,21 @@ from dynamo_lite.forward.engines import Engine
 #: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
 #: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
 #: place of a stream's first output; `unpaired`: nothing was handed over, or by another process than
-#: expected; `mismatch`: the engine speaks another protocol.
+#: expected; `mismatch`: the engine speaks another protocol; `malformed`: its answer cannot be read.
 FailureKind = Literal[
-    "refused", "timeout", "broken", "too_large", "status", "event", "unpaired", "mismatch"
+    "refused",
+    "timeout",
+    "broken",
+    "too_large",
+    "status",
+    "event",
+    "unpaired",
+    "mismatch",
+    "malformed",
 ]
 KINDS: tuple[FailureKind, ...] = (
     *("refused", "timeout", "broken", "too_large"),
-    *("status", "event", "unpaired", "mismatch"),
+    *("status", "event", "unpaired", "mismatch", "malformed"),
 )
 RETRY_AFTER = {"retry-after": "1"}
 

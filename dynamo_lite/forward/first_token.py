@@ -13,6 +13,7 @@ Pure: whole events in, whole events out. Corner cases:
 - Usage is the decode engine's, which counts all tokens. Only its cached tokens are the prefill
   engine's.
 - Errors of either engine are shown as they are.
+- Tokens of another form than engines give them raise MalformedEvent.
 """
 
 from typing import Any
@@ -25,6 +26,32 @@ from dynamo_lite.forward.shown_delta import ShownDelta, has_token
 from dynamo_lite.forward.usage import cached_tokens
 
 _DONE = b"[DONE]"
+
+
+class MalformedEvent(ValueError):
+    """The tokens of an event cannot be read."""
+
+
+# What is read of an event's choices: everything else in them may have any form.
+
+
+class _Function(msgspec.Struct):
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int | None = None
+    text: str | None = None
+    delta: _Delta | None = None
 
 
 class FirstTokenMerge:
@@ -75,9 +102,9 @@ class FirstTokenMerge:
             return _event(payload)
         if self._id is None and "id" in event:
             self._id = event["id"]
-        if (cached := cached_tokens(plain(event.get("usage")))) is not None:
+        choices = _choices(event)
+        if (cached := _cached_tokens(event)) is not None:
             self._cached = cached
-        choices: list[dict[str, Any]] = plain(event["choices"])
         if not choices:
             self._held.append(payload)  # its usage counts one token
             return b""
@@ -108,7 +135,7 @@ class FirstTokenMerge:
         event = None if payload == _DONE else _decoded(payload)
         if event is None or "choices" not in event:
             return _event(payload)
-        choices: list[dict[str, Any]] = plain(event["choices"])
+        choices = _choices(event)
         if self._id is not None and (other := event.get("id", self._id)) != self._id:
             self._ids = (bytes(other), bytes(self._id))
             event["id"] = self._id
@@ -146,7 +173,28 @@ def _event(payload: bytes) -> bytes:
 
 
 def _decoded(payload: bytes) -> dict[str, Any] | None:
+    """Raises MalformedEvent."""
     try:
         return msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         return None
+    except (ValueError, RecursionError) as exc:
+        raise MalformedEvent(type(exc).__name__) from exc
+
+
+def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises MalformedEvent."""
+    try:
+        choices = plain(event["choices"])
+        msgspec.convert(choices, list[_Choice] | None)
+    except (ValueError, RecursionError) as exc:
+        raise MalformedEvent(type(exc).__name__) from exc
+    return choices or []
+
+
+def _cached_tokens(event: dict[str, Any]) -> int | None:
+    """Raises MalformedEvent."""
+    try:
+        return cached_tokens(plain(event.get("usage")))
+    except (ValueError, RecursionError) as exc:
+        raise MalformedEvent(type(exc).__name__) from exc

@@ -46,6 +46,14 @@ def to_client(headers: CIMultiDict[str]) -> CIMultiDict[str]:
     )
 
 
+def hide(headers: CIMultiDict[str], found: str, shown: str) -> None:
+    """Replaces a text in all values. Engines may return the request id of their leg."""
+    names = {name.lower() for name, value in headers.items() if found in value}
+    for name in names:
+        values = headers.popall(name)
+        headers.extend((name, value.replace(found, shown)) for value in values)
+
+
 def for_leg(headers: CIMultiDict[str], own: Mapping[str, str]) -> CIMultiDict[str]:
     """headers: of `to_engine`. own: replace the client's of the same name.
 

@@ -69,14 +69,14 @@ class InputLogprobs:
 def _decoded(document: bytes) -> _Object | list[_Object] | None:
     try:
         return msgspec.json.decode(document, type=_Object | list[_Object])
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return None
 
 
 def _object(value: msgspec.Raw | None) -> _Object:
     try:
         return {} if value is None else msgspec.json.decode(value, type=_Object)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return {}
 
 
@@ -90,6 +90,6 @@ def _index(answer: _Object, number: int) -> int:
     """Events of a batch say which sequence they are of."""
     try:
         value: Any = msgspec.json.decode(answer["index"])
-    except (KeyError, msgspec.DecodeError):
+    except (KeyError, ValueError, RecursionError):
         return number
     return value if isinstance(value, int) else number

@@ -22,6 +22,7 @@ from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, Pref
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.one_token import prefill_answer
 from dynamo_lite.forward.upstream import LegFailed, Upstream
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -37,15 +38,16 @@ _READS = 2
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """A request to one engine. headers: replace the client's."""
+    """A request to one engine. headers: replace the client's. hidden: of `Leg`."""
 
     engine: Engine
     data: bytes | None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    hidden: tuple[str, str] | None = None
 
 
 def sending(engine: Engine, leg: Leg) -> Sending:
-    return Sending(engine, msgspec.json.encode(leg.body), leg.headers)
+    return Sending(engine, msgspec.json.encode(leg.body), leg.headers, leg.hidden)
 
 
 class Legs:
@@ -112,12 +114,14 @@ class Legs:
                     )
                     return PrefillAnswer()
                 data = await self.whole(one.engine, response, PrefillFailed)
-        if on_data is not None:
-            on_data(data)
         try:
-            return msgspec.json.decode(data, type=PrefillAnswer)
-        except msgspec.DecodeError:
-            return PrefillAnswer()
+            if on_data is not None:
+                on_data(data)
+            if response.content_type == "text/event-stream":
+                return PrefillAnswer()
+            return prefill_answer(data)
+        except (ValueError, RecursionError) as exc:
+            raise PrefillFailed(one.engine, "malformed", type(exc).__name__) from exc
 
     def lift_prefill_limit(self) -> None:
         """The rest of a streamed prefill leg may last as long as the request. To close it would
@@ -128,8 +132,8 @@ class Legs:
     async def open(
         self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
     ) -> EngineAnswer:
-        """Returns the head of a successful answer. Raises `failed`, and Final with the engine's
-        answer for a 4xx, or with `passes_errors` for any error."""
+        """Returns the head of a successful answer, without the leg's hidden id. Raises `failed`,
+        and Final with the engine's answer for a 4xx, or with `passes_errors` for any error."""
         incoming, engine = self._incoming, one.engine
         try:
             response = await self._upstream.open(
@@ -143,12 +147,19 @@ class Legs:
             self._monitor.lost(engine, exc)
             raise failed(engine, exc.kind, exc.detail) from exc
         self._responses.append(response)
+        if one.hidden is not None:
+            headers.hide(response.headers, *one.hidden)
         status = response.status
         prefill = failed is PrefillFailed
         if status < 300 or (status < 400 and not prefill):
             return response
         body = await self.whole(engine, response, failed)
-        answer = Answer(status, headers.to_client(response.headers), body)
+        head = headers.to_client(response.headers)
+        if one.hidden is not None:
+            found, shown = one.hidden
+            body = body.replace(found.encode(), shown.encode())
+            head["content-length"] = str(len(body))
+        answer = Answer(status, head, body)
         if passes_errors or 400 <= status < 500 or not (prefill or status in _RETRIED):
             raise Final(answer)
         raise failed(engine, "status", str(status), answer)

@@ -13,7 +13,7 @@ from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
-from dynamo_lite.forward.first_token import FirstTokenMerge
+from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.job import Job
 from dynamo_lite.forward.legs import Legs, sending
 from dynamo_lite.forward.placing import Placement, Places
@@ -69,7 +69,7 @@ class MergedOrder:
                 decoding = legs.start(
                     legs.open(sending(engine, second), DecodeFailed), "decode leg"
                 )
-                changes = changes_for(protocol, attempt, first, PrefillAnswer())
+                changes = changes_for(first, PrefillAnswer())
                 await self._first_tokens(job, legs, prefill, prefilling, decoding, merge, changes)
                 prompt.answered()
                 self._placer.sent(prefill, placement)
@@ -78,7 +78,7 @@ class MergedOrder:
                     self._over.start(_read_out(legs, engine, decoding), name="rest of a decode leg")
                     await job.client.write(merge.end())
                     return await job.client.finish()
-                changes = changes_for(protocol, attempt, second, PrefillAnswer())
+                changes = changes_for(second, PrefillAnswer())
                 try:
                     response = await decoding
                     counted.answered()
@@ -87,7 +87,7 @@ class MergedOrder:
                         if shown := merge.from_decode(changes.events(events)):
                             response.shown = True
                             await job.client.write(shown)
-                except (DecodeFailed, Final) as exc:
+                except (DecodeFailed, Final, MalformedEvent) as exc:
                     await break_off(job.client, f"decode leg: {exc}", whole=True)
                 await job.client.finish()
         self._placer.sent(engine, placement)
@@ -111,6 +111,9 @@ class MergedOrder:
                 reader = legs.events(prefill, response, PrefillFailed)
                 if not await self._show(job, reader, response, merge, decoding, changes):
                     raise PrefillFailed(prefill, "unpaired", "no token")
+        except MalformedEvent as exc:
+            failure = PrefillFailed(prefill, "malformed", str(exc))
+            await _break_off_if_started(job, failure, exc)
         except TimeoutError as exc:
             failure = PrefillFailed(prefill, "timeout", f"after {self._timeout_s:g} s")
             await _break_off_if_started(job, failure, exc)

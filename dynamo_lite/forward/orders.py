@@ -90,7 +90,7 @@ class Orders:
             if handoff is None:
                 return await self._without_handoff(job, placement, engine, legs)
             second = protocol.decode(job.request.body, attempt, handoff)
-            changes = changes_for(protocol, attempt, second, answer)
+            changes = changes_for(second, answer)
             with engine.leg(0) as counted:
                 response = await self._hand_over(legs, sending(engine, second))
                 await self._relay(job, engine, legs, response, counted, changes=changes)
@@ -125,7 +125,7 @@ class Orders:
                 answer, response = prefilling.result(), decoding.result()
                 prompt.answered()
                 self._placer.sent(prefill, placement)
-                changes = changes_for(protocol, attempt, second, answer, logprobs)
+                changes = changes_for(second, answer, logprobs)
                 await self._relay(job, engine, legs, response, counted, changes=changes)
         self._placer.sent(engine, placement)
 

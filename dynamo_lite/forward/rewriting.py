@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.forward import input_logprobs
 from dynamo_lite.forward.input_logprobs import InputLogprobs
-from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.base import Leg, PrefillAnswer
 from dynamo_lite.forward.usage import MARK, cached_by_prefill, with_cached_tokens
 
 
@@ -65,16 +65,15 @@ UNCHANGED = Changes()
 
 
 def changes_for(
-    protocol: ForwardProtocol,
-    attempt: Attempt,
     leg: Leg,
     answer: PrefillAnswer,
     logprobs: InputLogprobs | None = None,
 ) -> Changes:
     """The changes for the answer of this leg. answer, logprobs: of the prefill leg."""
-    cached, hidden = cached_by_prefill(answer), None
-    if protocol.hides_ids:
-        hidden = (leg.headers["x-request-id"].encode(), attempt.unique.encode())
+    cached, hidden = cached_by_prefill(answer, leg.body), None
+    if leg.hidden is not None:
+        found, shown = leg.hidden
+        hidden = (found.encode(), shown.encode())
     if cached is hidden is logprobs is None:
         return UNCHANGED
     return Changes(cached_tokens=cached, hidden=hidden, logprobs=logprobs)

@@ -116,15 +116,18 @@ class Prefillers:
             return
         check = self._checks.get(engine.number)
         if check is None:
-            check = self._tasks.start(self._check_once(engine), name=f"check of {engine.name}")
+            check = self._tasks.start(
+                self._check_once(name, engine), name=f"check of {engine.name}"
+            )
             self._checks[engine.number] = check
         if last is None or engine.engine_ids:
             await asyncio.shield(check)
 
-    async def _check_once(self, engine: Engine) -> None:
+    async def _check_once(self, name: str, engine: Engine) -> None:
         try:
             await self._check(engine)
-            self._checked[engine.number] = asyncio.get_running_loop().time()
+            if self._engines.get(name) is engine:  # else it was forgotten meanwhile
+                self._checked[engine.number] = asyncio.get_running_loop().time()
         finally:
             del self._checks[engine.number]
 

@@ -455,6 +455,66 @@ async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
         assert r.answered == {("alone", "no_handoff"): 1}
 
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+UNREADABLE = {
+    "no JSON": b"nonsense",
+    "cut": b'{"id": "x"',
+    "deep": b'{"other": ' + DEEP + b"}",
+    "deep params": b'{"kv_transfer_params": ' + DEEP + b"}",
+    "bytes in usage": b'{"kv_transfer_params": {"a": 1}, "usage": "\xff"}',
+    "bytes in params": b'{"kv_transfer_params": {"a": "\xff"}}',
+}
+
+
+@pytest.mark.parametrize("name", [*FALLING_BACK, "sglang"])
+@pytest.mark.parametrize("what", UNREADABLE)
+async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, what: str):
+    async with rig(name, prefill=1 if name in FALLING_BACK else 2) as r:
+        await warm(r)
+
+        async def unreadable(request: web.BaseRequest, leg: Any) -> web.StreamResponse:
+            return web.Response(body=UNREADABLE[what], content_type="application/json")
+
+        for engine in r.prefill[: max(1, len(r.prefill) - 1)]:
+            engine._answer = unreadable  # type: ignore[method-assign]
+        for _ in range(len(r.prefill)):  # they take turns
+            assert await r.text() == TEXT
+        assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
+
+
+#: Events whose tokens cannot be read.
+ODD = {
+    "choice": b'{"choices": [1]}',
+    "choices": b'{"choices": 5}',
+    "index": b'{"choices": [{"index": [0], "text": "x"}]}',
+    "delta": b'{"choices": [{"index": 0, "delta": [1]}]}',
+    "tool call": b'{"choices": [{"index": 0, "delta": {"tool_calls": [1]}}]}',
+    "text": b'{"choices": [{"index": 0, "text": 7}]}',
+    "bytes": b'{"choices": [{"index": 0, "text": "\xff"}]}',
+    "deep": b'{"choices": ' + DEEP + b"}",
+}
+
+
+@pytest.mark.parametrize("what", [*ODD, "usage"])
+async def test_a_first_token_of_another_form_is_a_failed_prefill_leg(what: str):
+    event = ODD.get(what, b'{"choices": [{"index": 0, "text": "x"}], "usage": "\xff"}')
+    async with rig("neuron-dynamic", prefill=2) as r:
+        says(r.prefill[0], b"data: " + event + b"\n\n", b"data: [DONE]\n\n")
+        r.prefill[0].handover = _alone
+        async with slow(r.decode[0]), asyncio.timeout(15):
+            assert b"[DONE]" in await r.stream()
+        assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
+
+
+@pytest.mark.parametrize("what", ODD)
+async def test_a_token_of_another_form_after_the_first_one_breaks_the_answer_off(what: str):
+    async with rig("neuron-dynamic") as r:
+        says(r.decode[0], b"data: " + ODD[what] + b"\n\n", b"data: [DONE]\n\n")
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await r.stream()
+        assert r.forwarding.stats.broken == 1
+
+
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
 async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, engines: str):
     """It would end a decode engine, or let it wait for minutes."""

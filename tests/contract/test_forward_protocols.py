@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from typing import Any
 
 import aiohttp
@@ -291,9 +292,12 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
         await asyncio.gather(*asked)
 
 
-async def test_cached_tokens_are_those_of_the_prefill_engine():
-    for stream in (False, True):
-        async with rig("nixl", cached=(3, 5)) as r:
+@pytest.mark.parametrize("name", ["nixl", "nixl-push"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_are_those_of_the_prefill_engine(name: str, stream: bool):
+    """With each protocol's first request, and with the next one: a push then goes to both."""
+    async with rig(name, cached=(3, 5)) as r:
+        for _ in range(2):
             if stream:
                 shown = await r.stream(stream_options={"include_usage": True})
                 assert b'"cached_tokens":3' in shown and b'"cached_tokens": 5' not in shown
@@ -301,6 +305,33 @@ async def test_cached_tokens_are_those_of_the_prefill_engine():
             else:
                 _, answer = await r.ask()
                 assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+@pytest.mark.parametrize("name", ["moriio-read", "moriio-write", "neuron-dynamic"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fails", ["", "prefill", "decode"])
+async def test_no_header_names_an_engine(name: str, stream: bool, fails: str):
+    """The ids of these legs contain addresses, and vLLM returns them with
+    `--enable-request-id-headers`."""
+    async with rig(name) as r:
+        for engine in (*r.prefill, *r.decode):
+            engine.returns_ids = True
+        if fails:
+            [engine] = r.prefill if fails == "prefill" else r.decode
+            reply, whole = engine._answer, {"error": {"message": "?"}}
+
+            async def refused(request: Any, leg: Leg) -> Any:
+                whole["error"]["message"] = f"no {leg.headers['x-request-id']}"
+                engine.faults.append(Fault("status", status=422, body=whole))
+                return await reply(request, leg)
+
+            engine._answer = refused  # type: ignore[method-assign]
+        body = {**COMPLETION, "stream": stream}
+        async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
+            shown = await answer.text()
+            assert answer.status == (422 if fails else 200)
+            assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
+            assert "127.0.0.1" not in str(answer.headers) + shown
 
 
 async def test_streams_pass_as_bytes():

@@ -384,6 +384,28 @@ async def test_many_engines_are_not_remembered_for_ever():
     assert known.get("10.0.0.1:2").number > max(numbers)
 
 
+async def test_an_engine_that_is_forgotten_during_its_check_leaves_nothing():
+    from dynamo_lite.forward.sidecar import MAX_PREFILLERS, Prefillers
+
+    answers, asked = asyncio.Event(), list[object]()
+
+    async def check(engine: object) -> None:
+        asked.append(engine)
+        await answers.wait()
+
+    protocol = PROTOCOLS["mooncake"]
+    known = Prefillers(protocol, PrefillerOptions(), check, every_s=1.0, first_number=1)
+    checks = [asyncio.create_task(known.prepare(f"10.0.0.1:{port}")) for port in (1, 2)]
+    await eventually(lambda: len(asked) == 2)
+    kept = known.get("10.0.0.1:2").number
+    for port in range(3, MAX_PREFILLERS + 2):
+        known.get(f"10.0.0.1:{port}")
+    answers.set()
+    await asyncio.gather(*checks)
+    assert list(known._checked) == [kept] and not known._checks
+    await known.close()
+
+
 async def test_it_speaks_https_to_all_sides(certificates: Certificates):
     cert, key = (str(file) for file in certificates.files())
     ca = str(certificates.folder / "ca.pem")

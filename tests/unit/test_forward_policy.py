@@ -268,12 +268,18 @@ def answer(**fields: Any) -> PrefillAnswer:
 
 def test_cached_tokens_are_corrected_only_where_the_engine_does_not():
     usage = {"prompt_tokens_details": {"cached_tokens": 3}}
-    assert cached_by_prefill(answer(usage=usage)) == 3
-    assert cached_by_prefill(answer(usage={"input_tokens_details": {"cached_tokens": 0}})) == 0
-    told = {"remote_prefill_cached_tokens": 3}
-    assert cached_by_prefill(answer(usage=usage, kv_transfer_params=told)) is None
+    assert cached_by_prefill(answer(usage=usage), {}) == 3
+    assert cached_by_prefill(answer(usage={"input_tokens_details": {"cached_tokens": 0}}), {}) == 0
+    told = {"remote_prefill_cached_tokens": 2}
+    of_prefill = answer(usage=usage, kv_transfer_params=told)
+    for params in (told, of_prefill.kv_transfer_params):
+        assert cached_by_prefill(of_prefill, {"kv_transfer_params": params}) is None
+    # The decode leg has params of its own.
+    assert cached_by_prefill(of_prefill, {"kv_transfer_params": {"do_remote_prefill": True}}) == 2
+    odd = answer(usage=usage, kv_transfer_params={"remote_prefill_cached_tokens": None})
+    assert cached_by_prefill(odd, {}) == 3
     for silent in ({}, {"usage": None}, {"usage": {"prompt_tokens_details": None}}):
-        assert cached_by_prefill(answer(**silent)) is None
+        assert cached_by_prefill(answer(**silent), {}) is None
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])

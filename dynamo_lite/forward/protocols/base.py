@@ -85,6 +85,13 @@ class Leg:
 
     body: Body
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    #: Of a request id that contains addresses: the client sees this in its place.
+    shown_id: str = ""
+
+    @property
+    def hidden(self) -> tuple[str, str] | None:
+        """The request id that the client must not see, and what it sees."""
+        return (self.headers["x-request-id"], self.shown_id) if self.shown_id else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class Handoff:
 
 
 class PrefillAnswer(msgspec.Struct):
-    """The parts of a prefill leg's answer that are read."""
+    """The parts of a prefill leg's answer that are read. Both are JSON that can be decoded."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: msgspec.Raw = msgspec.Raw(b"null")
@@ -156,8 +163,6 @@ class ForwardProtocol:
     #: SERIAL only: whether the prefill leg contains the decode engine's address, so that no other
     #: one can take the KV.
     names_decode: bool = False
-    #: Whether request ids contain addresses, and are replaced in the client's answer.
-    hides_ids: bool = False
 
     def order_for(self, prefill: Peer) -> Order:
         if self.needs_identity and prefill.identity is None:

@@ -58,7 +58,7 @@ def _prefill(body: Body, attempt: Attempt) -> Leg:
         "do_remote_decode": True,
         "do_remote_prefill": False,
     }
-    return Leg(one, {"x-request-id": _request_id(attempt)})
+    return Leg(one, {"x-request-id": _request_id(attempt)}, attempt.unique)
 
 
 def _returned(answer: PrefillAnswer) -> Handoff | None:
@@ -74,7 +74,8 @@ def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
     if handoff is not None:
         params |= msgspec.json.decode(handoff.params)
     params |= {"do_remote_decode": False, "do_remote_prefill": True}
-    return Leg({**body, "kv_transfer_params": params}, {"x-request-id": _request_id(attempt)})
+    both = {**body, "kv_transfer_params": params}
+    return Leg(both, {"x-request-id": _request_id(attempt)}, attempt.unique)
 
 
 READ = ForwardProtocol(
@@ -86,7 +87,6 @@ READ = ForwardProtocol(
     extract=_returned,
     decode=_decode,
     names_decode=True,
-    hides_ids=True,
 )
 
 WRITE = ForwardProtocol(
@@ -96,5 +96,4 @@ WRITE = ForwardProtocol(
     default_port=_HANDSHAKE_PORT,
     prefill=_prefill,
     decode=_decode,
-    hides_ids=True,
 )

@@ -15,6 +15,7 @@ from dynamo_lite.forward.protocols.base import (
     Handoff,
     Leg,
     Order,
+    Peer,
 )
 
 
@@ -42,13 +43,16 @@ def _static_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg
 
 def _dynamic_prefill(body: Body, attempt: Attempt) -> Leg:
     """Each engine's id ends with the other one's address."""
-    return Leg(
-        _prefill_body(body), {"x-request-id": f"{bare_id(attempt)}_{attempt.decode.address}"}
-    )
+    return _dynamic(_prefill_body(body), attempt, attempt.decode)
 
 
 def _dynamic_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
-    return Leg(dict(body), {"x-request-id": f"{bare_id(attempt)}_{attempt.prefill.address}"})
+    return _dynamic(dict(body), attempt, attempt.prefill)
+
+
+def _dynamic(body: Body, attempt: Attempt, other: Peer) -> Leg:
+    name = bare_id(attempt)
+    return Leg(body, {"x-request-id": f"{name}_{other.address}"}, attempt.unique)
 
 
 #: One prefill and one decode engine, which know each other by their own configuration.
@@ -71,5 +75,4 @@ DYNAMIC = replace(
     name="neuron-dynamic",
     prefill=_dynamic_prefill,
     decode=_dynamic_decode,
-    hides_ids=True,
 )

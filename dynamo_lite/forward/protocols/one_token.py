@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import msgspec
 
-from dynamo_lite.forward.protocols.base import RESPONSES, TOKENS, Body
+from dynamo_lite.forward.protocols.base import RESPONSES, TOKENS, Body, PrefillAnswer
 
 
 def one_token(body: Body, route: str) -> Body:
@@ -54,6 +54,22 @@ def plain(value: Any) -> Any:
         return msgspec.json.decode(value)
     except msgspec.DecodeError:
         return json.loads(bytes(value), parse_int=_integer)
+
+
+def prefill_answer(data: bytes) -> PrefillAnswer:
+    """Raises ValueError and RecursionError when the answer is no JSON, or what is read of it cannot
+    be decoded. An answer of another form, such as a list, has nothing to read."""
+    try:
+        answer = msgspec.json.decode(data, type=PrefillAnswer)
+    except msgspec.ValidationError:
+        return PrefillAnswer()
+    except msgspec.DecodeError:
+        # Also what only Python's own parser accepts, somewhere in it.
+        plain(msgspec.Raw(data))
+        return PrefillAnswer()
+    for value in (answer.kv_transfer_params, answer.usage):
+        msgspec.json.decode(value)  # as raw JSON, it was only skipped
+    return answer
 
 
 def _integer(digits: str) -> int | float:
