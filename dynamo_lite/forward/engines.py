@@ -17,6 +17,13 @@ from dynamo_lite.runtime.address import host_port
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
 #: that refuses connections is unhealthy at once.
 FAILURES = 2
+#: Prefill legs in a row that hand nothing over, after which an engine gets none for a while.
+EMPTY_LEGS = 5
+EMPTY_S = 60.0
+_EMPTY = (
+    f"{EMPTY_LEGS} prefill legs in a row have handed nothing over: start the engine with the"
+    " connector of this protocol, or give it the role decode; it is asked again after a minute"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,12 @@ class Engine:
     kv_usage: float = 0.0
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
-    #: fails, as when the engine is started with other options.
+    #: fails, as when the engine is started with other options, or until `asked_again_at`.
     misfit: str = ""
+    #: In the loop's time; 0: not before a check fails.
+    asked_again_at: float = 0.0
+    #: Prefill legs in a row that have handed nothing over.
+    empty_legs: int = 0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
@@ -143,7 +154,28 @@ class Engine:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
         self.varies, self._identities = False, []
-        self.engine_ids, self.misfit = {}, ""
+        self.engine_ids, self.misfit, self.empty_legs = {}, "", 0
+
+    def answered_as(self, misfit: str) -> None:
+        """misfit: why the answer of a prefill leg was not of this protocol; empty if it was."""
+        self.misfit, self.asked_again_at = misfit, 0.0
+
+    def handed_over(self) -> None:
+        self.empty_legs = 0
+
+    def handed_nothing(self, now: float) -> bool:
+        """Returns whether it gets no prefill legs from now on. now: the loop's time."""
+        self.empty_legs += 1
+        if self.empty_legs < EMPTY_LEGS:
+            return False
+        self.misfit, self.asked_again_at = _EMPTY, now + EMPTY_S
+        return self.empty_legs == EMPTY_LEGS
+
+    def reconsider(self, now: float) -> None:
+        """A check has passed: it gets prefill legs again if it is time. One that hands nothing
+        over is enough then."""
+        if self.misfit and 0 < self.asked_again_at <= now:
+            self.misfit = ""
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. A restarted process has a

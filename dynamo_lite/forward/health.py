@@ -91,6 +91,7 @@ class EngineMonitor:
                 await self._end_silent(engine)
             return
         engine.answered_at = loop.time()
+        engine.reconsider(loop.time())
         if engine.passed():
             logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self.compare()

@@ -12,7 +12,12 @@ from dynamo_lite.forward.input_logprobs import InputLogprobs
 from dynamo_lite.forward.job import Job
 from dynamo_lite.forward.legs import Legs, Sending, sending
 from dynamo_lite.forward.placing import Placement, Places
-from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, PrefillAnswer
+from dynamo_lite.forward.protocols.base import (
+    MIN_TOKENS_ROUTES,
+    Attempt,
+    ForwardProtocol,
+    PrefillAnswer,
+)
 from dynamo_lite.forward.relay import relay
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes, changes_for
 from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
@@ -89,6 +94,7 @@ class Orders:
             handoff = protocol.extract(answer)
             if handoff is None:
                 return await self._without_handoff(job, placement, engine, legs)
+            prefill.handed_over()
             second = protocol.decode(job.request.body, attempt, handoff)
             changes = changes_for(second, answer)
             with engine.leg(0) as counted:
@@ -141,8 +147,13 @@ class Orders:
     async def _without_handoff(
         self, job: Job, placement: Placement, engine: Engine, legs: Legs
     ) -> None:
-        assert placement.prefill is not None
-        logger.info("engine %s has handed nothing over", placement.prefill.name)
+        prefill = placement.prefill
+        assert prefill is not None
+        logger.info("engine %s has handed nothing over", prefill.name)
+        # On other routes the first token may end the sequence, and nothing is left to hand over.
+        if job.request.route in MIN_TOKENS_ROUTES:
+            if prefill.handed_nothing(asyncio.get_running_loop().time()):
+                logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
         with engine.leg(placement.prompt_tokens) as counted:
             response = await legs.open(Sending(engine, job.request.data), DecodeFailed)
             await self._relay(job, engine, legs, response, counted, ("alone", "no_handoff"))
@@ -171,7 +182,7 @@ class Orders:
         that the decode engine waits for, or an engine of another protocol."""
         answer = await legs.prefill(one, streams=streams, on_data=on_data)
         before, misfit = one.engine.misfit, self._protocol.mismatch(answer)
-        one.engine.misfit = misfit
+        one.engine.answered_as(misfit)
         if misfit:
             if not before:
                 logger.error("engine %s gets no prefill legs: %s", one.engine.name, misfit)

@@ -14,6 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from dynamo_lite.forward.client import Client, Incoming
+from dynamo_lite.forward.engines import EMPTY_LEGS
 from dynamo_lite.forward.failures import Broken, DecodeFailed
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.legs import Legs, Sending
@@ -513,6 +514,52 @@ async def test_a_token_of_another_form_after_the_first_one_breaks_the_answer_off
         with pytest.raises(aiohttp.ClientPayloadError):
             await r.stream()
         assert r.forwarding.stats.broken == 1
+
+
+async def test_an_engine_that_never_hands_over_gets_no_legs_for_a_while():
+    """Each leg would compute the prompt in vain, as without any connector."""
+    async with rig("nixl", prefill=2) as r:
+        given = r.prefill[0].handover
+        r.prefill[0].handover = _alone
+        for _ in range(2 * EMPTY_LEGS + 4):
+            assert await r.text() == TEXT
+        # The other engine takes its place.
+        assert len(r.prefill[0].legs) == EMPTY_LEGS
+        assert len(r.prefill[1].legs) == EMPTY_LEGS + 4
+        assert r.answered["alone", "no_handoff"] == EMPTY_LEGS
+        assert r.answered["disaggregated", ""] == EMPTY_LEGS + 4
+        assert "handed nothing over" in r.engines[0].misfit
+        await r.check()
+        assert not r.engines[0].can_prefill
+        # After a while one leg is enough, as long as it has no connector.
+        for fits in (False, True):
+            if fits:
+                r.prefill[0].handover = given
+            r.engines[0].asked_again_at = 0.001
+            await r.check()
+            assert r.engines[0].can_prefill
+            for _ in range(2):
+                assert await r.text() == TEXT
+            assert bool(r.engines[0].misfit) is not fits
+        assert len(r.prefill[0].legs) == EMPTY_LEGS + 2
+        assert r.engines[0].empty_legs == 0
+
+
+async def test_legs_that_hand_nothing_over_now_and_then_change_nothing():
+    async with rig("nixl") as r:
+        given = r.prefill[0].handover
+        for _ in range(2):
+            r.prefill[0].handover = _alone
+            for _ in range(EMPTY_LEGS - 1):
+                assert await r.text() == TEXT
+            r.prefill[0].handover = given
+            assert await r.text() == TEXT
+        assert r.answered["disaggregated", ""] == 2
+        # Their first token may end the sequence.
+        r.prefill[0].handover = _alone
+        for _ in range(EMPTY_LEGS + 1):
+            await r.ask({"model": "m", "input": "x"}, route="/v1/responses")
+        assert r.engines[0].can_prefill and r.engines[0].misfit == ""
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])

@@ -79,6 +79,8 @@ async def test_compressed_bodies_are_refused():
         data = gzip.compress(json.dumps(COMPLETION).encode())
         status, answer = await r.ask(data=data, headers={"content-encoding": "gzip"})
         assert status == 415 and "gzip" in answer["error"]["message"]
+        status, _ = await r.ask(data=data, headers={"content-encoding": "gzip"}, route="/tokenize")
+        assert status == 415
         assert r.fleet.legs == []
 
 
@@ -121,6 +123,33 @@ async def test_other_routes_pass_as_they_are():
             assert answer.status == 400
         assert r.fleet.legs[-1].raw == b"\x00\xff"
         assert r.answered == {("passed", ""): 2}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_nothing_is_upgraded(method: str):
+    """The engine gets a plain request, with its body."""
+    async with rig() as r:
+        body = b"" if method == "GET" else json.dumps({"prompt": "p"}).encode()
+        fields = ["Connection: Upgrade, X-Hop", "Upgrade: websocket", "X-Hop: 1"]
+        head = [f"{method} /v1/realtime HTTP/1.1", "Host: x", *fields]
+        head.append(f"Content-Length: {len(body)}")
+        request = "\r\n".join(head).encode() + b"\r\n\r\n" + body
+        answer = await raw(r, request, until=b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        leg = r.fleet.legs[-1]
+        assert leg.raw == body
+        assert not {"connection", "upgrade", "x-hop"} & {name.lower() for name in leg.headers}
+
+
+async def test_engines_are_not_asked_to_compress():
+    async with rig() as r:
+        headers = {"accept-encoding": "gzip"}
+        status, _ = await r.ask(headers=headers)
+        assert status == 200
+        status, _ = await r.ask(route="/tokenize", headers=headers)
+        assert status == 200
+        assert len(r.fleet.legs) == 3
+        assert not any("accept-encoding" in leg.headers for leg in r.fleet.legs)
 
 
 async def test_a_route_that_is_no_path_is_refused():

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from dynamo_lite.forward.engines import EMPTY_LEGS
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
@@ -20,7 +21,7 @@ from dynamo_lite.services.sidecar import Sidecar
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT
-from tests.scripted import HANDOVERS, Fault, Fleet, ScriptedEngine
+from tests.scripted import HANDOVERS, Fault, Fleet, Leg, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -311,6 +312,31 @@ async def test_an_engine_that_still_does_not_fit_is_asked_once_in_a_while(
         for _ in range(3):
             assert await b.text(b.header()) == TEXT
         assert [len(engine.legs) for engine in b.prefill] == [2, 1]
+
+
+async def test_an_engine_that_never_hands_over_gets_no_more_legs_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with beside() as b:
+
+        async def nothing(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+            return {}
+
+        given, b.prefill[0].handover = b.prefill[0].handover, nothing
+        for _ in range(EMPTY_LEGS + 3):
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == EMPTY_LEGS
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0)
+        assert await b.text(b.header()) == TEXT
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 3600.0)
+        assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == EMPTY_LEGS + 1
+        b.prefill[0].handover = given
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0)
+        for _ in range(2):
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == EMPTY_LEGS + 3
+        assert b.decode[0].legs[-1].params is not None
 
 
 async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():

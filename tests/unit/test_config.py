@@ -4,12 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
@@ -308,15 +311,36 @@ def test_static_disaggregation_has_no_short_prompt_and_no_full_queue():
         assert verdict == Remote(DecisionReason.LONG)
 
 
-def test_the_forwarders_configuration_resolves():
-    document = read_document(ROOT / "configs" / "forward_nixl.yaml", [])
+#: File, protocol, and where each engine's side of the handover listens, with its role.
+FORWARDERS = [
+    ("forward_nixl", "nixl", ["127.0.0.1:8100 prefill", "127.0.0.1:8200 decode"]),
+    ("forward_nixl_push", "nixl-push", ["127.0.0.1:8100 prefill", "127.0.0.1:8200 decode"]),
+    ("forward_mooncake", "mooncake", ["127.0.0.1:8998 prefill", "127.0.0.1:8998 decode"]),
+    ("forward_sglang", "sglang", ["127.0.0.1:8998 prefill", "127.0.0.1:8998 decode"]),
+    ("forward_neuron", "neuron-dynamic", ["127.0.0.1:8100 prefill", "127.0.0.1:8200 decode"]),
+    ("forward_kvt", "kvt-staged", ["127.0.0.1:28100 prefill", "127.0.0.1:28200 decode"]),
+    ("forward_joined", "nixl", []),
+]
+
+
+@pytest.mark.parametrize(("file", "protocol", "engines"), FORWARDERS)
+def test_the_forwarders_configurations_resolve(file: str, protocol: str, engines: list[str]):
+    document = read_document(ROOT / "configs" / f"{file}.yaml", [])
     config = resolve(forward.Forwarder, document)
     document.raise_mistakes()
-    engines = describe(config)["Forwarder"]["engines"]
-    assert [(engine["url"], engine["role"]) for engine in engines] == [
-        ("http://127.0.0.1:8100", "prefill"),
-        ("http://127.0.0.1:8200", "decode"),
-    ]
+    service = config.get("Forwarder")
+    assert service is not None
+    options = msgspec.convert(service.options, ForwarderConfig)
+    assert options.protocol == protocol
+    assert [
+        f"{host_port(*one.transfer_address(protocol))} {one.role}" for one in options.engines
+    ] == engines
+    assert options.discovers is not bool(engines)
+
+
+def test_every_configuration_of_a_forwarder_is_tested():
+    found = {path.stem for path in (ROOT / "configs").glob("forward_*.yaml")}
+    assert found == {file for file, _, _ in FORWARDERS}
 
 
 @pytest.mark.parametrize(
