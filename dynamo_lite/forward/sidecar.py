@@ -74,7 +74,8 @@ class Prefillers:
         """When there are too many engines, the one named longest ago is forgotten."""
         engine = self._engines.get(name)
         if engine is None:
-            engine = Engine(self._number, self._options.engine(name), self._protocol)
+            options = self._options.engine(name)
+            engine = Engine(self._number, options, self._protocol, followed=False)
             self._number += 1
             self._engines[name] = engine
             if len(self._engines) > MAX_PREFILLERS:
