@@ -54,6 +54,10 @@ class Engine:
     failures: int = 0
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
+    #: How often it was found to have ended: it refused a connection, or had fallen silent.
+    ends: int = 0
+    #: Whether it is checked all the time. Else it is checked while a handover waits for it.
+    followed: bool = True
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
     #: Legs of this process that have not ended.

@@ -37,6 +37,8 @@ class EngineMonitor:
         self._probe = EngineProbe(upstream, within_s=config.health_timeout_s)
         self._silence_s = max(least_silence_s, _SILENT_TIMES * config.health_timeout_s)
         self._tasks = OwnedTasks()
+        #: Numbers of engines that `look` checks now.
+        self._looking: set[int] = set()
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
 
@@ -66,6 +68,18 @@ class EngineMonitor:
         if failure.kind == "refused" and engine.failed(str(failure), at_once=True):
             logger.warning("%s is unhealthy", failure)
             self._sent.forget(engine.number)
+
+    def look(self, engine: Engine) -> None:
+        """Starts a check of an engine that is not followed, if none is under way."""
+        if not engine.followed and engine.number not in self._looking:
+            self._looking.add(engine.number)
+            self._tasks.start(self._look(engine), name=f"check of {engine.name}")
+
+    async def _look(self, engine: Engine) -> None:
+        try:
+            await self.check(engine)
+        finally:
+            self._looking.discard(engine.number)
 
     async def _follow(self, engine: Engine) -> None:
         # An engine that has left may have open legs.
@@ -109,6 +123,7 @@ class EngineMonitor:
             return
         if self._upstream.heard_at(engine) > now:
             return
+        engine.ends += 1
         if count := self._upstream.give_up(engine, "the engine has fallen silent"):
             logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
 

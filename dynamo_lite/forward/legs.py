@@ -5,6 +5,7 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +33,9 @@ T = TypeVar("T")
 
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
-#: Reads of an engine's ids after a prefill leg: one may have been under way, the next one was not.
-_READS = 2
+#: How long after its prefill leg a decode leg that is not streamed depends on the prefill engine.
+#: Its first byte comes only after all tokens, so it does not tell when the KV has arrived.
+_WHOLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Legs:
         self._rest: asyncio.Future[None] | None = None
         #: The time limit of the rest of a streamed prefill leg, while it is read.
         self._rest_limit: asyncio.Timeout | None = None
+        #: Fails when the prefill engine ends while the decode engine may wait for its KV.
+        self._handover: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -78,13 +82,12 @@ class Legs:
 
     async def __aexit__(self, *_: object) -> None:
         self._close()
-        if self._timer is not None:
-            self._timer.cancel()
+        self.handed_over()
         running = [task for task in self._tasks if not task.done()]
         if running:
             await end_tasks(*running)
             self._close()
-        for task in (*self._tasks, self._rest):
+        for task in (*self._tasks, self._rest, self._handover):
             if task is not None and task.done() and not task.cancelled():
                 task.exception()  # else asyncio would report a second failure as unread
 
@@ -204,56 +207,83 @@ class Legs:
         except LegFailed as exc:
             raise DecodeFailed(engine, exc.kind, exc.detail) from exc
 
-    def stays(self, engine: Engine, ids: Mapping[int, str]) -> None:
-        """After a prefill leg that was handed over under these `engine_ids`: `all` and `first` fail
-        if the engine's next check shows that another process has answered it."""
-        self._rest = asyncio.get_running_loop().create_future()
-        self._look_replaced(self._rest, engine, ids, engine.ids_read + _READS)
+    def stays(self, engine: Engine, ends: int, ids: Mapping[int, str], *, streams: bool) -> None:
+        """After a prefill leg, until `handed_over`: `all`, `first` and `whole_answer` fail if the
+        prefill engine ends, or another process than the one with these `engine_ids` is found at its
+        address. The decode engine would wait for its KV until a timeout.
 
-    def _look_replaced(
-        self, found: asyncio.Future[None], engine: Engine, ids: Mapping[int, str], until: int
+        ends: the engine's before the leg. streams: whether the decode leg is streamed.
+        """
+        loop = asyncio.get_running_loop()
+        found = self._handover = loop.create_future()
+        until = math.inf if streams else loop.time() + _WHOLE_S
+        self._look(found, engine, ends, ids, until)
+
+    def _look(
+        self,
+        found: asyncio.Future[None],
+        engine: Engine,
+        ends: int,
+        ids: Mapping[int, str],
+        until: float,
     ) -> None:
         """By a timer: the end of a task would have to be waited for in every request."""
-        if engine.replaced(ids):
-            text = "the engine was restarted before this request"
+        loop = asyncio.get_running_loop()
+        if engine.ends != ends or engine.replaced(ids):
+            text = "the engine has ended or was restarted before its KV was taken over"
             found.set_exception(PrefillFailed(engine, "unpaired", text))
-        elif engine.ids_read < until:
-            self._timer = asyncio.get_running_loop().call_later(
-                self._config.health_interval_s, self._look_replaced, found, engine, ids, until
-            )
+        elif loop.time() < until:
+            if self._timer is not None:  # not at once: most handovers do not last that long
+                self._monitor.look(engine)
+            again = partial(self._look, found, engine, ends, ids, until)
+            self._timer = loop.call_later(self._config.health_interval_s, again)
+
+    def handed_over(self) -> None:
+        """The decode engine has answered, so it does not wait for the prefill engine any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def all(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.
 
-        The failure of the rest of a streamed prefill leg is raised as well, because a decode
-        engine would wait for its KV until the timeout.
+        The failure of the rest of a streamed prefill leg, or of the prefill engine, is raised as
+        well, because a decode engine would wait for its KV until the timeout.
         """
         pending = set(tasks)
         while pending:
-            watched = set() if self._rest is None or self._rest.done() else {self._rest}
+            watched = {one for one in self._others() if not one.done()}
             done, _ = await asyncio.wait(pending | watched, return_when=asyncio.FIRST_COMPLETED)
             pending -= done
             for task in tasks:  # in the order of the arguments: of two the first one counts
                 if task in done:
                     task.result()
-            if self._rest is not None and self._rest.done():
-                self._rest.result()
+            for one in self._others():  # more of them, if a prefill leg has just ended
+                # An answer that is complete needs no prefill engine any more.
+                if one.done() and (pending or one is self._rest):
+                    one.result()
+
+    def _others(self) -> list[asyncio.Future[None]]:
+        return [one for one in (self._rest, self._handover) if one is not None]
+
+    async def watched(self, coro: Coroutine[Any, Any, T], name: str) -> T:
+        """What a part of the decode leg returns. Raises what it raises, and PrefillFailed as
+        `all`."""
+        if self._rest is None and self._handover is None:
+            return await coro
+        reading = self.start(coro, name)
+        try:
+            await self.all(reading)
+        finally:
+            await end_tasks(reading)
+        return reading.result()
 
     async def first(self, engine: Engine, response: EngineAnswer) -> bytes:
         """The first bytes of a decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
-        if self._rest is None:
-            return await self.some(engine, response)
-        reading = self.start(self.some(engine, response), "first bytes")
-        await self.all(reading)
-        return reading.result()
+        return await self.watched(self.some(engine, response), "first bytes")
 
     async def whole_answer(self, engine: Engine, response: EngineAnswer) -> bytes:
         """A whole decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
-        if self._rest is None:
-            return await self.whole(engine, response, DecodeFailed)
-        reading = self.start(self.whole(engine, response, DecodeFailed), "whole answer")
-        await self.all(reading)
-        return reading.result()
+        return await self.watched(self.whole(engine, response, DecodeFailed), "whole answer")
 
     def _close(self) -> None:
         # A leg that is left open may have been opened at any time until now.

@@ -61,6 +61,7 @@ class MergedOrder:
         first = protocol.prefill(body, attempt)
         second = protocol.decode(body, attempt, None)
         merge = FirstTokenMerge(_limit(job.request))
+        ends = prefill.ends
         async with self._open_legs(job) as legs:
             with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
                 prefilling = legs.start(
@@ -79,15 +80,21 @@ class MergedOrder:
                     await job.client.write(merge.end())
                     return await job.client.finish()
                 changes = changes_for(second, PrefillAnswer())
+                legs.stays(prefill, ends, {}, streams=True)
                 try:
-                    response = await decoding
+                    await legs.all(decoding)
+                    response = decoding.result()
                     counted.answered()
                     reader = legs.events(engine, response)
-                    while events := await reader.next():
+                    events = await legs.watched(reader.next(), "first events")
+                    legs.handed_over()
+                    while events:
                         if shown := merge.from_decode(changes.events(events)):
                             response.shown = True
                             await job.client.write(shown)
-                except (DecodeFailed, Final, MalformedEvent) as exc:
+                        events = await reader.next()
+                except (EngineFailed, Final, MalformedEvent) as exc:
+                    await end_tasks(decoding)  # the client's end would interrupt it later
                     await break_off(job.client, f"decode leg: {exc}", whole=True)
                 await job.client.finish()
         self._placer.sent(engine, placement)

@@ -115,7 +115,8 @@ class Orders:
         async with self._open_legs(job) as legs:
             with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
                 prefilling = legs.start(
-                    self._prefill(
+                    self._prefill_watched(
+                        job,
                         legs,
                         sending(prefill, first),
                         attempt,
@@ -187,9 +188,6 @@ class Orders:
             if not before:
                 logger.error("engine %s gets no prefill legs: %s", one.engine.name, misfit)
             raise PrefillFailed(one.engine, "mismatch", misfit)
-        if attempt.prefill.engine_ids:
-            # Its answer has no id. The decode engine would wait for the process that has ended.
-            legs.stays(one.engine, attempt.prefill.engine_ids)
         if not self._protocol.needs_identity:
             return answer
         learned, expected = self._protocol.learn(answer), attempt.prefill.identity
@@ -197,6 +195,22 @@ class Orders:
         if expected is not None and learned != expected:
             text = "another process or data-parallel rank has answered, or nothing was handed over"
             raise PrefillFailed(one.engine, "unpaired", text)
+        return answer
+
+    async def _prefill_watched(
+        self,
+        job: Job,
+        legs: Legs,
+        one: Sending,
+        attempt: Attempt,
+        *,
+        streams: bool,
+        on_data: Callable[[bytes], None] | None,
+    ) -> PrefillAnswer:
+        """A prefill leg whose KV the decode engine may take over after its end."""
+        ends, ids = one.engine.ends, attempt.prefill.engine_ids
+        answer = await self._prefill(legs, one, attempt, streams=streams, on_data=on_data)
+        legs.stays(one.engine, ends, ids, streams=job.request.stream)
         return answer
 
     async def _relay(
@@ -215,6 +229,7 @@ class Orders:
             self._answered[how] += 1
             job.note.how, job.note.reason = how
             leg.answered()
+            legs.handed_over()
             if also is not None:
                 also.answered()
             if job.request.sequences > 1:

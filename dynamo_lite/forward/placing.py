@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dynamo_lite.forward.bodies import Request
 from dynamo_lite.forward.engines import Engine, Engines, view
+from dynamo_lite.forward.failures import PrefillFailed
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Order
 from dynamo_lite.policy.disagg import Local
@@ -97,6 +98,10 @@ class Places(Protocol):
         """The engine has computed, or received, the prompt."""
         ...
 
+    def prefill_failed(self, failure: PrefillFailed) -> None:
+        """A prefill leg has failed."""
+        ...
+
 
 def why_alone(request: Request, protocol: ForwardProtocol) -> str:
     """Why it gets no prefill leg, whatever the engines; empty if it may get one."""
@@ -182,6 +187,9 @@ class Placer:
             without.decode.add(placement.prefill.number)
         matched = self._matched(placement.chain, placement.tokens)
         return self._choose_decode(without, matched, placement.prompt_tokens, alone=False)
+
+    def prefill_failed(self, failure: PrefillFailed) -> None:
+        """Does nothing: engines are checked."""
 
     def sent(self, engine: Engine, placement: Placement) -> None:
         """The engine has computed, or received, the prompt."""

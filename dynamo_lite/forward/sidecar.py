@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dynamo_lite.forward.bodies import Request
 from dynamo_lite.forward.client import Answer, Client, Incoming, error, send
 from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.failures import PrefillFailed
 from dynamo_lite.forward.named import (
     PREFILLER_HEADER,
     RANK_HEADER,
@@ -38,6 +39,9 @@ MAX_PREFILLERS = 1024
 #: How long an engine that has answered by another protocol gets no leg. It is then asked again,
 #: because a sidecar does not check prefill engines and would not notice that it was restarted.
 MISFIT_S = 60.0
+#: How long an engine that has refused a leg, or did not answer it in time, gets no other one. Each
+#: would wait as long in vain, because no check tells that the engine is gone.
+AVOIDED_S = 5.0
 
 
 class Prefillers:
@@ -65,6 +69,8 @@ class Prefillers:
         self._checks: dict[int, asyncio.Task[None]] = {}
         #: When an engine that does not fit was last asked, by its number.
         self._misfits: dict[int, float] = {}
+        #: Until when engines get no leg after a failure, by their numbers.
+        self._avoided: dict[int, float] = {}
         self._tasks = OwnedTasks()
 
     async def close(self) -> None:
@@ -74,13 +80,15 @@ class Prefillers:
         """When there are too many engines, the one named longest ago is forgotten."""
         engine = self._engines.get(name)
         if engine is None:
-            engine = Engine(self._number, self._options.engine(name), self._protocol)
+            options = self._options.engine(name)
+            engine = Engine(self._number, options, self._protocol, followed=False)
             self._number += 1
             self._engines[name] = engine
             if len(self._engines) > MAX_PREFILLERS:
                 _, oldest = self._engines.popitem(last=False)
                 self._checked.pop(oldest.number, None)
                 self._misfits.pop(oldest.number, None)
+                self._avoided.pop(oldest.number, None)
         self._engines.move_to_end(name)
         return engine
 
@@ -97,8 +105,20 @@ class Prefillers:
         now = asyncio.get_running_loop().time()
         return now - self._misfits.setdefault(engine.number, now) >= MISFIT_S
 
+    def avoids(self, engine: Engine) -> bool:
+        return asyncio.get_running_loop().time() < self._avoided.get(engine.number, 0.0)
+
+    def avoid(self, engine: Engine) -> None:
+        """The engine has refused a leg, or was late."""
+        self._avoided[engine.number] = asyncio.get_running_loop().time() + AVOIDED_S
+
+    def answered(self, engine: Engine) -> None:
+        self._avoided.pop(engine.number, None)
+
     def asked(self, engine: Engine) -> None:
-        """The engine gets a leg."""
+        """The engine gets a leg. After a failure, other requests go on without it meanwhile."""
+        if engine.number in self._avoided:
+            self.avoid(engine)
         if engine.misfit:
             self._misfits[engine.number] = asyncio.get_running_loop().time()
 
@@ -174,7 +194,12 @@ class HeaderPlacer:
         raise NoWorkers("the decode engine is not healthy")
 
     def sent(self, engine: Engine, placement: Placement) -> None:
-        """Does nothing: choices do not depend on sent prompts."""
+        """Choices do not depend on sent prompts."""
+        self._prefillers.answered(engine)
+
+    def prefill_failed(self, failure: PrefillFailed) -> None:
+        if failure.kind in ("refused", "timeout"):
+            self._prefillers.avoid(failure.engine)
 
     def _why_alone(self, request: Request) -> str:
         if not request.named.prefill:
@@ -193,6 +218,9 @@ class HeaderPlacer:
             if (engine.engine_ids or not self._protocol.query_path)
             and self._prefillers.may_ask(engine)
         ]
+        good = [engine for engine in able if not self._prefillers.avoids(engine)]
+        if good or self._protocol.decodes_alone:
+            able = good
         if not able:
             return None
         self.choices["prefill", "header"] += 1

@@ -197,12 +197,14 @@ class Upstream:
             raise LegFailed(engine.name, "refused", text) from exc
         except OSError as exc:
             if isinstance(exc, ConnectionRefusedError):
-                self._nobody_listens(address)
+                self._nobody_listens(engine, address)
             raise LegFailed(engine.name, "refused", _detail(exc)) from exc
         self._open[connection] = address
         return connection
 
-    def _nobody_listens(self, address: _Address) -> None:
+    def _nobody_listens(self, engine: Engine, address: _Address) -> None:
+        if address == engine.options.address:
+            engine.ends += 1
         for connection, where in self._open.items():
             if where == address:
                 connection.left(self._left_s)

@@ -234,6 +234,7 @@ class Forwarding:
     def _after_prefill(self, job: Job, failure: PrefillFailed) -> Answer | None:
         """Returns the answer if there is no retry."""
         self._note(job, failure, "prefill")
+        self._placer.prefill_failed(failure)
         if self._config.prefill_failure == "error":
             return failure_answer(failure)
         if self._protocol.decodes_alone:

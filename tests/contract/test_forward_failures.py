@@ -634,24 +634,83 @@ async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check
         assert r.answered["disaggregated", ""] == 2
 
 
+#: The decode engine waits until the prefill engine has sent its KV, after its answer.
+WAITING = sorted(
+    name
+    for name, protocol in PROTOCOLS.items()
+    if protocol.order is Order.PARALLEL and not protocol.first_token_from_prefill
+)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_mooncake_engine_that_restarts_after_its_leg_costs_no_decode_leg(stream: bool):
-    """Its KV is at the decode engine by then."""
+@pytest.mark.parametrize("name", WAITING)
+async def test_a_prefill_engine_that_ends_after_its_answer_is_not_waited_for(
+    name: str, stream: bool
+):
+    """It stays down, and its answer was complete, so that no connection tells."""
+    pair = not PROTOCOLS[name].decodes_alone
+    async with rig(name, prefill=1 + pair, health_interval_s=0.05) as r:
+        await warm(r)
+        if pair:
+            await warm(r)
+        hold = asyncio.Event()  # it would wait for ever
+        await _ends_after_its_answer(r, hold, stream)
+        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
+        assert r.answered.get(("alone", "prefill_failed"), 0) == (not pair)
+
+
+async def _ends_after_its_answer(r: Rig, hold: asyncio.Event, stream: bool) -> None:
+    """The decode engine has sent nothing by then. The request is answered nevertheless."""
+    handover, met = r.decode[0].handover, asyncio.Event()
+
+    async def waits(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+        answer = await handover(engine, leg)
+        if not met.is_set():
+            met.set()
+            await hold.wait()
+        return answer
+
+    r.decode[0].handover = waits
+    asked = asyncio.create_task(r.stream() if stream else r.text())
+    await met.wait()
+    one = next(one for one in r.prefill if one.legs)
+    await eventually(lambda: one.legs[0].ended is not None, 5)
+    await asyncio.sleep(0.1)
+    await one.stop()
+    await r.check()
+    async with asyncio.timeout(5):
+        assert await asked
+        await r.decode[0].legs[0].aborted.wait()
+
+
+async def test_a_prefill_engine_that_ends_after_the_first_token_breaks_the_answer_off():
+    async with rig("neuron-dynamic", health_interval_s=0.05) as r:
+        await warm(r)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await _ends_after_its_answer(r, asyncio.Event(), stream=True)
+        assert r.forwarding.stats.broken == 1
+
+
+async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The decode engine has the KV by then."""
+    monkeypatch.setattr("dynamo_lite.forward.legs._WHOLE_S", 0.1)
     async with rig("mooncake", health_interval_s=0.05) as r:
         await warm(r)
         one = r.prefill[0]
         async with slow(r.decode[0]):
-            asked = asyncio.create_task(r.stream() if stream else r.text())
+            asked = asyncio.create_task(r.text())
             await until(r, 1, r.decode[0])
             await eventually(lambda: bool(one.legs) and one.legs[0].ended is not None, 5)
-            for _ in range(2):
-                await r.check()
-            await asyncio.sleep(0.2)  # a few of its looks
+            await asyncio.sleep(0.4)
             one.bootstrap_ids = {"0": {"engine_id": "another"}}
+            await r.check()
+            await one.stop()
             await r.check()
             await asyncio.sleep(0.2)
             assert not r.decode[0].legs[0].aborted.is_set()
-        assert await asked
+        assert await asked == TEXT
         assert not r.forwarding.stats.failures
 
 

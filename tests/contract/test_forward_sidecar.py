@@ -296,6 +296,26 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
         assert json.loads(await b.own("/health"))["unfit_prefillers"] == {}
 
 
+async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with beside(options={"prefill_timeout_s": 0.5}) as b:
+        hold = asyncio.Event()
+        b.prefill[0].faults.append(Fault(hold=hold))
+        for _ in range(3):
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == 1
+        monkeypatch.setattr("dynamo_lite.forward.sidecar.AVOIDED_S", 0.0)
+        await b.prefill[0].stop()
+        b.prefill[0].legs.clear()
+        await asyncio.sleep(5.1)
+        assert await b.text(b.header()) == TEXT  # refused
+        await b.prefill[0].start()
+        for _ in range(2):
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == 2
+
+
 async def test_an_engine_that_still_does_not_fit_is_asked_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ):
