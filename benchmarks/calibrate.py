@@ -8,8 +8,9 @@ context length it decodes some steps, and then beside these sequences it prefill
 length. Every step is a record: prefill tokens and their attention work, decoding sequences and
 their KV, seconds. 70 % of the records are fitted; the errors are those of the others.
 
-With --url it also measures a running, idle graph of the same model: what a first token takes
-beside the engine (frontend_s), and what a remote prefill takes beside its computing (handover_s).
+With --url it also measures a running, idle graph of the same model: what a step takes beside the
+engine core's own work (added to step_s), what a first token takes beside the engine (frontend_s),
+and what a remote prefill takes beside its computing (handover_s).
 """
 
 import argparse
@@ -28,7 +29,7 @@ import msgspec
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from benchmarks.client import connect
+from benchmarks.client import Answer, connect
 from benchmarks.fit import StepRecord, fit, read_records, write_records
 from benchmarks.graph import TINY_MODEL
 from dynamo_lite.capacity.scaling import prefill_s
@@ -41,6 +42,8 @@ DECODE_STEPS = 6
 #: The first passes compile and warm caches.
 WARM_UP = 3
 _PROBES = 15
+#: Tokens of a probe's short prompt, and of its answer.
+_SHORT, _STREAMED = 16, 64
 #: As `configs/disagg.yaml`.
 TINY_ARGS = (
     *("--dtype=float32", "--block-size=32", "--max-model-len=8192", "--enforce-eager"),
@@ -172,22 +175,34 @@ def _most_sequences(engine: Engine) -> int:
     return engine.config.scheduler_config.max_num_seqs
 
 
-async def probe(url: str, model: str, timing: Timing, remote_tokens: int) -> tuple[float, float]:
-    """frontend_s and handover_s of an idle graph: medians."""
+async def probe(url: str, timing: Timing, remote_tokens: int) -> Timing:
+    """The timing with what an idle graph adds to the engine's own times, as medians."""
     port = urlsplit(url).port
     assert port is not None
-    short, long = [], []
+    paces, short, long = [], [], []
     async with connect(port) as connection:
+
+        async def ask(number: int, prompt: int, output: int) -> Answer:
+            ids = [(number * 31 + i * 17) % 400 + 10 for i in range(prompt)]
+            body = {"model": timing.model, "prompt": ids, "max_tokens": output}
+            answer = await connection.stream("/v1/completions", {**body, "ignore_eos": True})
+            await asyncio.sleep(0.05)
+            return answer
+
         for number in range(_PROBES):
-            for tokens, times in ((16, short), (remote_tokens, long)):
-                ids = [(number * 31 + i * 17) % 400 + 10 for i in range(tokens)]
-                body = {"model": model, "prompt": ids, "max_tokens": 2, "ignore_eos": True}
-                answer = await connection.stream("/v1/completions", body)
-                times.append(answer.first_s)
-                await asyncio.sleep(0.05)
-    frontend_s = max(statistics.median(short) - prefill_s(timing, 16), 0.0)
+            answer = await ask(number, _SHORT, _STREAMED)
+            short.append(answer.first_s)
+            paces.append((answer.total_s - answer.first_s) / (_STREAMED - 1))
+            long.append((await ask(number, remote_tokens, 2)).first_s)
+    # The context grows by one token with each step: its mean counts.
+    alone_s = timing.step.one(streams=1, kv=_SHORT + _STREAMED // 2)
+    step_s = timing.step.step_s + max(statistics.median(paces) - alone_s, 0.0)
+    step = msgspec.structs.replace(timing.step, step_s=round(step_s, 8))
+    timing = msgspec.structs.replace(timing, step=step)
+    frontend_s = max(statistics.median(short) - prefill_s(timing, _SHORT), 0.0)
     remote_s = statistics.median(long) - prefill_s(timing, remote_tokens) - frontend_s
-    return frontend_s, max(remote_s, 0.0)
+    transfer = msgspec.structs.replace(timing.transfer, handover_s=round(max(remote_s, 0.0), 6))
+    return msgspec.structs.replace(timing, frontend_s=round(frontend_s, 6), transfer=transfer)
 
 
 def device_name() -> str:
@@ -236,7 +251,7 @@ def main() -> None:
     )
     parser.add_argument("--start-s", type=float, default=60.0, help="start time of a worker")
     parser.add_argument("--bytes-per-s", type=float, default=25e9, help="of a network interface")
-    parser.add_argument("--url", help="an idle graph of this model, for frontend_s, handover_s")
+    parser.add_argument("--url", help="an idle graph of this model, for what it adds")
     parser.add_argument("--remote-tokens", type=int, default=1024, help="prompts for --url")
     parser.add_argument("--refit", type=Path, help="use these records; measure no engine")
     parser.add_argument("--limits-of", type=Path, help="with --refit: the rest of this timing file")
@@ -251,10 +266,7 @@ def main() -> None:
     else:
         timing = _measured(given)
     if given.url:
-        name = timing.model
-        found = asyncio.run(probe(given.url, name, timing, given.remote_tokens))
-        transfer = msgspec.structs.replace(timing.transfer, handover_s=round(found[1], 6))
-        timing = msgspec.structs.replace(timing, frontend_s=round(found[0], 6), transfer=transfer)
+        timing = asyncio.run(probe(given.url, timing, given.remote_tokens))
     given.out.write_bytes(msgspec.json.format(msgspec.json.encode(timing), indent=2) + b"\n")
     _print(timing)
 
