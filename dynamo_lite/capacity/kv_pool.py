@@ -72,8 +72,8 @@ class KvPool:
         self._evict()
 
     def store(self, hashes: Sequence[ChainHash]) -> list[ChainHash]:
-        """New blocks of a sequence are computed: its memory becomes theirs. Returns those that were
-        not here; of the others the sequence has copies of its own."""
+        """New blocks of a sequence are computed. Returns those that were not here: they are cached
+        from now on, in the sequence's memory. Of the others the sequence keeps its own copies."""
         fresh = [key for key in hashes if key not in self._users and key not in self._idle]
         self._users.update(dict.fromkeys(fresh, 1))
         if fresh:

@@ -67,7 +67,8 @@ class CostPolicy:
         now: float,
         time_left_s: float,
     ) -> Opinion:
-        """The arguments are those of `disagg.decide`, with the engine's state."""
+        """uncached, cached: the prompt's tokens. here: the engine's state. Others: see
+        `disagg.decide`."""
         queue = fresh(queue, thresholds, now)
         if queue is None:
             return Opinion("local", DecisionReason.QUEUE_UNKNOWN.value)

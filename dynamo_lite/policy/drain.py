@@ -149,7 +149,7 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> S
 
 def _own_ledger(said: tuple[frozenset[int], float] | None, idle_at: float) -> Safe | Unsafe:
     if said is None or said[1] < idle_at:
-        return Unsafe(reason="its ledger is not known since it is idle")
+        return Unsafe(reason="its ledger was not reported after it became idle")
     if said[0]:
         return Unsafe(reason=f"{len(said[0])} writers may still write into its blocks")
     return Safe(reason="no request, and no writer")

@@ -160,7 +160,7 @@ class RoleStep:
             return Wish(gives=gives), self._plan("observe", wanted, reason)
         since = now - memory.known_since
         if since < limits.down_window_s:
-            wait = f"{floor} would do for {since:.0f} of {limits.down_window_s:.0f} s"
+            wait = f"{floor} were enough for {since:.0f} of {limits.down_window_s:.0f} s"
             gives = self._gives(memory)
             return Wish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}", since)
         if wait := self._until_reversal(up=False):
@@ -185,14 +185,14 @@ class RoleStep:
         """The removal of one worker, if one may be removed; and the reason for what is done."""
         seen, role = self._seen, self._role
         if seen.count - 1 < self._least:
-            return Wish(), f"{reason}; not below the minimum"
+            return Wish(), f"{reason}; the minimum is reached"
         if not self._only_removals():
             return Wish(), f"{reason}; a start is under way"
         present = seen.count + seen.counts.draining
         cap = math.floor(present * _DRAIN_SHARE) if present > _MANY else 1
         if max(len(seen.operations), seen.counts.draining) >= max(cap, 1):
             return Wish(), f"{reason}; a worker drains"
-        # A removal that is ordered and not yet counted as draining has the same victim in mind.
+        # Removals whose workers still count as ready: they are ordered, and do not drain yet.
         free = len(seen.operations) - seen.counts.draining
         if seen.counts.starting and not seen.operations:
             since = self._memory.starting_since
@@ -201,7 +201,7 @@ class RoleStep:
             removal = RemoveWorker(role=role, starting=True, reason=reason, overdue=overdue)
             return Wish(remove=removal), reason
         if seen.counts.ready - max(free, 0) < 1 or seen.serving - max(free, 0) < 2:
-            return Wish(), f"{reason}; not the last one that serves"
+            return Wish(), f"{reason}; the last one that serves stays"
         return Wish(remove=RemoveWorker(role=role, starting=False, reason=reason)), reason
 
     def _only_removals(self) -> bool:
@@ -245,7 +245,7 @@ class RoleStep:
         rest = max(self._limits.cooldown_s, start_s(self._seen, self._limits)) - last.age_s
         if rest <= 0:
             return ""
-        return f"the last change was {'up' if last.up else 'down'}: not for {rest:.0f} s"
+        return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
 
     def _plan(
         self, state: State, wanted: int | None, reason: str, pending_s: float = 0.0

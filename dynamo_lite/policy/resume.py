@@ -33,7 +33,8 @@ class PrefillHere:
     reason: ResumeReason
 
 
-#: Outcomes that the writer caused, and whether it may still be among the usable workers.
+#: Outcomes that the writer caused. True: the writer may still be one of the usable workers, so one
+#: of them is not counted.
 _OF_THE_WRITER = {
     Outcome.WRITER_FAILED: True,
     Outcome.WRITER_ABANDONED: True,

@@ -112,7 +112,8 @@ class Placement:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
-        """Submits to each live member at most once. Returns None when it needs no worker any more.
+        """Submits to each live member at most once. Returns None when a worker has accepted it, or
+        when it has ended or was migrated meanwhile; else why none has accepted it.
 
         Raises Refused when no worker can accept the request.
         """
@@ -155,7 +156,8 @@ class Placement:
     async def _choose(
         self, flight: MigratingRequest, turn: int, tried: set[int]
     ) -> Selection | None:
-        """Chooses an untried worker, the lost one last. None: there is nothing left to do."""
+        """Chooses a worker that was not tried yet; the one that it has just lost only if there is
+        no other. None: all were tried, or it has ended or was migrated meanwhile."""
         members = self._members()
         without = tried if flight.avoid is None else tried | {flight.avoid}
         if not _any_besides(without, members):

@@ -34,8 +34,9 @@ class Fence(Protocol):
     def permits(self) -> Permits: ...
 
     def open_until(self, deadline: float) -> None:
-        """deadline: by CLOCK_BOOTTIME, and no duration, for which a process that loses its core
-        would count its own delay; 0, or one that has passed, closes the fence at once."""
+        """deadline: a time of CLOCK_BOOTTIME; 0, or a time that has passed, closes the fence at
+        once. Not a duration: a process that is stopped before it writes would add the time of the
+        stop to it."""
         ...
 
     def close(self) -> None:

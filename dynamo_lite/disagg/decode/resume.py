@@ -38,7 +38,7 @@ class Resumes:
         if prompt is None or until is None or prefill.outcome is None:
             return False
         if prefill.outcome is Outcome.WRITER_UNUSABLE:
-            prefill.tries -= 1  # another worker may not have tried at all
+            prefill.tries -= 1  # its link had failed, so it may not have tried at all
         verdict = again(
             prefill.outcome,
             tries=prefill.tries,

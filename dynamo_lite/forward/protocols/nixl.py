@@ -45,8 +45,12 @@ def returned_params(answer: PrefillAnswer) -> Handoff | None:
 
 
 def _mode_is_not(mode: str, answer: PrefillAnswer, change: str) -> str:
-    """A decode engine of one connector ends its process, or waits for minutes, for what a prefill
-    engine of the other one hands over. Engines before vLLM 0.32 do not tell their mode."""
+    """Why the prefill engine does not fit; empty if it does, or if its mode is not known (engines
+    before vLLM 0.32 do not tell it).
+
+    A decode engine that gets the parameters of the other connector ends its process, or waits for
+    minutes.
+    """
     found = (object_of(answer.kv_transfer_params) or {}).get("transfer_mode")
     if found is None or found == mode:
         return ""

@@ -53,12 +53,13 @@ class Order:
 
 
 class Connector(Protocol):
-    """Each call raises Refused when an order is not possible, UnknownWorker when that is so for
-    every order that names this worker, and another DynamoLiteError when it may or may not have been
+    """Each call raises Refused when the order is not possible (UnknownWorker when no order that
+    names this worker is), and another DynamoLiteError when it is not known whether the order was
     taken."""
 
-    #: Whether `remove` drains and ends exactly the worker that it is given. If not, the worker is
-    #: first told to leave, by its lease, and `remove` follows when it has drained.
+    #: Whether the planner's choice is certain: `remove` drains and ends exactly the worker that it
+    #: is given. If not (Kubernetes chooses), the worker's lease is revoked first, and `remove`
+    #: follows when it has drained.
     chooses_victim: bool
 
     async def counts(self) -> Counted: ...

@@ -202,11 +202,11 @@ class Operations:
             return ""
         serving = len(set(members) - self._under_way.victims(members)) + 1
         if serving < 2:
-            return "not the last one that serves"
+            return "it is the last one that serves"
         least = self._least(record.component)
         own = counts.starting + counts.ready - self._under_way.leaving(record.component)
         if max(own, serving) <= least:
-            return f"not below the minimum, {least}"
+            return f"there would be fewer than the minimum, {least}"
         return ""
 
     async def _await_leaving(self, one: Running, counted: Counted) -> None:

@@ -243,10 +243,10 @@ class Switching:
             for member in self._members()
         )
         if others < 1:
-            return "not the last one that serves"
+            return "it is the last one that serves"
         least, counts = self._least(record.component), counted.roles[record.component]
         if max(counts.starting + counts.ready - 1, others) < least:
-            return f"not below the minimum, {least}"
+            return f"there would be fewer than the minimum, {least}"
         return ""
 
     async def _order(self, record: SwitchRecord, counted: Counted) -> Order:

@@ -190,7 +190,7 @@ def _stream_facts(stream: Stream) -> _Answer:
 
 
 def _consumer_facts(stream: Stream, consumer: Consumer) -> _Answer:
-    _ = stream.messages  # without those that are too old
+    _ = stream.messages  # reading them drops those that are too old
     return {
         "stream_name": stream.name,
         "name": consumer.name,

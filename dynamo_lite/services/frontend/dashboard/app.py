@@ -96,7 +96,7 @@ class Dashboard:
     ) -> None:
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return await _send_text(send, 403, "pages of other sites may not read this")
-        # Browsers leave out the former over plain HTTP.
+        # Browsers send no Sec-Fetch-Site over plain HTTP. Requests from other sites have an Origin.
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
             return await _send_text(send, 403, "pages of other sites may not read this")
