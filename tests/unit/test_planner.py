@@ -364,7 +364,7 @@ def test_the_change_of_the_planner_before_counts():
     memory, _ = plan(Memory(), seen, LIMITS, 0.0)
     _, proposal = plan(memory, seen, LIMITS, 5.0)
     assert proposal.actions == ()
-    assert "not for 50 s" in proposal.roles[P].reason
+    assert "no reversal for 50 s" in proposal.roles[P].reason
 
 
 def test_a_change_by_somebody_else_is_the_new_base():
