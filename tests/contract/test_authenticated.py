@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.own_certificate import make_certificate
 from dynamo_lite.runtime.secret import GraphSecret
@@ -42,6 +42,22 @@ def stranger(request: pytest.FixtureRequest, nats: NatsMessaging, tmp_path: Path
 @pytest.fixture
 def secret(tmp_path: Path) -> GraphSecret:
     return graph_secret(tmp_path / "secret")
+
+
+class Recording(NatsMessaging):
+    """Serves as another one, and keeps the replies as they are sent."""
+
+    def __init__(self, messaging: NatsMessaging):
+        self._messaging = messaging
+        self.replies: list[bytes] = []
+
+    def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
+        async def handle(payload: bytes) -> bytes | None:
+            if (reply := await handler(payload)) is not None:
+                self.replies.append(reply)
+            return reply
+
+        return self._messaging.serve(subject, handle)
 
 
 async def test_a_strangers_messages_are_dropped_and_counted(
@@ -78,27 +94,31 @@ async def test_a_strangers_reply_is_refused(
             await ours.request(subject, b"m", timeout_s=5)
 
 
-async def test_a_reply_answers_no_other_request(
+async def test_a_reply_answers_one_request_only(
     nats: NatsMessaging, secret: GraphSecret, namespace: str
 ):
-    """Replies that a listener recorded are of no use to it."""
-    ours, subject, other = AuthenticatedMessaging(nats, secret), f"{namespace}.s", f"{namespace}.o"
-    recorded: list[bytes] = []
+    """A reply that a listener recorded answers no other request, and not the same one again."""
+    drops: Counter[str] = Counter()
+    ours = AuthenticatedMessaging(nats, secret, lambda where: drops.update([where]))
+    recorder = AuthenticatedMessaging(recording := Recording(nats), secret)
+    subject, other = f"{namespace}.s", f"{namespace}.o"
 
     async def answer(payload: bytes) -> bytes:
         return b"about " + payload
 
     async def replay(_: bytes) -> bytes:
-        return recorded[0]
+        return recording.replies[0]
 
-    async with ours.serve(subject, answer):
-        asked = secret.protect(b"message " + subject.encode(), b"one")
-        recorded.append(await nats.request(subject, asked, timeout_s=5))
+    async with recorder.serve(subject, answer):
+        for payload in (b"one", b"one", b""):
+            assert await ours.request(subject, payload, timeout_s=5) == b"about " + payload
+    assert len(set(recording.replies)) == 3
     async with nats.serve(subject, replay), nats.serve(other, replay):
-        assert await ours.request(subject, b"one", timeout_s=5) == b"about one"
-        for where, payload in ((subject, b"two"), (other, b"one")):
-            with pytest.raises(BrokerUnavailable):
+        refused = ((subject, b"one"), (subject, b"two"), (other, b"one"))
+        for where, payload in refused:
+            with pytest.raises(BrokerUnavailable, match="not authentic"):
                 await ours.request(where, payload, timeout_s=5)
+    assert drops == Counter(unauthentic=len(refused))
 
 
 async def test_a_message_is_of_no_use_on_another_subject(
