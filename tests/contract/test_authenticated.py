@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded, Unavailable
 from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, parse_address
 from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Handler, Messaging
@@ -220,6 +222,49 @@ async def test_a_client_sends_no_request_to_a_worker_without_the_secret(
         assert "does not have this graph's secret" in said
         assert dropped == ["secret"]
         assert setup.engine.running == {}
+
+
+async def _closed_at_once(readers: Sequence[asyncio.StreamReader]) -> None:
+    """Sooner than a handshake or a Hello would be missed."""
+    async with asyncio.timeout(FIRST_FRAME_TIMEOUT_S / 2):
+        for reader in readers:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    nats_url: str,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A stranger connects and says nothing. It displaces its own connections, and not those of
+    another address, which were there first."""
+    most = 32
+    monkeypatch.setattr(listener, "MAX_UNGREETED", most)
+    drops: Counter[str] = Counter()
+
+    async def flood() -> None:
+        async with AsyncExitStack() as stack:
+            count = {"on_drop": lambda where: drops.update([where])}
+            setup = await open_setup("tls", stack, nats_url, namespace, **count)
+            place = parse_address(setup.server.stream_address)
+
+            async def connect(source: str) -> asyncio.StreamReader:
+                made = await asyncio.open_connection(*place, local_addr=(source, 0))
+                stack.callback(made[1].close)
+                return made[0]
+
+            peer = await connect("127.0.0.1")
+            strangers = [await connect("127.0.0.2") for _ in range(3 * most)]
+            await _closed_at_once(strangers[: 2 * most + 1])
+            assert drops == Counter(stream=2 * most + 1)
+            await setup.client.submit(setup.member, generate_request("a"))
+            assert not any(reader.at_eof() for reader in (peer, *strangers[2 * most + 2 :]))
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(flood(), 20))
 
 
 def test_tls_works_on_the_event_loop_of_the_processes(nats_url: str, namespace: str):
