@@ -23,6 +23,7 @@ from tests.builders import eventually
 from tests.chaos.meters import Meters
 from tests.hosts.network import Host
 from tests.hosts.rig import API_KEY, LEASE_TTL_S, NAMESPACE, VLLM, VLLM_CONFIG, Rig
+from tests.hosts.subjects import try_every_subject
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import PlainServer
 
@@ -247,6 +248,12 @@ async def _rolling_restart(rig: Rig, streams: Streams) -> None:
     assert await rig.versions() == {release.version}
 
 
+async def _stranger(rig: Rig, streams: Streams) -> None:
+    """It gets no token and no metadata, and cancels nothing."""
+    await try_every_subject(rig)
+    await streams.more(_FEW)
+
+
 def _hosts(rig: Rig, service: str) -> list[Host]:
     return [program.host for program in rig.services[service]]
 
@@ -287,6 +294,7 @@ SCENARIOS: dict[str, Scenario] = {
     "decode-host-vanishes": _during(lambda rig: rig.unplugged(_decode(rig)[0]), _PARTED_S),
     "nats-leader-killed": _nats_leader_killed,
     "etcd-leader-killed": _etcd_leader_killed,
+    "stranger-tries-every-subject": _stranger,
     "rolling-restart": _rolling_restart,
 }
 
