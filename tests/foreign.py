@@ -80,15 +80,14 @@ def subjects(namespace: str, ids: Iterable[str]) -> list[str]:
 
 def forged() -> list[bytes]:
     """One of each kind, as a process of a graph without a secret sends it."""
-    attempt = {"attempt": "a1"}
-    writer = {"writer_lease_id": 1, **attempt}
+    attempt = "a1"
     return [
         b"",
-        encode_sealed(Claim(**writer)),
-        encode_sealed(CancelAttempt(engine_id="e1", **attempt)),
-        encode_sealed(WriterDone(outcome="died", **writer)),
-        encode_sealed(WriterStays(for_s=9.0, **writer)),
-        encode_sealed(FirstToken(request_id="r1", token_id=1, **attempt)),
+        encode_sealed(Claim(attempt=attempt, writer_lease_id=1)),
+        encode_sealed(CancelAttempt(attempt=attempt, engine_id="e1")),
+        encode_sealed(WriterDone(attempt=attempt, writer_lease_id=1, outcome="died")),
+        encode_sealed(WriterStays(attempt=attempt, writer_lease_id=1, for_s=9.0)),
+        encode_sealed(FirstToken(attempt=attempt, request_id="r1", token_id=1)),
         encode_sealed(Leave(lease_id=1)),
         encode_sealed(Listen(writer_lease_id=1, for_s=9.0)),
         encode_sealed(
@@ -99,7 +98,7 @@ def forged() -> list[bytes]:
                 num_computed_tokens=0,
                 block_ids=[1],
                 deadline=1e9,
-                **attempt,
+                attempt=attempt,
             )
         ),
         encode(Explain()),

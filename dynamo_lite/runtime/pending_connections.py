@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Hashable
 
+#: Closes a connection. Its result is not used.
+Close = Callable[[], object]
+
 
 class PendingConnections:
     """Connections in their TLS handshake, or without a Hello or a request's head, oldest first.
@@ -14,12 +17,12 @@ class PendingConnections:
         self._most, self._on_refused = most, on_refused
         self._addresses: dict[Hashable, str] = {}
         #: By address; each with the function that closes it.
-        self._closing: dict[str, dict[Hashable, Callable[[], None]]] = {}
+        self._closing: dict[str, dict[Hashable, Close]] = {}
 
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def add(self, connection: Hashable, address: str, close: Callable[[], None]) -> None:
+    def add(self, connection: Hashable, address: str, close: Close) -> None:
         """close: replaces the earlier one of a connection that is pending already. It is called
         after the connection was removed here."""
         known = self._addresses.setdefault(connection, address)
@@ -38,7 +41,7 @@ class PendingConnections:
         self._on_refused()
         close()
 
-    def _remove(self, connection: Hashable) -> Callable[[], None] | None:
+    def _remove(self, connection: Hashable) -> Close | None:
         address = self._addresses.pop(connection, None)
         if address is None:
             return None

@@ -47,19 +47,21 @@ def secret(tmp_path: Path) -> GraphSecret:
 
 
 class Recording(NatsMessaging):
-    """Serves as another one, and keeps the replies as they are sent."""
+    """Keeps the replies as they are sent."""
 
-    def __init__(self, messaging: NatsMessaging):
-        self._messaging = messaging
+    def __init__(self, url: str):
+        super().__init__(url)
         self.replies: list[bytes] = []
 
-    def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
+    def serve(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, subject: str, handler: Handler
+    ) -> AbstractAsyncContextManager[None]:
         async def handle(payload: bytes) -> bytes | None:
             if (reply := await handler(payload)) is not None:
                 self.replies.append(reply)
             return reply
 
-        return self._messaging.serve(subject, handle)
+        return super().serve(subject, handle)
 
 
 async def test_a_strangers_messages_are_dropped_and_counted(
@@ -97,12 +99,12 @@ async def test_a_strangers_reply_is_refused(
 
 
 async def test_a_reply_answers_one_request_only(
-    nats: NatsMessaging, secret: GraphSecret, namespace: str
+    nats: NatsMessaging, nats_url: str, secret: GraphSecret, namespace: str
 ):
     """A reply that a listener recorded answers no other request, and not the same one again."""
     drops: Counter[str] = Counter()
     ours = AuthenticatedMessaging(nats, secret, lambda where: drops.update([where]))
-    recorder = AuthenticatedMessaging(recording := Recording(nats), secret)
+    recorder = AuthenticatedMessaging(recording := Recording(nats_url), secret)
     subject, other = f"{namespace}.s", f"{namespace}.o"
 
     async def answer(payload: bytes) -> bytes:
@@ -111,7 +113,7 @@ async def test_a_reply_answers_one_request_only(
     async def replay(_: bytes) -> bytes:
         return recording.replies[0]
 
-    async with recorder.serve(subject, answer):
+    async with recorder, recorder.serve(subject, answer):
         for payload in (b"one", b"one", b""):
             assert await ours.request(subject, payload, timeout_s=5) == b"about " + payload
     assert len(set(recording.replies)) == 3
