@@ -23,7 +23,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 
 from benchmarks.null_worker import TOKEN_ID
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient

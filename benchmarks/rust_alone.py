@@ -24,7 +24,7 @@ from vllm.v1.engine import (
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from benchmarks.null_worker import TOKEN_ID
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.engine_link import EngineLink
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args

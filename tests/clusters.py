@@ -31,20 +31,24 @@ def nats_config(
     directory: Path,
     routes: Mapping[str, tuple[str, int]],
     login: tuple[str, str] | None = None,
+    foreign: str = "",
 ) -> str:
     """The configuration of the server `name`. place: where clients find it. routes: where each
     server of the cluster, this one too, listens for the others. login: user and password of clients
-    and servers; None: everybody is let in."""
-    known, asked = "", ""
+    and servers; None: everybody is let in. foreign: accounts besides that of the login."""
+    known, asked, accounts = "", "", ""
     if login is not None:
         known = f"{login[0]}:{login[1]}@"
-        asked = f'authorization {{ user: "{login[0]}", password: "{login[1]}" }}'
+        who = f'user: "{login[0]}", password: "{login[1]}"'
+        asked = f"authorization {{ {who} }}"
+        own = f"graph: {{ jetstream: enabled, users: [{{ {who} }}] }}\n"
+        accounts = f"accounts {{ {own}{foreign} }}"
     others = ", ".join(f'"nats://{known}{host}:{port}"' for host, port in routes.values())
     host, port = routes[name]
     return (
         f'server_name: "{name}"\nhost: {place[0]}\nport: {place[1]}\nmax_payload: 8MB\n'
         f'jetstream {{ store_dir: "{directory.resolve()}" }}\n'
-        f"{asked}\n"
+        f"{accounts}\n"
         f'cluster {{ name: "test", host: {host}, port: {port}, routes: [{others}]\n{asked} }}\n'
     )
 

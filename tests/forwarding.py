@@ -21,7 +21,8 @@ from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.policy.forwarding import SentPrompts
 from dynamo_lite.policy.known_blocks import KnownBlocks
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.services.forward_kv import kv_events
 from tests.builders import eventually
@@ -100,6 +101,7 @@ async def rig(
     trust: dict[str, Any] | None = None,
     events: Sequence[dict[str, str]] = (),
     least_silence_s: float = 10.0,
+    on_drop: OnDrop = uncounted,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """cached: what prefill and decode engines report. https: of all servers. trust: options of all
@@ -164,6 +166,7 @@ async def rig(
             sock,
             health=lambda: {"ok": any(e.usable for e in engines.all if e.decodes)},
             tls=tls,
+            on_drop=on_drop,
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)

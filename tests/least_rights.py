@@ -10,7 +10,7 @@ from pathlib import Path
 from dynamo_lite.cli.access_text import (
     chosen,
     etcd_commands,
-    nats_configuration,
+    nats_account,
     password_variable,
     user_of,
 )
@@ -21,6 +21,8 @@ from tests.conftest import running
 from tests.external import TlsNats
 
 PASSWORD = "s3cret"
+#: A graph on the same servers, whose users have the rights of its components, too.
+FOREIGN = "foreign-1"
 _ETCDCTL = Path(sysconfig.get_path("scripts")) / "etcdctl"
 #: etcdctl as a person uses it, who types each new user's password.
 _TYPING = f"""
@@ -37,15 +39,19 @@ _ROOT = "etcdctl user add root; etcdctl user grant-role root root; etcdctl auth 
 
 class LeastRights:
     def __init__(self, directory: Path, namespace: str, nats: str, etcd: str):
-        self._directory, self._namespace, self._nats, self._etcd = directory, namespace, nats, etcd
+        self._directory, self._namespace, self.nats, self._etcd = directory, namespace, nats, etcd
 
     def options(self, component: str) -> list[str]:
         """Of `dynamo-lite`, for what runs as this component."""
         return ["--nats-url", self.nats_url(component), "--etcd-url", self.etcd_url(component)]
 
+    def foreign(self) -> "LeastRights":
+        """The users of the other graph."""
+        return LeastRights(self._directory, FOREIGN, self.nats, self._etcd)
+
     def nats_url(self, component: str) -> str:
         user = user_of(self._namespace, component)
-        return f"{self._nats}?login={self._login(user)}&inbox={inbox_of(user)}"
+        return f"{self.nats}?login={self._login(user)}&inbox={inbox_of(user)}"
 
     def etcd_url(self, component: str) -> str:
         return f"{self._etcd}?login={self._login(user_of(self._namespace, component))}"
@@ -63,14 +69,17 @@ class LeastRights:
 
 @contextmanager
 def least_rights(directory: Path, namespace: str) -> Iterator[LeastRights]:
-    permissions = chosen(namespace, ())
-    for each in permissions:
-        os.environ[password_variable(user_of(namespace, each.component))] = PASSWORD
+    graphs = {name: chosen(name, ()) for name in (namespace, FOREIGN)}
+    for name, permissions in graphs.items():
+        for each in permissions:
+            os.environ[password_variable(user_of(name, each.component))] = PASSWORD
     broker = TlsNats(directory / "nats")
-    broker.extra = nats_configuration(namespace, permissions)
+    accounts = "".join(nats_account(name, permissions) for name, permissions in graphs.items())
+    broker.extra = f"accounts {{\n{accounts}}}\n"
+    commands = "".join(etcd_commands(name, permissions) for name, permissions in graphs.items())
     with running(broker) as nats, running(EmbeddedEtcd(directory / "etcd")) as etcd:
         subprocess.run(
-            ["sh", "-c", f"{_TYPING}{etcd_commands(namespace, permissions)}{_ROOT}"],
+            ["sh", "-c", f"{_TYPING}{commands}{_ROOT}"],
             env={**os.environ, "ETCDCTL": str(_ETCDCTL), "ETCDCTL_ENDPOINTS": etcd},
             check=True,
             capture_output=True,

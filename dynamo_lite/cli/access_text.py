@@ -29,12 +29,21 @@ def password_variable(user: str) -> str:
 
 
 def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> str:
-    """A file to be included into nats-server's configuration."""
+    """A file to be included into nats-server's configuration.
+
+    The graph has an account of its own: decode and prefill workers may make a stream, and in the
+    same account a stream may record the messages of every graph, whatever its maker may read.
+    """
+    return f"accounts {{\n{nats_account(namespace, permissions)}}}\n"
+
+
+def nats_account(namespace: str, permissions: Sequence[Permissions]) -> str:
+    """The graph's entry in `accounts`."""
     users = "".join(_nats_user(namespace, one) for one in permissions)
     return (
-        "# nats-server reads the passwords from the variables that are named here. For an NKey\n"
-        "# write `nkey: U...` in place of user and password; for a certificate `user` alone.\n"
-        f"authorization {{\n  users: [\n{users}  ]\n}}\n"
+        "  # nats-server reads the passwords from the variables that are named here. For an NKey\n"
+        "  # write `nkey: U...` in place of user and password; for a certificate `user` alone.\n"
+        f'  "{namespace}": {{ jetstream: enabled, users: [\n{users}  ] }}\n'
     )
 
 

@@ -22,8 +22,12 @@ from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, err
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import HANDSHAKE_S
+from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
-from dynamo_lite.runtime.request_head import RequestHeadDeadline
+from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
+from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,6 @@ _MAX_HEADERS = 128
 #: How long a refused body is still read, so that its client reads the answer, and how long a client
 #: has to read the rest of an answer that broke off.
 _LINGER_S = 2.0
-_HANDSHAKE_S = 10.0
 _NO_GRACE_S = 0.001
 #: How many bytes may wait for a slow client before reading its answer pauses.
 _FULL_BYTES = 64 << 10
@@ -62,6 +65,7 @@ class ForwardServer:
 
     routes: those that generate. health: the facts, with `ok`. probes: None: neither `/live` nor
     `/ready` is answered. own: paths that are answered here. tls: None: plain HTTP is served.
+    on_drop: called with "http" for a connection that is closed because too many have no request.
     """
 
     def __init__(
@@ -75,11 +79,14 @@ class ForwardServer:
         probes: Probes | None = None,
         own: frozenset[str] = OWN,
         tls: ssl.SSLContext | None = None,
+        on_drop: OnDrop = uncounted,
     ):
         self._forwarding, self._config, self._routes = forwarding, config, routes
         self._sock, self._health, self._probes = sock, health, probes
         self._paths, self._tls = own, tls
+        self._pending = PendingConnections(most_pending(), lambda: on_drop("http"))
         self._listener: asyncio.Server | None = None
+        self._acceptor: TlsAcceptor | None = None
         self._web: web.Server | None = None
 
     async def start(self) -> None:
@@ -89,6 +96,7 @@ class ForwardServer:
         connection = partial(
             _Connection,
             server,
+            pending=self._pending,
             loop=loop,
             access_log=None,  # pyright: ignore[reportArgumentType]
             logger=_parser_logger(),
@@ -99,13 +107,20 @@ class ForwardServer:
             max_headers=_MAX_HEADERS,
         )
         try:
-            self._listener = await loop.create_server(
-                connection,
-                sock=self._sock,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
-            )
+            if self._tls is None:
+                self._listener = await loop.create_server(
+                    connection, sock=self._sock, backlog=_BACKLOG
+                )
+            else:
+                self._acceptor = TlsAcceptor(
+                    self._sock,
+                    connection,
+                    self._tls,
+                    self._pending,
+                    handshake_s=HANDSHAKE_S,
+                    backlog=_BACKLOG,
+                )
+                self._acceptor.start()
         except OSError as exc:
             where = self._sock.getsockname()
             raise StartupError(f"cannot listen on {where}: {exc.strerror}") from exc
@@ -113,10 +128,14 @@ class ForwardServer:
     async def stop(self, grace_s: float) -> None:
         """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""
         listener, self._listener = self._listener, None
+        acceptor, self._acceptor = self._acceptor, None
         if self._web is None:
             return
         if listener is not None:
             listener.close()
+        if acceptor is not None:
+            await acceptor.close()
+        if listener is not None or acceptor is not None:
             self._web.pre_shutdown()
         # Runs even if an earlier call was cancelled and has left connections open. For aiohttp a
         # timeout of 0 means no limit.
@@ -217,7 +236,11 @@ _CLOSE = {"connection": "close"}
 
 
 class _Connection(RequestHeadDeadline, web.RequestHandler):
-    """aiohttp's own, with a deadline."""
+    """aiohttp's own, with limits."""
+
+    def __init__(self, server: web.Server, *, pending: PendingConnections, **options: Any):
+        super().__init__(server, **options)
+        self.pending = pending
 
     def in_request(self) -> bool:
         return self._current_request is not None or bool(self._messages)

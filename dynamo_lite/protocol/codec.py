@@ -20,6 +20,8 @@ peer would misread a new one):
    empty one, meant that it had arrived.
 6: the answer to a claim has a grant, and notifications of writes name it; a writer needs it, and
    a decode engine accepts no notification without it.
+7: messages over NATS that the graph's secret authenticates have a nonce, so that no reply answers
+   two requests (`runtime/authenticated.py`).
 """
 
 import hashlib
@@ -29,7 +31,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

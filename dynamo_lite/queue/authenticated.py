@@ -10,7 +10,6 @@ from typing import Self
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, ProtocolError
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueDepth
-from dynamo_lite.runtime.authenticated import message_context
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.secret import GraphSecret
@@ -34,7 +33,7 @@ class AuthenticatedQueue:
         on_drop: OnDrop = uncounted,
     ):
         self._queue, self._secret, self._on_drop = queue, secret, on_drop
-        self._context = message_context(subject)
+        self._context = b"message " + subject.encode()
         self._log_limit = LogLimit()
 
     async def __aenter__(self) -> Self:

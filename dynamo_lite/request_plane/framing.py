@@ -143,7 +143,8 @@ class FrameConnection(asyncio.Protocol):
         self._closed = False
         #: The first reason of `close` or `abort`.
         self._why = ""
-        self.peer = "?"
+        #: Address of the peer's host, and with its port.
+        self.peer_host = self.peer = "?"
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._transport else "new"
@@ -193,7 +194,8 @@ class FrameConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("ssl_object") is not None
         peer = transport.get_extra_info("peername")
-        self.peer = host_port(peer[0], peer[1]) if peer else "?"
+        if peer:
+            self.peer_host, self.peer = peer[0], host_port(peer[0], peer[1])
         notice_a_lost_host(transport.get_extra_info("socket"), UNACKNOWLEDGED_TIMEOUT_S)
         self._timer = asyncio.get_running_loop().call_later(
             self._first_frame_timeout_s,

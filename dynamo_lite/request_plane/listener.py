@@ -33,9 +33,12 @@ from dynamo_lite.request_plane.framing import (
 from dynamo_lite.request_plane.proof import check_client, worker_proof
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.own_certificate import OwnCertificate
+from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Connections without a Hello. With one more, the oldest of them is closed: clients send theirs at
-#: once. Far more than all clients that may connect at the same time.
+#: Connections without a Hello, those in their TLS handshake among them. Clients send it at once, so
+#: this is far more than all clients that may connect at the same time.
 MAX_UNGREETED = 512
 #: Of a Hello, which anybody may send.
 MAX_HELLO_BYTES = 1 << 16
@@ -110,36 +113,44 @@ class Listener:
         self._log_limit = LogLimit()
         self._bind_host = bind_host
         self._server: asyncio.Server | None = None
+        self._acceptor: TlsAcceptor | None = None
+        self._pending = PendingConnections(MAX_UNGREETED, lambda: on_drop("stream"))
         self._connections: dict[FrameConnection, Session | None] = {}
         self._all_closed = asyncio.Event()
         self.address = ""
 
     async def open(self) -> None:
         """Raises StartupError when it cannot listen on the host."""
-        loop, certificate = asyncio.get_running_loop(), self._certificate
-        try:
-            self._server = await loop.create_server(
+        if self._certificate is None:
+            loop = asyncio.get_running_loop()
+            try:
+                self._server = await loop.create_server(self._connection, self._bind_host, 0)
+            except OSError as exc:
+                raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
+            sock = self._server.sockets[0]
+        else:
+            sock = bind(self._bind_host, 0)
+            self._acceptor = TlsAcceptor(
+                sock,
                 self._connection,
-                self._bind_host,
-                0,
-                ssl=None if certificate is None else certificate.context,
-                # The same limit as for the first frame.
-                ssl_handshake_timeout=None if certificate is None else FIRST_FRAME_TIMEOUT_S,
-                ssl_shutdown_timeout=None if certificate is None else STALL_TIMEOUT_S,
+                self._certificate.context,
+                self._pending,
+                handshake_s=FIRST_FRAME_TIMEOUT_S,
+                shutdown_s=STALL_TIMEOUT_S,
             )
-        except OSError as exc:
-            raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
-        port = self._server.sockets[0].getsockname()[1]
+            self._acceptor.start()
+        port = sock.getsockname()[1]
         self.address = advertised_address(self._bind_host, port)
 
     async def close(self) -> None:
         """Waits up to 1 s for connections to send what is queued, then aborts them."""
-        if self._server is None:
-            return
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         for connection in list(self._connections):
             connection.close("the worker closed the stream")
         try:
+            if self._acceptor is not None:
+                await self._acceptor.close()
             async with asyncio.timeout(1.0):
                 while self._connections:
                     self._all_closed.clear()
@@ -160,12 +171,9 @@ class Listener:
         )
 
     def _opened(self, connection: FrameConnection) -> None:
-        ungreeted = [one for one, session in self._connections.items() if session is None]
-        if len(ungreeted) >= MAX_UNGREETED:
-            self._on_drop("stream")
-            del self._connections[ungreeted[0]]
-            ungreeted[0].abort(f"more than {MAX_UNGREETED} connections without a Hello")
         self._connections[connection] = None
+        why = f"more than {MAX_UNGREETED} connections without a Hello"
+        self._pending.add(connection, connection.peer_host, partial(connection.abort, why))
 
     # FrameReceiver
 
@@ -181,6 +189,7 @@ class Listener:
                 self._connections[connection] = self._sessions.open_session(
                     client_id, _ConnectionSink(connection)
                 )
+                self._pending.discard(connection)
                 answer = worker_proof(self._secret, self.address, proof)
                 connection.send(frame(encode(Welcome(takes_requests=True, proof=answer))))
             case Submit(request_id=request_id, request=request):
@@ -197,6 +206,7 @@ class Listener:
         return session
 
     def connection_closed(self, connection: FrameConnection, why: str) -> None:
+        self._pending.discard(connection)
         session = self._connections.pop(connection, None)
         if session is not None:
             logger.info("stream of client %s disconnected: %s", session.client_id, why)

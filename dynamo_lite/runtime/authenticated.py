@@ -1,6 +1,12 @@
-"""Messaging whose messages are authenticated with the graph's secret."""
+"""Messaging whose messages are authenticated with the graph's secret.
+
+A message is a tag, a nonce of 16 random bytes, and the payload. The tag covers subject, nonce and
+payload, so no two messages have the same one. The tag of a reply covers the tag of its request:
+a reply that was recorded earlier, also one to an identical request, is not authentic.
+"""
 
 import logging
+import secrets
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
@@ -13,6 +19,8 @@ from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 
 logger = logging.getLogger(__name__)
 
+_NONCE_BYTES = 16
+
 
 class OpenMessaging(Messaging, AbstractAsyncContextManager["Messaging"], Protocol):
     """Messaging that is opened as a context."""
@@ -21,9 +29,9 @@ class OpenMessaging(Messaging, AbstractAsyncContextManager["Messaging"], Protoco
 class AuthenticatedMessaging:
     """Implements Messaging on another one, which it opens and closes.
 
-    A request is bound to its subject, and a reply to its request. A message that is not authentic
-    is dropped and counted as `unauthentic`. For a reply that is not authentic, BrokerUnavailable
-    is raised.
+    A request is bound to its subject, and a reply to this one request. A message that is not
+    authentic is dropped and counted as `unauthentic`. For a reply that is not authentic,
+    BrokerUnavailable is raised.
     """
 
     def __init__(self, messaging: OpenMessaging, secret: GraphSecret, on_drop: OnDrop = uncounted):
@@ -56,7 +64,7 @@ class AuthenticatedMessaging:
         await self._messaging.wait_connected(timeout_s)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        asked = self._secret.protect(message_context(subject), payload)
+        asked = self._protect(subject, payload)
         reply = await self._messaging.request(subject, asked, timeout_s=timeout_s)
         try:
             return self._secret.open(_reply(subject, asked), reply)
@@ -65,14 +73,12 @@ class AuthenticatedMessaging:
             raise BrokerUnavailable(f"the reply on {subject} is {exc}") from exc
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        await self._messaging.publish(
-            subject, self._secret.protect(message_context(subject), payload)
-        )
+        await self._messaging.publish(subject, self._protect(subject, payload))
 
     def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
         async def handle(asked: bytes) -> bytes | None:
             try:
-                payload = self._secret.open(message_context(subject), asked)
+                payload = self._secret.open(_message(subject), asked)[_NONCE_BYTES:]
             except ProtocolError as exc:
                 self._on_drop("unauthentic")
                 if (more := self._log_limit.allow()) is not None:
@@ -85,10 +91,12 @@ class AuthenticatedMessaging:
 
         return self._messaging.serve(subject, handle)
 
+    def _protect(self, subject: str, payload: bytes) -> bytes:
+        return self._secret.protect(_message(subject), secrets.token_bytes(_NONCE_BYTES) + payload)
 
-def message_context(subject: str) -> bytes:
-    """The context for the tag of a message on this subject."""
-    return b"message " + subject.encode()
+
+def _message(subject: str) -> bytes:
+    return b"nonce and message " + subject.encode()
 
 
 def _reply(subject: str, asked: bytes) -> bytes:

@@ -1,20 +1,38 @@
-"""A deadline for the head of an HTTP request, which the servers' libraries do not have."""
+"""Limits on connections without the head of an HTTP request: in time, and in number.
+
+The servers' libraries have none.
+"""
 
 import asyncio
+import resource
 from typing import Any, cast
+
+from dynamo_lite.runtime.pending_connections import PendingConnections
 
 #: Clients that open connections in advance use them sooner, or open others in their place. Without
 #: a limit connections that nobody uses would hold the process's file descriptors for good.
 HEAD_S = 30.0
+
+#: Connections of one server without a request's head, those in their TLS handshake among them. A
+#: burst of clients is connected before the first of them is read: more than two backlogs of 2048.
+MAX_PENDING = 4096
+
+
+def most_pending() -> int:
+    """At most half of the file descriptors that this process may have."""
+    return min(MAX_PENDING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class RequestHeadDeadline(asyncio.Protocol):
     """Base class in front of a library's protocol.
 
     It disconnects a client whose new connection has no whole head within `HEAD_S`, or that has
-    begun another request and does not finish its head. Connections that wait for another request
-    are the library's. With TLS the handshake, which has a timeout of its own, comes before.
+    begun another request and does not finish its head. `pending` limits how many such clients
+    there are. Connections that wait for another request are the library's. With TLS the handshake
+    comes before, in `TlsAcceptor`.
     """
+
+    pending: PendingConnections
 
     _head_timer: asyncio.TimerHandle | None = None
     _client: asyncio.Transport
@@ -44,11 +62,14 @@ class RequestHeadDeadline(asyncio.Protocol):
         if self._head_timer is None:
             loop = asyncio.get_running_loop()
             self._head_timer = loop.call_later(HEAD_S, self._client.abort)
+            peer = self._client.get_extra_info("peername")
+            self.pending.add(self, peer[0] if peer else "", self._client.abort)
 
     def _stop_waiting(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+            self.pending.discard(self)
 
 
 class UvicornHeadDeadline(RequestHeadDeadline):

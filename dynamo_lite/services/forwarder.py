@@ -26,9 +26,9 @@ from dynamo_lite.policy.forwarding import SentPrompts
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.services.forward_kv import EngineKv, counts, kv_events
 
@@ -88,6 +88,7 @@ class Forwarder:
             health=self.health,
             probes=host.probes,
             tls=server_tls(config),
+            on_drop=host.drops,
         )
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)

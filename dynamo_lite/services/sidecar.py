@@ -22,8 +22,9 @@ from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.policy.forwarding import SentPrompts
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.readiness import Probes
-from dynamo_lite.runtime.process.status import StatusServer, bind
+from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.services.forwarder import ForwardMetrics, server_tls, server_url
 
 #: Paths that the sidecar answers itself. `/metrics` is the engine's.

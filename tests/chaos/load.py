@@ -109,8 +109,12 @@ class Load:
         ]
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """No client asks again. The requests under way go on."""
         self._stopping.set()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_END_S)
         await self.abandon()

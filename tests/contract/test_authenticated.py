@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,12 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded, Unavailable
 from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, parse_address
 from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.own_certificate import make_certificate
 from dynamo_lite.runtime.secret import GraphSecret
@@ -42,6 +44,24 @@ def stranger(request: pytest.FixtureRequest, nats: NatsMessaging, tmp_path: Path
 @pytest.fixture
 def secret(tmp_path: Path) -> GraphSecret:
     return graph_secret(tmp_path / "secret")
+
+
+class Recording(NatsMessaging):
+    """Keeps the replies as they are sent."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self.replies: list[bytes] = []
+
+    def serve(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, subject: str, handler: Handler
+    ) -> AbstractAsyncContextManager[None]:
+        async def handle(payload: bytes) -> bytes | None:
+            if (reply := await handler(payload)) is not None:
+                self.replies.append(reply)
+            return reply
+
+        return super().serve(subject, handle)
 
 
 async def test_a_strangers_messages_are_dropped_and_counted(
@@ -78,27 +98,31 @@ async def test_a_strangers_reply_is_refused(
             await ours.request(subject, b"m", timeout_s=5)
 
 
-async def test_a_reply_answers_no_other_request(
-    nats: NatsMessaging, secret: GraphSecret, namespace: str
+async def test_a_reply_answers_one_request_only(
+    nats: NatsMessaging, nats_url: str, secret: GraphSecret, namespace: str
 ):
-    """Replies that a listener recorded are of no use to it."""
-    ours, subject, other = AuthenticatedMessaging(nats, secret), f"{namespace}.s", f"{namespace}.o"
-    recorded: list[bytes] = []
+    """A reply that a listener recorded answers no other request, and not the same one again."""
+    drops: Counter[str] = Counter()
+    ours = AuthenticatedMessaging(nats, secret, lambda where: drops.update([where]))
+    recorder = AuthenticatedMessaging(recording := Recording(nats_url), secret)
+    subject, other = f"{namespace}.s", f"{namespace}.o"
 
     async def answer(payload: bytes) -> bytes:
         return b"about " + payload
 
     async def replay(_: bytes) -> bytes:
-        return recorded[0]
+        return recording.replies[0]
 
-    async with ours.serve(subject, answer):
-        asked = secret.protect(b"message " + subject.encode(), b"one")
-        recorded.append(await nats.request(subject, asked, timeout_s=5))
+    async with recorder, recorder.serve(subject, answer):
+        for payload in (b"one", b"one", b""):
+            assert await ours.request(subject, payload, timeout_s=5) == b"about " + payload
+    assert len(set(recording.replies)) == 3
     async with nats.serve(subject, replay), nats.serve(other, replay):
-        assert await ours.request(subject, b"one", timeout_s=5) == b"about one"
-        for where, payload in ((subject, b"two"), (other, b"one")):
-            with pytest.raises(BrokerUnavailable):
+        refused = ((subject, b"one"), (subject, b"two"), (other, b"one"))
+        for where, payload in refused:
+            with pytest.raises(BrokerUnavailable, match="not authentic"):
                 await ours.request(where, payload, timeout_s=5)
+    assert drops == Counter(unauthentic=len(refused))
 
 
 async def test_a_message_is_of_no_use_on_another_subject(
@@ -200,6 +224,49 @@ async def test_a_client_sends_no_request_to_a_worker_without_the_secret(
         assert "does not have this graph's secret" in said
         assert dropped == ["secret"]
         assert setup.engine.running == {}
+
+
+async def _closed_at_once(readers: Sequence[asyncio.StreamReader]) -> None:
+    """Sooner than a handshake or a Hello would be missed."""
+    async with asyncio.timeout(FIRST_FRAME_TIMEOUT_S / 2):
+        for reader in readers:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    nats_url: str,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A stranger connects and says nothing. It displaces its own connections, and not those of
+    another address, which were there first."""
+    most = 32
+    monkeypatch.setattr(listener, "MAX_UNGREETED", most)
+    drops: Counter[str] = Counter()
+
+    async def flood() -> None:
+        async with AsyncExitStack() as stack:
+            count = {"on_drop": lambda where: drops.update([where])}
+            setup = await open_setup("tls", stack, nats_url, namespace, **count)
+            place = parse_address(setup.server.stream_address)
+
+            async def connect(source: str) -> asyncio.StreamReader:
+                made = await asyncio.open_connection(*place, local_addr=(source, 0))
+                stack.callback(made[1].close)
+                return made[0]
+
+            peer = await connect("127.0.0.1")
+            strangers = [await connect("127.0.0.2") for _ in range(3 * most)]
+            await _closed_at_once(strangers[: 2 * most + 1])
+            assert drops == Counter(stream=2 * most + 1)
+            await setup.client.submit(setup.member, generate_request("a"))
+            assert not any(reader.at_eof() for reader in (peer, *strangers[2 * most + 2 :]))
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(flood(), 20))
 
 
 def test_tls_works_on_the_event_loop_of_the_processes(nats_url: str, namespace: str):

@@ -23,7 +23,7 @@ from dynamo_lite.forward.protocols.base import Order
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import CHAT, HANDOVERS, MESSAGES, RESPONSES, Fault, ScriptedEngine

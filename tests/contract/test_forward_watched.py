@@ -10,9 +10,9 @@ import pytest
 from benchmarks.browser import find_chromium, open_page
 from dynamo_lite.overview.model import Engines, Overview
 from dynamo_lite.overview.observer import Observer
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.services.frontend.dashboard.app import Dashboard
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, url_of

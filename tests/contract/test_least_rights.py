@@ -1,19 +1,24 @@
 """What the users that `dynamo-lite access` prints may not do, on a real nats-server and etcd."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
+from dynamo_lite.cli.access_text import user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DeadlineExceeded, StoreUnavailable
+from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Put, Snapshot
+from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
-from tests.least_rights import LeastRights, least_rights
+from tests.foreign import Heard, Try, subjects, tries
+from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
 
 NAMESPACE = "n-1"
 
@@ -128,3 +133,75 @@ async def test_keys_are_read_and_written_by_those_who_need_them(rights: LeastRig
         with pytest.raises(StoreUnavailable, match="permission denied"):
             await decode.put(names.tuning_key(NAMESPACE, "VllmWorker"), b"{}")
         assert await prefill.get(own) == b"1"
+
+
+async def test_a_user_of_another_graph_hears_asks_and_records_nothing(rights: LeastRights):
+    """Whatever component it is of. The graph's messages go to and fro meanwhile."""
+    everything = subjects(NAMESPACE, ("e1", "1a"))
+    users = all_permissions(FOREIGN)
+    stream = names.prefill_stream(FOREIGN)
+    makes_streams = {
+        who for who, one in users.items() if f"$JS.API.STREAM.CREATE.{stream}" in one.publish
+    }
+    taken: list[bytes] = []
+
+    async def take(payload: bytes) -> bytes:
+        taken.append(payload)
+        return b"yes"
+
+    foreign = rights.foreign()
+    wanted = [
+        Try(
+            url=foreign.nats,
+            namespace=NAMESPACE,
+            subjects=everything,
+            user=user_of(FOREIGN, who),
+            password=PASSWORD,
+            inbox=inbox_of(user_of(FOREIGN, who)),
+            records=stream if who in makes_streams else "",
+        )
+        for who in users
+    ]
+    claim = names.claim_subject(NAMESPACE, "e1")
+    queue = open_queue(rights.nats_url("VllmWorker"), NAMESPACE, QueueConfig(), None)
+    async with (
+        NatsMessaging(rights.nats_url("VllmWorker")) as decode,
+        NatsMessaging(rights.nats_url("PrefillWorker")) as prefill,
+        decode.serve(claim, take),
+        queue,
+    ):
+
+        async def work() -> None:
+            for number in itertools.count():
+                assert await prefill.request(claim, b"ours", timeout_s=5) == b"yes"
+                await decode.publish(names.kv_subject(NAMESPACE, "VllmWorker"), b"prefixes")
+                await queue.push(b"a prompt", message_id=f"{number}")
+                await asyncio.sleep(0.05)
+
+        async with running(work(), name="the graph"):
+            # Two users of the other graph may make the same stream.
+            heard = [await tries(one) for one in wanted if one.records]
+            heard += await asyncio.gather(*(tries(one) for one in wanted if not one.records))
+            heard.append(await tries(Try(url=foreign.nats, namespace=NAMESPACE, subjects=[])))
+    assert heard.pop() == Heard(refused=True)
+    assert heard == [Heard()] * len(users) and len(makes_streams) == 2
+    assert set(taken) == {b"ours"}
+
+
+async def test_a_user_of_another_graph_reads_and_writes_no_key(rights: LeastRights):
+    prefixes = {
+        prefix for one in all_permissions(NAMESPACE).values() for prefix in (*one.read, *one.write)
+    }
+    async with EtcdStore(rights.etcd_url("Operator")) as own, own.lease(30) as lease:
+        for prefix in prefixes:
+            await own.put(f"{prefix}x", b"ours", lease=lease)
+        for who in all_permissions(FOREIGN):
+            async with EtcdStore(rights.foreign().etcd_url(who)) as store:
+                for prefix in prefixes:
+                    key = f"{prefix}x"
+                    for tried in (store.get_prefix(prefix), store.put(key, b""), store.delete(key)):
+                        with pytest.raises(StoreUnavailable, match="permission denied"):
+                            await tried
+                with pytest.raises(StoreUnavailable, match="permission denied"):
+                    await store.revoke(lease.id)
+        assert [await own.get(f"{prefix}x") for prefix in prefixes] == [b"ours"] * len(prefixes)

@@ -1,6 +1,8 @@
 """Connections on which no whole request head comes, at each of the HTTP servers."""
 
 import asyncio
+import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,8 +14,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from dynamo_lite.runtime import request_head
-from dynamo_lite.runtime.process.status import StatusServer, bind
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import bind
+from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.services.frontend.http import HttpServer
+from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions
+from tests.external import Certificates
 from tests.forwarding import rig
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -22,12 +28,17 @@ REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @asynccontextmanager
-async def frontend() -> AsyncIterator[int]:
+async def frontend(
+    https: Certificates | None = None, on_drop: OnDrop = uncounted
+) -> AsyncIterator[int]:
     async def ok(_: Any) -> PlainTextResponse:
         return PlainTextResponse("ok")
 
     with bind("127.0.0.1", 0) as sock:
-        server = HttpServer(Starlette(routes=[Route("/health", ok)]), sock)
+        certificate, key = map(str, https.files()) if https else ("", "")
+        tls = TlsOptions(certfile=certificate, keyfile=key) if https else None
+        app = Starlette(routes=[Route("/health", ok)])
+        server = HttpServer(app, sock, HttpOptions(tls=tls), on_drop=on_drop)
         await server.start()
         try:
             yield sock.getsockname()[1]
@@ -36,14 +47,22 @@ async def frontend() -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def status() -> AsyncIterator[int]:
-    async with StatusServer(lambda: {"ok": True}, CollectorRegistry()) as server:
+async def status(
+    https: Certificates | None = None, on_drop: OnDrop = uncounted
+) -> AsyncIterator[int]:
+    certificate, key = map(str, https.files()) if https else ("", "")
+    tls = (certificate, key) if https else None
+    facts = {"ok": True}
+    async with StatusServer(lambda: facts, CollectorRegistry(), on_drop=on_drop, tls=tls) as server:
         yield int(server.url.rpartition(":")[2])
 
 
 @asynccontextmanager
-async def forwarder() -> AsyncIterator[int]:
-    async with rig() as r:
+async def forwarder(
+    https: Certificates | None = None, on_drop: OnDrop = uncounted
+) -> AsyncIterator[int]:
+    trust = {"ca_file": str(https.folder / "ca.pem")} if https else None
+    async with rig(https=https, trust=trust, on_drop=on_drop) as r:
         yield int(r.url.rpartition(":")[2])
 
 
@@ -69,6 +88,33 @@ async def test_a_connection_without_a_whole_head_is_closed_and_no_other(
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("opened", [frontend, status, forwarder])
+async def test_connections_without_a_head_are_bounded_and_keep_no_client_out(
+    monkeypatch: pytest.MonkeyPatch, certificates: Certificates, opened: Any, tls: bool
+):
+    """With TLS they are in their handshakes."""
+    most = 16
+    monkeypatch.setattr(request_head, "MAX_PENDING", most)
+    https = certificates if tls else None
+    dropped: Counter[str] = Counter()
+    async with opened(https, lambda where: dropped.update([where])) as port, asyncio.timeout(10):
+        silent = [
+            await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            for _ in range(3 * most)
+        ]
+        for reader, _ in silent[: 2 * most]:
+            await until_closed(reader)
+        trust = ssl.create_default_context(cafile=certificates.folder / "ca.pem") if tls else None
+        own = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        own[1].write(REQUEST)
+        await own[0].readuntil(b"HTTP/1.1 200")
+        assert dropped.total() in (2 * most, 2 * most + 1)  # and one for the client's place
+        assert not any(reader.at_eof() for reader, _ in silent[2 * most + 1 :])
+        for _, writer in (own, *silent):
+            writer.close()
 
 
 async def until_closed(reader: asyncio.StreamReader) -> None:

@@ -23,14 +23,13 @@ from tests.builders import eventually
 from tests.chaos.meters import Meters
 from tests.hosts.network import Host
 from tests.hosts.rig import API_KEY, LEASE_TTL_S, NAMESPACE, VLLM, VLLM_CONFIG, Rig
+from tests.hosts.subjects import restarts, try_every_subject
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import PlainServer
 
-#: Longer than a lease, with the time until its end is noticed; and shorter than a lease.
-_PARTED_S, _SHORT_S = 20.0, 4.0
-#: Longer than an election, so that a killed member comes back to another leader.
-_ELECTION_S = 10.0
-_AGAIN_S = 240.0
+#: Longer than a lease, and shorter.
+_PARTED_S, _SHORT_S = LEASE_TTL_S + 2.0, 4.0
+_AGAIN_S, _LOOK_S = 240.0, 0.5
 #: Longer than a request is under way to its Frontend.
 _ARRIVES_S = 0.3
 _TOKENS = 24
@@ -204,14 +203,54 @@ async def in_order(rig: Rig, streams: Streams) -> None:
 Scenario = Callable[[Rig, Streams], Awaitable[None]]
 
 
-def _during(cut: Callable[[Rig], AbstractContextManager[None]], seconds: float) -> Scenario:
+Cut = Callable[[Rig], AbstractContextManager[None]]
+
+
+def _parted_for_long(cut: Cut) -> Scenario:
+    """Prefill workers and decode workers: all keep their leases."""
+
     async def play(rig: Rig, streams: Streams) -> None:
+        before = restarts(rig)
         with cut(rig):
-            await asyncio.sleep(seconds)
-            if seconds > LEASE_TTL_S:
-                await streams.more(_FEW)
+            await asyncio.gather(asyncio.sleep(_PARTED_S), streams.more(_FEW))
+        assert restarts(rig) == before
 
     return play
+
+
+def _shortly(*cuts: Cut) -> Scenario:
+    """One after the other: nobody ends, nobody leaves."""
+
+    async def play(rig: Rig, streams: Streams) -> None:
+        before = restarts(rig), await rig.leases()
+        for cut in cuts:
+            with cut(rig):
+                await asyncio.sleep(_SHORT_S)
+            await streams.more(1)
+        assert (restarts(rig), await rig.leases()) == before
+
+    return play
+
+
+def _until_gone(service: str, number: int, cut: Cut) -> Scenario:
+    """The first so many workers lose their leases, and are no members any more."""
+
+    async def play(rig: Rig, streams: Streams) -> None:
+        lost = {rig.lease_of(program) for program in rig.services[service][:number]}
+
+        async def gone() -> bool:
+            await asyncio.sleep(_LOOK_S)
+            return not lost & await rig.leases()
+
+        with cut(rig):
+            await eventually(gone, _AGAIN_S)
+            await streams.more(_FEW)
+
+    return play
+
+
+async def _nothing(rig: Rig, streams: Streams) -> None:
+    """Afterwards all is in order, as after each scenario."""
 
 
 async def _nats_leader_killed(rig: Rig, streams: Streams) -> None:
@@ -219,7 +258,7 @@ async def _nats_leader_killed(rig: Rig, streams: Streams) -> None:
     member = rig.nats.members[await rig.nats.leader(stream)]
     await member.kill()
     await streams.more(_FEW)
-    await asyncio.sleep(_ELECTION_S)
+    await rig.nats.leader(stream)  # another one
     member.start()
     await rig.nats.current(stream)
 
@@ -228,7 +267,7 @@ async def _etcd_leader_killed(rig: Rig, streams: Streams) -> None:
     member = rig.etcd.members[await rig.etcd.leader()]
     await member.kill()
     await streams.more(_FEW)
-    await asyncio.sleep(_ELECTION_S)
+    await rig.etcd.leader()  # another one
     member.start()
     await rig.etcd.healthy()
 
@@ -245,6 +284,12 @@ async def _rolling_restart(rig: Rig, streams: Streams) -> None:
             await frontend.upgrade(release)
         await streams.more(_FEW)
     assert await rig.versions() == {release.version}
+
+
+async def _stranger(rig: Rig, streams: Streams) -> None:
+    """It gets no token and no metadata, and cancels nothing."""
+    await try_every_subject(rig)
+    await streams.more(_FEW)
 
 
 def _hosts(rig: Rig, service: str) -> list[Host]:
@@ -267,26 +312,47 @@ def _one_parted(rig: Rig) -> AbstractContextManager[None]:
     return rig.parted(_decode(rig)[:1], _prefill(rig)[:1])
 
 
+def _decode_hears_no_prefill(rig: Rig) -> AbstractContextManager[None]:
+    return rig.deaf(_decode(rig), _prefill(rig))
+
+
+def _prefill_hears_no_decode(rig: Rig) -> AbstractContextManager[None]:
+    return rig.deaf(_prefill(rig), _decode(rig))
+
+
+def _workers(rig: Rig) -> list[Host]:
+    """One of each kind."""
+    return [_decode(rig)[0], _prefill(rig)[0]]
+
+
 SCENARIOS: dict[str, Scenario] = {
-    "one-decode-parted-from-one-prefill": _during(_one_parted, _PARTED_S),
-    "decode-parted-from-prefill-shortly": _during(_parted, _SHORT_S),
-    "decode-parted-from-prefill": _during(_parted, _PARTED_S),
-    "decode-hears-no-prefill": _during(
-        lambda rig: rig.deaf(_decode(rig), _prefill(rig)), _PARTED_S
+    "one-decode-parted-from-one-prefill": _parted_for_long(_one_parted),
+    "decode-parted-from-prefill-shortly": _shortly(
+        _parted, _decode_hears_no_prefill, _prefill_hears_no_decode
     ),
-    "prefill-hears-no-decode": _during(
-        lambda rig: rig.deaf(_prefill(rig), _decode(rig)), _PARTED_S
+    "workers-parted-from-servers-shortly": _shortly(
+        lambda rig: rig.parted(_workers(rig), rig.server_hosts),
+        lambda rig: rig.deaf(_workers(rig), rig.server_hosts),
+        lambda rig: rig.deaf(rig.server_hosts, _workers(rig)),
     ),
-    "prefill-parted-from-servers": _during(
-        lambda rig: rig.parted(_prefill(rig), rig.server_hosts), _PARTED_S
+    "decode-parted-from-prefill": _parted_for_long(_parted),
+    "decode-hears-no-prefill": _parted_for_long(_decode_hears_no_prefill),
+    "prefill-hears-no-decode": _parted_for_long(_prefill_hears_no_decode),
+    "prefill-parted-from-servers": _until_gone(
+        "PrefillWorker", 2, lambda rig: rig.parted(_prefill(rig), rig.server_hosts)
     ),
-    "decode-parted-from-servers": _during(
-        lambda rig: rig.parted(_decode(rig)[:1], rig.server_hosts), _PARTED_S
+    "decode-parted-from-servers": _until_gone(
+        "VllmWorker", 1, lambda rig: rig.parted(_decode(rig)[:1], rig.server_hosts)
     ),
-    "prefill-host-vanishes": _during(lambda rig: rig.unplugged(_prefill(rig)[0]), _PARTED_S),
-    "decode-host-vanishes": _during(lambda rig: rig.unplugged(_decode(rig)[0]), _PARTED_S),
+    "prefill-host-vanishes": _until_gone(
+        "PrefillWorker", 1, lambda rig: rig.unplugged(_prefill(rig)[0])
+    ),
+    "decode-host-vanishes": _until_gone(
+        "VllmWorker", 1, lambda rig: rig.unplugged(_decode(rig)[0])
+    ),
     "nats-leader-killed": _nats_leader_killed,
     "etcd-leader-killed": _etcd_leader_killed,
+    "stranger-tries-every-subject": _stranger,
     "rolling-restart": _rolling_restart,
 }
 
@@ -317,10 +383,11 @@ async def play_all(rig: Rig, right: Sequence[str], wanted: Sequence[str], say: S
         streams = Streams(clients, questions(), right)
         meters = await stack.enter_async_context(Meters(rig.processes))
         free_blocks = await at_rest(rig)
-        for name in wanted:
+        for name in ("nothing", *wanted):
             streams.wrong.clear()
             began, writes = time.monotonic(), Writes(meters)
-            trouble = await _play(rig, streams, SCENARIOS[name], free_blocks)
+            scenario = SCENARIOS.get(name, _nothing)
+            trouble = await _play(rig, streams, scenario, free_blocks)
             await meters.ask()
             trouble += writes.trouble()
             failed += bool(trouble)
@@ -337,9 +404,9 @@ async def _play(rig: Rig, streams: Streams, scenario: Scenario, free_blocks: int
             for number in range(len(streams.clients)):
                 asking = running(streams.keep_asking(number), name=f"client {number}")
                 await stack.enter_async_context(asking)
-            await in_order(rig, streams)
+            await streams.more(1)
             await scenario(rig, streams)
-            await streams.more(_FEW)
+            await in_order(rig, streams)
         await at_rest(rig, free_blocks)
     except (AssertionError, TimeoutError) as exc:
         return [f"no answers, no remote prefills, or blocks are missing: {exc}", *streams.wrong]

@@ -36,10 +36,10 @@ class Known:
 
 
 def told_questions() -> Known:
-    """Short answers, and some of 12 s, as the null engines give them."""
+    """Short answers, and some of 6 s, as the null engines give them."""
     asked: list[Question] = []
     right: dict[str, Answer] = {}
-    for number, tokens in enumerate((30, 60, 60, 120, 120, 600)):
+    for number, tokens in enumerate((30, 60, 60, 120, 120, 300)):
         prompt = prompt_ids(20, seed=number)
         body = {
             **{"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0},
@@ -90,6 +90,11 @@ class Clients:
     def turn_to(self, frontend: Program) -> None:
         """They ask it from their next request on; the answers under way still come."""
         self._loads[-1].turn_to(frontend.host.address)
+
+    def stop(self) -> None:
+        """None of them asks again."""
+        for load in self._loads:
+            load.stop()
 
     async def leave(self) -> None:
         """At once, in the middle of their answers."""

@@ -103,9 +103,10 @@ class Host:
         return self._connected(f"( sport = :{port} )")
 
     def kill(self) -> None:
-        """Kills every process of this host, as a power cut would."""
+        """Kills every process of this host, as a power cut would. It does nothing if the host is
+        gone: several runs may remove at once what one has left."""
         deadline = time.monotonic() + _KILLED_S
-        while pids := self._ip("netns", "pids", self.name, inside=False).split():
+        while pids := self._ip("netns", "pids", self.name, check=False, inside=False).split():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from dynamo_lite.cli.access_text import chosen, nats_account, password_variable, user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -25,6 +26,7 @@ from tests.hosts import wall
 from tests.hosts.network import Host, heal, hosts, partition
 from tests.hosts.program import Program
 from tests.hosts.release import Release, install
+from tests.least_rights import FOREIGN
 from tests.process.command import run
 from tests.vllm.graph import CACHE
 
@@ -32,6 +34,8 @@ NAMESPACE = "hosts"
 HTTP_PORT = 8000
 #: Of the Frontends.
 API_KEY = secrets.token_hex(16)
+#: A component of another graph, with the least rights. It has the password of this one's login.
+FOREIGN_USER = "VllmWorker"
 #: A process that loads vLLM's modules on a busy machine must not lose it.
 LEASE_TTL_S = 10
 _NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
@@ -96,6 +100,13 @@ def _etcd_tls(certificates: Certificates) -> Iterator[str]:
         yield from (f"--{whose}cert-file", str(certificate), f"--{whose}key-file", str(key))
         yield from (f"--{whose}client-cert-auth", f"--{whose}trusted-ca-file")
         yield str(certificates.folder / "ca.pem")
+
+
+def _foreign_account(password: str) -> str:
+    """Of another graph on the same NATS servers, with one user."""
+    text = nats_account(FOREIGN, chosen(FOREIGN, [FOREIGN_USER]))
+    variable = password_variable(user_of(FOREIGN, FOREIGN_USER))
+    return text.replace(f"${variable}", f'"{password}"')
 
 
 @dataclass
@@ -164,6 +175,10 @@ class Rig:
             found = await store.get_prefix(names.components_prefix(NAMESPACE))
         return [decode_json(value, EndpointRecord) for value in found.values()]
 
+    async def leases(self) -> set[int]:
+        """Of the members. Raises DynamoLiteError."""
+        return {member.lease_id for member in await self.members()}
+
     async def whole(self) -> None:
         """Returns when exactly the processes that run now are members: none is being restarted, and
         none of the dead is still there. Raises AssertionError if that takes too long."""
@@ -172,10 +187,10 @@ class Rig:
         async def all_joined() -> bool:
             await asyncio.sleep(_LOOK_S)
             try:
-                seen["members"] = {member.lease_id for member in await self.members()}
+                seen["members"] = await self.leases()
             except DynamoLiteError:
                 return False
-            seen["running"] = {self._lease_of(program) for program in self.programs}
+            seen["running"] = {self.lease_of(program) for program in self.programs}
             return seen["members"] == seen["running"] and 0 not in seen["running"]
 
         try:
@@ -227,7 +242,7 @@ class Rig:
         runs = [self._state(program) for program in programs or self.programs]
         return [process for run in runs if run is not None for process in run.processes]
 
-    def _lease_of(self, program: Program) -> int:
+    def lease_of(self, program: Program) -> int:
         """Of its process; 0 if there is none, or it has none yet."""
         leases = [process.lease for process in self.processes(program)]
         return int(leases[0] or "0", 16) if leases else 0
@@ -272,6 +287,7 @@ class Rig:
         peers = {name: f"https://{host.address}:{_PEER_PORT}" for name, host in at.items()}
         login = ("graph", secrets.token_hex(16))
         write_private(self.directory / "login", ":".join(login).encode())
+        foreign = _foreign_account(login[1])
         certificates = self._certificates([host.address for host in made])
         nats: dict[str, Program] = {}
         etcd: dict[str, Program] = {}
@@ -281,7 +297,7 @@ class Rig:
             (folder / "etcd").mkdir()
             place = (host.address, _NATS_PORT)
             config = folder / "nats.conf"
-            config.write_text(nats_config(name, place, folder / "nats", routes, login))
+            config.write_text(nats_config(name, place, folder / "nats", routes, login, foreign))
             program = embedded._program("nats-server")
             url = f"nats://{host.address}:{_NATS_PORT}"
             log = folder / "nats.log"

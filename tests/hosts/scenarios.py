@@ -6,10 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
-
-import httpx
 
 from dynamo_lite.protocol import names
 from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S, parse_address
@@ -19,6 +17,7 @@ from tests.hosts.network import Host
 from tests.hosts.program import Program
 from tests.hosts.release import Release
 from tests.hosts.rig import API_KEY, HTTP_PORT, LEASE_TTL_S, Rig
+from tests.hosts.subjects import dropped, restarts, try_every_subject
 from tests.process.command import ROOT
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
@@ -59,8 +58,21 @@ class Stage:
             raise AssertionError(f"not {_SOME} more answers: {before}, now {now}") from exc
 
     async def outlast_lease(self) -> None:
-        """Also the time until its end is noticed, and a request has left."""
-        await asyncio.sleep(2 * LEASE_TTL_S + 2)
+        await asyncio.sleep(LEASE_TTL_S + 2)
+
+    async def worker_gone(self, restarts: int) -> None:
+        """Its lease has ended in etcd, and the process, which was restarted so often before, has
+        noticed it by its own clock."""
+        lease_id = self.rig.lease_of(self.worker)
+
+        async def gone() -> bool:
+            await asyncio.sleep(_LOOK_S)
+            return lease_id not in await self.rig.leases() and self.worker.restarts > restarts
+
+        try:
+            await eventually(gone, _AGAIN_S)
+        except TimeoutError as exc:
+            raise AssertionError(f"{self.worker.name} still has its lease") from exc
 
     async def half_a_lease(self) -> None:
         await asyncio.sleep(LEASE_TTL_S / 2)
@@ -78,10 +90,26 @@ Scenario = Callable[[Stage], Awaitable[None]]
 
 
 async def worker_host_vanishes(stage: Stage) -> None:
-    """No packet of a decode worker arrives for two leases; its streams go on elsewhere."""
-    with stage.rig.unplugged(stage.worker.host):
-        await stage.outlast_lease()
+    """No packet of a decode worker arrives; its streams go on elsewhere."""
+    await _until_the_worker_is_gone(stage, stage.rig.unplugged(stage.worker.host))
+
+
+async def _until_the_worker_is_gone(stage: Stage, cut: AbstractContextManager[None]) -> None:
+    """Longer than its lease: the process ends, and a new one joins when it can."""
+    before = stage.worker.restarts
+    with cut:
+        await stage.worker_gone(before)
         await stage.goes_on()
+
+
+async def _for_less_than_a_lease(stage: Stage, *cuts: AbstractContextManager[None]) -> None:
+    """One after the other: nobody ends, nobody leaves."""
+    before = restarts(stage.rig), await stage.rig.leases()
+    for cut in cuts:
+        with cut:
+            await stage.half_a_lease()
+        await stage.goes_on()
+        assert (restarts(stage.rig), await stage.rig.leases()) == before
 
 
 async def frontend_host_vanishes(stage: Stage) -> None:
@@ -125,41 +153,35 @@ async def server_host_vanishes(stage: Stage) -> None:
 
 
 async def server_hosts_vanish_shortly(stage: Stage) -> None:
-    """All NATS servers and etcd members, for less than a lease: nobody ends, nobody leaves."""
-    before = _restarts(stage)
-    with stage.rig.unplugged(*stage.rig.server_hosts):
-        await stage.half_a_lease()
-    await stage.goes_on()
-    assert _restarts(stage) == before
+    """All NATS servers and etcd members."""
+    await _for_less_than_a_lease(stage, stage.rig.unplugged(*stage.rig.server_hosts))
 
 
 async def worker_parted_from_servers_shortly(stage: Stage) -> None:
-    """For less than a lease: nobody ends, nobody leaves."""
-    before = _restarts(stage)
-    with stage.rig.parted([stage.worker.host], stage.rig.server_hosts):
-        await stage.half_a_lease()
-    await stage.goes_on()
-    assert _restarts(stage) == before
+    """Both directions, then each by itself."""
+    worker, servers = [stage.worker.host], stage.rig.server_hosts
+    await _for_less_than_a_lease(
+        stage,
+        stage.rig.parted(worker, servers),
+        stage.rig.deaf(worker, servers),
+        stage.rig.deaf(servers, worker),
+    )
 
 
 async def worker_parted_from_servers(stage: Stage) -> None:
-    """For longer than a lease: the process ends, and a new one joins when it can."""
-    with stage.rig.parted([stage.worker.host], stage.rig.server_hosts):
-        await stage.outlast_lease()
-        await stage.goes_on()
+    cut = stage.rig.parted([stage.worker.host], stage.rig.server_hosts)
+    await _until_the_worker_is_gone(stage, cut)
 
 
 async def worker_hears_no_server(stage: Stage) -> None:
     """What it sends arrives, so the servers still see its refreshes; the answers are lost."""
-    with stage.rig.deaf([stage.worker.host], stage.rig.server_hosts):
-        await stage.outlast_lease()
-        await stage.goes_on()
+    cut = stage.rig.deaf([stage.worker.host], stage.rig.server_hosts)
+    await _until_the_worker_is_gone(stage, cut)
 
 
 async def worker_reaches_no_server(stage: Stage) -> None:
-    with stage.rig.deaf(stage.rig.server_hosts, [stage.worker.host]):
-        await stage.outlast_lease()
-        await stage.goes_on()
+    cut = stage.rig.deaf(stage.rig.server_hosts, [stage.worker.host])
+    await _until_the_worker_is_gone(stage, cut)
 
 
 async def worker_parted_from_frontends(stage: Stage) -> None:
@@ -188,7 +210,7 @@ async def nats_leader_killed(stage: Stage) -> None:
     member = stage.rig.nats.members[name]
     await member.kill()
     await stage.goes_on()
-    await asyncio.sleep(10)  # longer than an election, so that it comes back to another leader
+    await stage.rig.nats.leader(names.prefill_stream("jobs"))  # another one
     member.start()
     await stage.rig.nats.current(names.prefill_stream("jobs"))
 
@@ -197,7 +219,7 @@ async def etcd_leader_killed(stage: Stage) -> None:
     member = stage.rig.etcd.members[await stage.rig.etcd.leader()]
     await member.kill()
     await stage.goes_on()
-    await asyncio.sleep(8)  # longer than an election, so that it comes back to another leader
+    await stage.rig.etcd.leader()  # another one
     member.start()
     await stage.rig.etcd.healthy()
 
@@ -230,7 +252,7 @@ async def _frontend_upgraded(
 
 async def stranger_tries_every_port(stage: Stage) -> None:
     """From a host of its own, without any secret. It gets nothing, and nobody else notices."""
-    before, counted = _restarts(stage), await _malformed(stage.rig)
+    before, counted = restarts(stage.rig), await dropped(stage.rig, "stream")
     streams = {f"{p.host.address}:{port}" for p, port in await _stream_ports(stage.rig)}
     hosts = [*stage.rig.server_hosts, *(program.host for program in stage.rig.programs)]
     places = {f"{host.address}:{port}" for host in hosts for port in host.ports()}
@@ -245,9 +267,14 @@ async def stranger_tries_every_port(stage: Stage) -> None:
     said = "".join(plain + encrypted for plain, encrypted in heard.values())
     for refused in ("Authorization Violation", "401 Unauthorized", "dynamo_lite_process_info"):
         assert refused in said, f"no port has said {refused!r}: {heard}"
-    assert await _malformed(stage.rig) > counted
+    assert await dropped(stage.rig, "stream") > counted
     await stage.goes_on()
-    assert _restarts(stage) == before
+    assert restarts(stage.rig) == before
+
+
+async def stranger_tries_every_subject(stage: Stage) -> None:
+    await try_every_subject(stage.rig)
+    await stage.goes_on()
 
 
 def _stranger_hears(rig: Rig, places: list[str]) -> dict[str, list[str]]:
@@ -264,18 +291,6 @@ def _secrets_in(rig: Rig, heard: str) -> list[str]:
     hidden = (login.partition(":")[2], secret.strip(), API_KEY)
     inside = ('"kvs"', '"leases"', "PONG", "MSG ", "RMSG ", "VllmWorker/generate", '"choices"')
     return [name for name in (*hidden, *inside) if name in heard]
-
-
-async def _malformed(rig: Rig) -> float:
-    """Frames that workers have refused at their ports for requests."""
-    total = 0.0
-    async with httpx.AsyncClient(timeout=30.0) as client:
-        for worker in rig.services["VllmWorker"]:
-            page = (await client.get(f"{rig.status_url(worker)}/metrics")).text
-            for line in page.splitlines():
-                if line.startswith('dynamo_lite_dropped_messages_total{where="stream"}'):
-                    total += float(line.split()[-1])
-    return total
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -295,13 +310,10 @@ SCENARIOS: dict[str, Scenario] = {
         server_host_vanishes,
         server_hosts_vanish_shortly,
         stranger_tries_every_port,
+        stranger_tries_every_subject,
         rolling_restart,
     )
 }
-
-
-def _restarts(stage: Stage) -> dict[str, int]:
-    return {program.name: program.restarts for program in stage.rig.programs}
 
 
 async def _stream_ports(rig: Rig) -> list[tuple[Program, int]]:
@@ -326,6 +338,8 @@ async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], 
             await scenario(stage)
             await rig.whole()
             await stage.goes_on()
+            for one in clients:
+                one.stop()
             if missing := await jobs.missing(_AGAIN_S):
                 trouble.append(f"{len(missing)} jobs never came: {jobs}")
         say(f"{sum(one.right for one in clients)} answers, {jobs}")

@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from random import Random
 
 from dynamo_lite.protocol.codec import encode
@@ -23,6 +25,8 @@ from tests.hostile import MESSAGES, tell
 _IDLE = 40
 #: A server on a busy machine answers within it.
 _SILENCE_S = 4.0
+#: Messages to each port.
+_AT_ONCE = 5
 
 
 def _messages() -> Iterator[bytes]:
@@ -43,10 +47,11 @@ def _try(place: tuple[str, int], heard: dict[str, list[str]]) -> None:
         for _ in range(_IDLE):
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.create_connection(place, timeout=5))
-        said = [
-            b"".join(tell(place, message, tls=tls, silence_s=_SILENCE_S) for message in _messages())
-            for tls in (False, True)
-        ]
+        said: list[bytes] = []
+        pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
+        for tls in (False, True):
+            ask = partial(tell, place, tls=tls, silence_s=_SILENCE_S)
+            said.append(b"".join(pool.map(ask, _messages())))
     heard[f"{place[0]}:{place[1]}"] = [one.decode("latin-1") for one in said]
 
 

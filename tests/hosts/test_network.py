@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.hosts.network import Host, hosts, unavailable
+from tests.hosts.network import Host, hosts, remove_left_overs, unavailable
+from tests.process.command import ROOT
 
 _WHY_NOT = unavailable()
 
@@ -66,3 +67,48 @@ def test_a_failure_leaves_nothing() -> None:
     assert server.wait(timeout=10) == -9
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert host.name not in listed.stdout
+
+
+_ANOTHER_RUN = """
+from tests.hosts.network import hosts
+with hosts(2) as made:
+    print(made[0].name, flush=True)
+    input()
+"""
+
+
+def another_run() -> tuple["subprocess.Popen[str]", str]:
+    """A process that has made hosts, and the name of one of them."""
+    command = [sys.executable, "-c", _ANOTHER_RUN]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def made_now() -> str:
+    return subprocess.check_output(["ip", "netns", "list"], text=True)
+
+
+def test_a_run_leaves_the_hosts_of_others_alone_until_they_have_ended() -> None:
+    process, theirs = another_run()
+    with process, hosts(1) as [own]:
+        assert theirs in made_now()  # making hosts has removed what others have left
+        remove_left_overs()
+        assert theirs in made_now() and own.name in made_now()
+        process.kill()
+        process.wait(timeout=10)
+        remove_left_overs()
+        assert theirs not in made_now() and own.name in made_now()
+
+
+def test_several_runs_remove_the_same_left_overs_at_once() -> None:
+    killed = [another_run() for _ in range(3)]
+    for process, _ in killed:
+        process.kill()
+        process.communicate(timeout=10)
+    command = [sys.executable, "-c", "from tests.hosts.network import *; remove_left_overs()"]
+    runs = [subprocess.Popen(command, cwd=ROOT) for _ in range(4)]
+    assert [run.wait(timeout=60) for run in runs] == [0] * len(runs)
+    assert not any(name in made_now() for _, name in killed)

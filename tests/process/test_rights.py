@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_lite.cli.access_text import user_of
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.protocol.permissions import all_permissions
+from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.protocol.prefill import Granted, WriterDone, decode_claim, decode_writer_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
@@ -30,10 +31,11 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.serve.run_state import read_run
+from dynamo_lite.serve.run_state import RunState, read_run
 from tests.builders import engine_metadata, eventually, grant_for, graph_secret, prefill_job
+from tests.foreign import Heard, Try, subjects, tries
 from tests.forwarding import COMPLETION, TEXT
-from tests.least_rights import LeastRights, least_rights
+from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
 from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
 from tests.process.joining import joining
 from tests.process.null_graph import answer
@@ -85,13 +87,14 @@ class Rights:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def status_url(self, component: str) -> str:
-        state = read_run(self.services[component].state_dir)
-        if state is None:
-            lone = self.services[component].state_dir / "lone" / f"{component}-0"
-            state = read_run(lone)
+    def state(self, component: str) -> RunState:
+        folder = self.services[component].state_dir
+        state = read_run(folder) or read_run(folder / "lone" / f"{component}-0")
         assert state is not None
-        return state.processes[0].status_url
+        return state
+
+    def status_url(self, component: str) -> str:
+        return self.state(component).processes[0].status_url
 
     def metric(self, component: str, start: str) -> float:
         """The sum of the samples whose lines begin so."""
@@ -310,6 +313,38 @@ async def test_nobody_sends_what_another_component_sends(rights: Rights):
                         for line in rights.servers.violations()
                     )
                 )
+
+
+async def test_without_the_secret_no_rights_suffice_to_ask_or_end_anything(rights: Rights):
+    """Nor with the users of another graph's components, nor without any."""
+    processes = {name: rights.state(name).processes for name in rights.services}
+    members = json.loads(await asyncio.to_thread(rights.operator, "ps", "--json"))
+    leases = [member["lease"] for member in members]
+    ends = [f"{member['endpoint']}-{member['lease']}" for member in members]
+    everything = subjects(NAMESPACE, (*leases, *ends, _ENGINE))
+    url = rights.servers.nats
+    nobody = Try(url=url, namespace=NAMESPACE, subjects=everything)
+    somebody = [
+        Try(
+            url=url,
+            namespace=NAMESPACE,
+            subjects=everything,
+            user=(user := user_of(graph, component)),
+            password=PASSWORD,
+            inbox=inbox_of(user),
+            # The graph's own users hear what they may.
+            listens=graph != NAMESPACE,
+        )
+        for graph in (NAMESPACE, FOREIGN)
+        for component in all_permissions(graph)
+    ]
+    where = 'dynamo_lite_dropped_messages_total{where="unauthentic"}'
+    counted = {name: rights.metric(name, where) for name in ("VllmWorker", "PrefillWorker")}
+    assert await tries(nobody) == Heard(refused=True)
+    assert await asyncio.gather(*map(tries, somebody)) == [Heard()] * len(somebody)
+    for name, before in counted.items():
+        await eventually(lambda name=name, before=before: rights.metric(name, where) > before, 20)
+    assert processes == {name: rights.state(name).processes for name in rights.services}
 
 
 async def test_a_component_with_another_s_rights_does_not_start(rights: Rights, tmp_path: Path):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.runtime.address import is_loopback
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.dashboard.app import Dashboard
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, url_of

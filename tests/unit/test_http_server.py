@@ -17,7 +17,7 @@ import pytest
 import trustme
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.supervisor import _example
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions, tls_options

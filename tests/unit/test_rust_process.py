@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend import rust_process

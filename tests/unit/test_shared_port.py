@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.ports import shared_port
 from dynamo_lite.services.services import FRONTEND

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.keys import OPEN_PATHS

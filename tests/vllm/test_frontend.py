@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.config import ProcessorConfig
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.services.frontend.processor import Processor

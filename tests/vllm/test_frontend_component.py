@@ -21,8 +21,8 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.services.frontend.frontend import Frontend
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore

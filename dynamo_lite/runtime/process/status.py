@@ -17,10 +17,12 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.address import advertised_address, host_port
+from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import BoundedServer, bind
+from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
-from dynamo_lite.runtime.request_head import UvicornHeadDeadline
+from dynamo_lite.runtime.request_head import UvicornHeadDeadline, most_pending
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 #: Path of the metrics that vLLM keeps in this process; a Frontend's HTTP port has them, too.
@@ -72,18 +74,19 @@ class StatusServer:
         self._port = listener.getsockname()[1]
         app = Starlette(routes=self._routes())
         cert, key = self._tls or (None, None)
+        pending = PendingConnections(most_pending(), lambda: self._on_drop("status"))
         config = uvicorn.Config(
             app,
             ssl_certfile=cert,
             ssl_keyfile=key,
-            http=partial(_Protocol, on_drop=self._on_drop),  # pyright: ignore[reportArgumentType]
+            http=partial(_Protocol, on_drop=self._on_drop, pending=pending),  # pyright: ignore[reportArgumentType]
             lifespan="off",
             log_config=None,
             access_log=False,
             ws="none",
             timeout_graceful_shutdown=1,
         )
-        self._server = server = _Server(config)
+        self._server = server = _Server(config, pending)
         task = self._tasks.start(server.serve([listener]), name="status server")
         started = self._tasks.start(server.up.wait(), name="status server is up")
         try:
@@ -112,6 +115,7 @@ class StatusServer:
                 listening.close()
             if self._listener is not None:
                 self._listener.close()
+            await server.stop_accepting()
 
     def _routes(self) -> list[Route]:
         routes = [
@@ -146,9 +150,9 @@ def _answer(facts: Mapping[str, Any]) -> Response:
 class _Protocol(UvicornHeadDeadline, H11Protocol):
     """h11 limits the size of a request head. Invalid requests are counted under "status"."""
 
-    def __init__(self, *args: Any, on_drop: OnDrop, **kwargs: Any):
+    def __init__(self, *args: Any, on_drop: OnDrop, pending: PendingConnections, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._on_drop = on_drop
+        self._on_drop, self.pending = on_drop, pending
 
     def send_400_response(self, msg: str) -> None:
         self._on_drop("status")
@@ -158,11 +162,11 @@ class _Protocol(UvicornHeadDeadline, H11Protocol):
             self.transport.close()
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn that installs no signal handlers, and sets `up` when it accepts connections."""
+class _Server(BoundedServer):
+    """It installs no signal handlers, and sets `up` when it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config):
-        super().__init__(config)
+    def __init__(self, config: uvicorn.Config, pending: PendingConnections):
+        super().__init__(config, pending)
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -172,23 +176,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound, not yet listening TCP socket. Raises StartupError naming the address.
-
-    shared: other processes of this user may listen on the same port (SO_REUSEPORT); the kernel
-    gives each new connection to one of them.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-    except OSError as exc:
-        listener.close()
-        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
-    listener.setblocking(False)
-    return listener

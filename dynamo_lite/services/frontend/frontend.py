@@ -14,10 +14,10 @@ from dynamo_lite.overview.observer import Observer
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, is_loopback
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
-from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.services.frontend.dashboard.app import Dashboard
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
@@ -137,7 +137,7 @@ class Frontend:
         if self._spec.instances > 1:
             asgi = await self._with_shared_metrics(host, asgi, address)
         served = asgi if host.probes is None else Probed(asgi, host.probes)
-        server = HttpServer(served, sock, app.http)
+        server = HttpServer(served, sock, app.http, on_drop=host.drops)
         if isinstance(page, Dashboard):
             page.disconnect = server.disconnect
         app.state.server = server

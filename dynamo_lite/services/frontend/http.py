@@ -21,8 +21,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import BoundedServer
+from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
-from dynamo_lite.runtime.request_head import UvicornHeadDeadline
+from dynamo_lite.runtime.request_head import UvicornHeadDeadline, most_pending
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
 
@@ -110,15 +113,16 @@ class _Protocol(UvicornHeadDeadline, HttpToolsProtocol):
         self.send_400_response("The request's headers are too many or too large.")
 
 
-def _protocol(options: HttpOptions) -> type[asyncio.Protocol]:
+def _protocol(options: HttpOptions, pending: PendingConnections) -> type[asyncio.Protocol]:
     limits = {"max_head_bytes": options.max_head_bytes, "max_headers": options.max_headers}
-    return type("LimitedProtocol", (_Protocol,), limits)
+    return type("LimitedProtocol", (_Protocol,), limits | {"pending": pending})
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(BoundedServer):
     """`start` returns when connections are accepted; `stop` is idempotent.
 
-    refresh_s: how often the certificate's files are checked, if TLS is to refresh.
+    refresh_s: how often the certificate's files are checked, if TLS is to refresh. on_drop: called
+    with "http" for a connection that is closed because too many have no request.
     """
 
     def __init__(
@@ -128,12 +132,14 @@ class HttpServer(uvicorn.Server):
         options: HttpOptions | None = None,
         *,
         refresh_s: float = _REFRESH_S,
+        on_drop: OnDrop = uncounted,
     ):
         self._options, self._refresh_s = options or HttpOptions(), refresh_s
+        pending = PendingConnections(most_pending(), lambda: on_drop("http"))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(self._options),
+                http=_protocol(self._options, pending),
                 ws="none",
                 lifespan="on",
                 # The process has already configured logging.
@@ -142,7 +148,8 @@ class HttpServer(uvicorn.Server):
                 access_log=self._options.access_log,
                 timeout_keep_alive=self._options.keep_alive_s,
                 backlog=_BACKLOG,
-            )
+            ),
+            pending,
         )
         self._sock = sock
         self._ticks: asyncio.Task[None] | None = None

@@ -1,0 +1,67 @@
+"""The limit on connections that say nothing: who has most of them loses the oldest."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_lite.runtime.pending_connections import PendingConnections
+
+
+class Closed(list[object]):
+    def of(self, name: object) -> Callable[[], None]:
+        return partial(self.append, name)
+
+
+def test_the_oldest_of_the_address_with_the_most_is_closed_and_counted() -> None:
+    closed, counted = Closed(), []
+    pending = PendingConnections(4, lambda: counted.append(1))
+    for name, address in (("peer", "a"), ("b1", "b"), ("b2", "b"), ("c", "c"), ("b3", "b")):
+        pending.add(name, address, closed.of(name))
+    assert closed == ["b1"]
+    pending.add("a2", "a", closed.of("a2"))  # two addresses have two: the one that came first
+    assert closed == ["b1", "peer"] and len(counted) == 2
+    assert len(pending) == 4
+
+
+def test_one_that_is_in_use_or_has_ended_does_not_count() -> None:
+    closed = Closed()
+    pending = PendingConnections(1)
+    for name in range(5):
+        pending.add(name, "a", closed.of(name))
+        pending.discard(name)
+        pending.discard(name)
+    assert closed == [] and len(pending) == 0
+
+
+def test_a_connection_keeps_its_place_when_it_is_closed_in_another_way_from_now_on() -> None:
+    closed = Closed()
+    pending = PendingConnections(2)
+    pending.add("one", "a", closed.of("its handshake"))
+    pending.add("two", "a", closed.of("two"))
+    pending.add("one", "a", closed.of("its connection"))
+    pending.add("three", "a", closed.of("three"))
+    assert closed == ["its connection"]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sampled_from("abc"))))
+def test_never_more_than_so_many_and_each_is_closed_at_most_once(
+    most: int, steps: list[tuple[bool, int, str]]
+) -> None:
+    closed, open_ = Closed(), set[tuple[int, str]]()
+    pending = PendingConnections(most)
+    for adds, number, address in steps:
+        name = number, address
+        if adds:
+            pending.add(name, address, closed.of(name))
+            open_.add(name)
+        else:
+            pending.discard(name)
+            open_.discard(name)
+        assert len(set(closed)) == len(closed) <= 1
+        open_.difference_update(closed)
+        closed.clear()
+        assert len(pending) == len(open_) <= most
