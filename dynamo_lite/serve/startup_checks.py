@@ -21,7 +21,6 @@ from dynamo_lite.queue.base import QueueOptions, single_server_text
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
-    is_loopback,
     parse_etcd_url,
     parse_nats_url,
     redact,
@@ -136,7 +135,7 @@ def readable_by_others(nats_url: str | None, etcd_url: str | None) -> list[str]:
         for what, (url, parse, contents) in said.items()
         if url is not None
         and (address := parse(url)).tls is None
-        and not all(is_loopback(host) for host, _ in address.hosts)
+        and not address.on_loopback
     ]
 
 
