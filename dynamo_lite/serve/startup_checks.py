@@ -133,9 +133,7 @@ def readable_by_others(nats_url: str | None, etcd_url: str | None) -> list[str]:
         f"warning: {what} at {redact(url)} is reached without TLS: who can read the network can"
         f" read {contents}"
         for what, (url, parse, contents) in said.items()
-        if url is not None
-        and (address := parse(url)).tls is None
-        and not address.on_loopback
+        if url is not None and (address := parse(url)).tls is None and not address.on_loopback
     ]
 
 

@@ -1,7 +1,7 @@
 """Starts what the files of `deploy/` start in containers, on this host.
 
-A container's root is a folder with links to what is mounted into it. Of its command line and files only
-the paths and the addresses of other containers are changed.
+A container's root is a folder with links to what is mounted into it. Of its command line and files
+only the paths and the addresses of other containers are changed.
 """
 
 import re
@@ -28,8 +28,8 @@ def make_secrets(folder: Path, *names: str) -> Path:
 
 @dataclass(frozen=True)
 class Container:
-    """root: of its file system, here. mounts: what is mounted at each path. addresses: of a server as
-    a container writes it, HOST:PORT, to where it is here."""
+    """root: of its file system, here. mounts: what is mounted at each path. addresses: of a server
+    as a container writes it, HOST:PORT, to where it is here."""
 
     root: Path
     mounts: Mapping[str, Path]
