@@ -1,5 +1,6 @@
 """The services of `deploy/compose.yaml`, on this host."""
 
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from dynamo_lite.serve.embedded import program
 from tests.conftest import running
 from tests.deploy.command_lines import DEPLOY
 from tests.deploy.containers import Container, ShippedEtcd, ShippedNats, free_ports, make_secrets
@@ -68,12 +70,17 @@ class Compose:
 
     def etcd(self) -> ShippedEtcd:
         service = self.content["services"]["etcd"]
-        [program, *arguments] = service["command"]
+        [server, *arguments] = service["command"]
         [_, control, *health] = service["healthcheck"]["test"]
-        assert (program, control) == ("etcd", "etcdctl")
+        assert (server, control) == ("etcd", "etcdctl")
         container = self.container("etcd")
         container.make()
-        return ShippedEtcd(container, arguments, health, self.port("etcd:2379"))
+
+        def ready() -> bool:
+            asked = [program("etcdctl"), *map(container.here, health)]
+            return subprocess.run(asked, capture_output=True, timeout=20).returncode == 0
+
+        return ShippedEtcd(container, arguments, ready, self.port("etcd:2379"))
 
     def port(self, address: str) -> int:
         return int(self.addresses[address].rpartition(":")[2])

@@ -4,9 +4,11 @@ A container's root is a folder with links to what is mounted into it. Of its com
 only the paths and the addresses of other containers are changed.
 """
 
+import asyncio
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +41,10 @@ class Container:
         for target, source in self.mounts.items():
             path = self.path(target)
             path.parent.mkdir(parents=True, exist_ok=True)
-            source.mkdir(parents=True, exist_ok=True) if not source.exists() else None
-            path.symlink_to(source.resolve())
+            if not source.exists():
+                source.mkdir(parents=True)
+            if not path.is_symlink():
+                path.symlink_to(source.resolve())
 
     def path(self, path: str) -> Path:
         return self.root / path.lstrip("/")
@@ -72,7 +76,7 @@ class ShippedNats(EmbeddedNats):
     def write_config(self) -> None:
         self.config_file.parent.mkdir(parents=True, exist_ok=True)
         text = self._container.here(self._content)
-        text = re.sub(r'(?m)^("?port"?:) 4222', rf"\1 {self.port}", text)
+        text = re.sub(r'(?m)^( *"?port"?:) 4222', rf"\1 {self.port}", text)
         self.config_file.write_text(text)
 
     def _command(self) -> list[str]:
@@ -81,25 +85,40 @@ class ShippedNats(EmbeddedNats):
 
 
 class ShippedEtcd(EmbeddedEtcd):
-    """arguments: of etcd in the container. health: etcdctl's, which say when it is ready."""
+    """arguments: of etcd in the container. ready: whether its probe succeeds."""
 
     def __init__(
-        self, container: Container, arguments: Sequence[str], health: Sequence[str], port: int
+        self,
+        container: Container,
+        arguments: Sequence[str],
+        ready: Callable[[], bool],
+        port: int,
     ):
         super().__init__(container.root, port)
         self._arguments = [container.here(argument) for argument in arguments]
-        self._health = [container.here(argument) for argument in health]
+        self._ready = ready
 
     def _command(self) -> list[str]:
         return [program("etcd"), *self._arguments, "--unsafe-no-fsync", "--log-level=warn"]
 
     async def _is_ready(self) -> bool:
-        asked = subprocess.run(
-            [program("etcdctl"), *self._health], capture_output=True, text=True, timeout=20
-        )
-        return asked.returncode == 0
+        return await asyncio.to_thread(self._ready)
 
 
 def free_ports(*addresses: str) -> dict[str, str]:
     """A free address of this host for each."""
     return {address: f"127.0.0.1:{free_port()}" for address in addresses}
+
+
+@asynccontextmanager
+async def together(
+    servers: Sequence[ShippedNats | ShippedEtcd],
+) -> AsyncIterator[ShippedNats | ShippedEtcd]:
+    """Starts them at the same time: the members of a cluster wait for each other. Yields one."""
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            stack.push_async_exit(server.__aexit__)
+        async with asyncio.TaskGroup() as starting:
+            for server in servers:
+                starting.create_task(server.__aenter__())
+        yield servers[0]
