@@ -1,6 +1,7 @@
 """What the manifests start in pods, on this host: NATS by its chart's values, and etcd."""
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,20 @@ from tests.process.command import run
 
 KUBERNETES = DEPLOY / "kubernetes"
 _MEMBERS = range(3)
+
+
+def with_components(folder: Path) -> Path:
+    """An overlay of a user's own below `folder`: the demo model, and all components."""
+    shutil.copytree(KUBERNETES, folder / "kubernetes")
+    mine = folder / "kubernetes" / "overlays" / "mine"
+    mine.mkdir()
+    components = sorted(path.name for path in (KUBERNETES / "components").iterdir())
+    listed = ", ".join(f"../../components/{name}" for name in components)
+    (mine / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        f"resources: [../cpu]\ncomponents: [{listed}]\n"
+    )
+    return mine
 
 
 def of_kind(resources: list[Resource], kind: str) -> list[Resource]:
