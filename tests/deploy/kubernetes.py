@@ -56,6 +56,20 @@ def container_of(workload: Resource) -> dict[str, Any]:
     return container
 
 
+def secret_files(volume: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The Secret and its key at each path of a volume; no key: all of them are in its folder."""
+    match volume:
+        case {"secret": {"secretName": name}}:
+            return {"": (name, "")}
+        case {"projected": {"sources": sources}}:
+            return {
+                item["path"]: (source["secret"]["name"], item["key"])
+                for source in sources
+                for item in source["secret"]["items"]
+            }
+    return {}
+
+
 def secret_folder(secrets: Path, name: str) -> Path:
     """Of which the page makes the Secret of this name."""
     [found] = [path for path in secrets.iterdir() if path.name.lower() == name]
@@ -90,11 +104,12 @@ class Cluster:
         claims = workload["spec"].get("volumeClaimTemplates", ())
         volumes |= {one["metadata"]["name"]: {"emptyDir": {}} for one in claims}
         for mount in container_of(workload)["volumeMounts"]:
-            match volumes[mount["name"]]:
-                case {"secret": {"secretName": secret}}:
-                    mounts[mount["mountPath"]] = secret_folder(self.secrets, secret)
-                case {"emptyDir": _}:
-                    mounts[mount["mountPath"]] = root / "volumes" / mount["name"]
+            volume, path = volumes[mount["name"]], mount["mountPath"]
+            if "emptyDir" in volume:
+                mounts[path] = root / "volumes" / mount["name"]
+            for file, (secret, key) in secret_files(volume).items():
+                source = secret_folder(self.secrets, secret) / key
+                mounts[f"{path}/{file}" if file else path] = source
         container = Container(root, mounts, {**self.addresses, **(addresses or {})})
         container.make()
         return container

@@ -14,7 +14,14 @@ from dynamo_lite import __version__
 from dynamo_lite.runtime.address import has_credentials
 from tests.deploy.command_lines import Served, served, variables
 from tests.deploy.containers import make_secrets
-from tests.deploy.kubernetes import KUBERNETES, container_of, of_kind, pod_of, with_components
+from tests.deploy.kubernetes import (
+    KUBERNETES,
+    container_of,
+    of_kind,
+    pod_of,
+    secret_files,
+    with_components,
+)
 from tests.deploy.kustomize import Resource, build
 
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
@@ -202,9 +209,14 @@ def test_every_secret_is_one_that_the_page_makes(
         container, files = container_of(workload), set[str]()
         for mount in container["volumeMounts"]:
             for volume in pod_of(workload)["volumes"]:
-                if volume["name"] == mount["name"] and "secret" in volume:
-                    assert volume["secret"]["defaultMode"] == 0o440
-                    names = secrets[volume["secret"]["secretName"]]
+                if volume["name"] != mount["name"]:
+                    continue
+                for path, (secret, key) in secret_files(volume).items():
+                    [given] = volume.keys() - {"name"}
+                    assert volume[given]["defaultMode"] == 0o440
+                    made = secrets[secret]
+                    assert not key or key in made
+                    names = {path} if path else made
                     files |= {f"{mount['mountPath']}/{name}" for name in names}
         words = [
             *container.get("args", ()),
