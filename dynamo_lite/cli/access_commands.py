@@ -1,5 +1,6 @@
 """`dynamo-lite access`: who may use NATS and etcd, and with which credentials."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,19 +39,35 @@ def etcd(
     component: _Components = None,
     namespace: Namespace = None,
     env: _Env = False,
+    make: Annotated[
+        Path | None,
+        typer.Option(
+            help="Make the users at --etcd-url and turn authentication on, with the passwords of"
+            " this folder: a file USER:PASSWORD named as each user, and one named `root`. May be"
+            " repeated.",
+        ),
+    ] = None,
     etcd_url: EtcdUrl = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print the commands of `etcdctl` that make a user with the least rights for each component.
 
     A user may read and change only the keys that its component needs. `Operator` is for the
-    commands of `dynamo-lite`.
+    commands of `dynamo-lite`. With --make the users are made at once, with `etcdctl`.
     """
     from dynamo_lite.cli.access_environment import as_shell, etcd_environment
     from dynamo_lite.cli.access_text import chosen, etcd_commands
+    from dynamo_lite.cli.etcd_users import make_users
     from dynamo_lite.cli.listing import find_place
 
-    if env:
+    if make is not None:
+        if env or etcd_url is None:
+            raise ConfigError(["--make needs --etcd-url, and goes without --env"])
+        name = _checked(namespace)
+        permissions = chosen(name, component or ())
+        make_users(etcd_url, name, permissions, make)
+        print(f"{len(permissions)} users of namespace {name}; authentication is on")
+    elif env:
         _check_alone(component, namespace)
         print(as_shell(etcd_environment(find_place(state_dir, etcd_url, None).etcd_url)))
     else:

@@ -73,14 +73,20 @@ def etcd_commands(namespace: str, permissions: Sequence[Permissions]) -> str:
     lines = [
         "# etcdctl asks for each user's password. Afterwards, if etcd has no users yet:",
         "# etcdctl user add root; etcdctl user grant-role root root; etcdctl auth enable",
+        *(" ".join(["etcdctl", *step]) for step in etcd_steps(namespace, permissions)),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list[str]]:
+    """The arguments of etcdctl, a list for each call. It asks for the passwords."""
+    steps: list[list[str]] = []
     for one in permissions:
         user = user_of(namespace, one.component)
-        lines.append(f"etcdctl role add {user}")
+        steps.append(["role", "add", user])
         for kind, prefixes in (("read", one.read), ("readwrite", one.write)):
-            lines += [
-                f"etcdctl role grant-permission --prefix {user} {kind} {prefix}"
-                for prefix in prefixes
+            steps += [
+                ["role", "grant-permission", "--prefix", user, kind, prefix] for prefix in prefixes
             ]
-        lines += [f"etcdctl user add {user}", f"etcdctl user grant-role {user} {user}"]
-    return "\n".join(lines) + "\n"
+        steps += [["user", "add", user], ["user", "grant-role", user, user]]
+    return steps

@@ -54,6 +54,11 @@ class ServerAddress:
     #: Prefix of the subjects on which replies are received; empty: `_INBOX`.
     inbox: str = ""
 
+    @property
+    def on_loopback(self) -> bool:
+        """Whether no other host is named: what is sent there crosses no network."""
+        return all(is_loopback(host) for host, _ in self.hosts)
+
 
 @dataclass(frozen=True)
 class _Kind:

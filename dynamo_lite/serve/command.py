@@ -147,7 +147,7 @@ def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Pat
     else:
         running = read_run(request.state_dir) if request.only is not None else None
         secret = running_secret(running, nats_url)
-    check_exposure(request.config.shared.bind_host, secret)
+    check_exposure(request.config.shared.bind_host, nats_url, secret)
     return secret
 
 

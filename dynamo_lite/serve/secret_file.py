@@ -4,9 +4,14 @@ import contextlib
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.address import is_loopback
+from dynamo_lite.runtime.address import is_loopback, parse_nats_url, redact
 from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.serve.run_state import RunState, write_private
+
+_MAKE_ONE = (
+    "make one (openssl rand -hex 32 > FILE; chmod 600 FILE) and name it on every host with"
+    " --secret-file FILE"
+)
 
 
 def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
@@ -40,14 +45,24 @@ def running_secret(running: RunState | None, url: str) -> Path | None:
     return Path(running.secret) if running is not None and same else None
 
 
-def check_exposure(bind_host: str, secret: Path | None) -> None:
-    """Raises ConfigError if other hosts could reach processes that do not authenticate
-    messages."""
-    if secret is None and not is_loopback(bind_host):
-        raise ConfigError(
-            [
-                f"Graph.bind-host: {bind_host} is reachable from other hosts, and without a secret"
-                " anyone who reaches it can send requests; make one (openssl rand -hex 32 > FILE;"
-                " chmod 600 FILE) and name it on every host with --secret-file FILE"
-            ]
+def check_exposure(bind_host: str, nats_url: str | None, secret: Path | None) -> None:
+    """Raises ConfigError if others could reach processes that do not authenticate messages: on
+    their own address, or through the broker of another host.
+
+    nats_url: well formed; None for an embedded server, which answers only its own graph.
+    """
+    if secret is not None:
+        return
+    exposed: list[str] = []
+    if not is_loopback(bind_host):
+        exposed.append(
+            f"Graph.bind-host: {bind_host} is reachable from other hosts, and without a secret"
+            f" anyone who reaches it can send requests; {_MAKE_ONE}"
         )
+    if nats_url is not None and not parse_nats_url(nats_url).on_loopback:
+        exposed.append(
+            f"--nats-url: {redact(nats_url)} is another host, and without a secret anyone who may"
+            f" use that NATS can send jobs and answers to this graph; {_MAKE_ONE}"
+        )
+    if exposed:
+        raise ConfigError(exposed)

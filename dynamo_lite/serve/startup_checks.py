@@ -21,7 +21,6 @@ from dynamo_lite.queue.base import QueueOptions, single_server_text
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
-    is_loopback,
     parse_etcd_url,
     parse_nats_url,
     redact,
@@ -134,9 +133,7 @@ def readable_by_others(nats_url: str | None, etcd_url: str | None) -> list[str]:
         f"warning: {what} at {redact(url)} is reached without TLS: who can read the network can"
         f" read {contents}"
         for what, (url, parse, contents) in said.items()
-        if url is not None
-        and (address := parse(url)).tls is None
-        and not all(is_loopback(host) for host, _ in address.hosts)
+        if url is not None and (address := parse(url)).tls is None and not address.on_loopback
     ]
 
 

@@ -60,7 +60,7 @@ def served(arguments: Sequence[str], files: Mapping[str, Path]) -> Served:
     config = resolve(load_graph(options["graph"]), document, only=options["service_name"])
     document.raise_mistakes()
     if options["service_name"] is not None:
-        check_exposure(config.shared.bind_host, options["secret_file"])
+        check_exposure(config.shared.bind_host, options["nats_url"], options["secret_file"])
     return Served(options, config)
 
 

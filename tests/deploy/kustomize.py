@@ -28,7 +28,7 @@ def build(folder: Path) -> list[Resource]:
 def _add(folder: Path, resources: list[Resource]) -> None:
     """A kustomization's transformations see its own resources, a component's all so far."""
     content = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    _only(content, _KEYS)
+    only(content, _KEYS)
     seen = resources if content["kind"] == "Component" else list[Resource]()
     for name in content.get("resources", []):
         path = folder / name
@@ -42,7 +42,7 @@ def _add(folder: Path, resources: list[Resource]) -> None:
     for patch in content.get("patches", []):
         _patch(patch, seen)
     for label in content.get("labels", []):
-        _only(label, {"pairs", "includeSelectors"})
+        only(label, {"pairs", "includeSelectors"})
         for resource in seen:
             _label(resource, label["pairs"])
     _name_images(content.get("images", []), seen)
@@ -52,7 +52,7 @@ def _add(folder: Path, resources: list[Resource]) -> None:
 
 def _config_maps(generators: list[dict[str, Any]], folder: Path) -> Iterator[Resource]:
     for generator in generators:
-        _only(generator, {"name", "files"})
+        only(generator, {"name", "files"})
         data = {name: (folder / name).read_text() for name in generator["files"]}
         metadata = {"name": generator["name"]}
         yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
@@ -60,7 +60,7 @@ def _config_maps(generators: list[dict[str, Any]], folder: Path) -> Iterator[Res
 
 def _name_images(images: list[dict[str, str]], resources: list[Resource]) -> None:
     for image in images:
-        _only(image, {"name", "newName", "newTag"})
+        only(image, {"name", "newName", "newTag"})
         for container in _containers(resources):
             if container["image"] == image["name"]:
                 container["image"] = f"{image['newName']}:{image['newTag']}"
@@ -68,7 +68,7 @@ def _name_images(images: list[dict[str, str]], resources: list[Resource]) -> Non
 
 def _containers(resources: list[Resource]) -> Iterator[dict[str, Any]]:
     for resource in resources:
-        if resource["kind"] == "Deployment":
+        if resource["kind"] in ("Deployment", "StatefulSet", "Job"):
             yield from resource["spec"]["template"]["spec"]["containers"]
 
 
@@ -89,17 +89,15 @@ def _label(resource: Resource, pairs: dict[str, str]) -> None:
             spec["selector"].update(pairs)
         case "NetworkPolicy":
             spec["podSelector"]["matchLabels"].update(pairs)
-        case "Secret":
-            return
         case kind:
             raise ValueError(f"labels: unknown kind {kind}")
 
 
 def _patch(patch: dict[str, Any], resources: list[Resource]) -> None:
     """JSON patches (RFC 6902) of the resources of a kind, or of one of them."""
-    _only(patch, {"target", "patch"})
+    only(patch, {"target", "patch"})
     target = patch["target"]
-    _only(target, {"kind", "name"})
+    only(target, {"kind", "name"})
     chosen = [
         one
         for one in resources
@@ -114,7 +112,7 @@ def _patch(patch: dict[str, Any], resources: list[Resource]) -> None:
 
 
 def _apply(operation: dict[str, Any], resource: Resource) -> None:
-    _only(operation, {"op", "path", "value"})
+    only(operation, {"op", "path", "value"})
     steps = [
         step.replace("~1", "/").replace("~0", "~") for step in operation["path"].split("/")[1:]
     ]
@@ -129,6 +127,6 @@ def _apply(operation: dict[str, Any], resource: Resource) -> None:
     node[key] = operation["value"]
 
 
-def _only(content: dict[str, Any], keys: set[str]) -> None:
+def only(content: dict[str, Any], keys: set[str]) -> None:
     if unknown := content.keys() - keys:
         raise ValueError(f"unknown keys {sorted(unknown)}")

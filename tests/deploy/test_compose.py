@@ -7,17 +7,19 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from dynamo_lite import __version__
+from dynamo_lite.runtime.address import has_credentials
+from dynamo_lite.serve.document import read_document
 from tests.deploy.command_lines import DEPLOY, Served, served, variables
+from tests.deploy.compose import read_compose
 
 SERVICES = ("frontend", "decode", "prefill")
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return read_compose()
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,12 @@ def test_a_container_starts_its_service_and_is_stopped_in_time(
     assert command.options["service_name"] == service
     assert command.options["log_to"] == "stderr"
     assert command.config.shared.bind_host == "0.0.0.0"
-    assert command.options["secret_file"] == Path("/run/secrets") / container["secrets"][0]
+    assert command.options["secret_file"] == Path("/etc/dynamo-lite-secret/secret")
     assert seconds(container["stop_grace_period"]) >= command.longest_stop_s
     assert set(container["environment"]) == variables()
+    inbox = f"&inbox=_INBOX_dynamo-{service}"
+    assert container["environment"]["DYNAMO_LITE_NATS_URL"].endswith(inbox)
+    assert not any(has_credentials(url) for url in container["environment"].values())
     [asked] = [word for word in container["healthcheck"]["test"] if "http" in word]
     assert f"http://127.0.0.1:{command.service.status_port}/ready" in asked
     assert container["image"] == f"dynamo-lite:{__version__}-cpu"
@@ -66,7 +71,7 @@ def test_the_published_port_is_the_frontend_s(compose: dict[str, Any]) -> None:
     assert compose["services"]["frontend"]["ports"] == [f"127.0.0.1:8000:{port}"]
 
 
-@pytest.mark.parametrize("name", [*SERVICES, "nats", "etcd"])
+@pytest.mark.parametrize("name", [*SERVICES, "nats", "etcd", "etcd-users", "operator"])
 def test_containers_can_do_no_more_than_they_must(compose: dict[str, Any], name: str) -> None:
     container = compose["services"][name]
     assert container["read_only"] is True
@@ -76,18 +81,30 @@ def test_containers_can_do_no_more_than_they_must(compose: dict[str, Any], name:
 
 
 def test_the_services_use_the_servers_of_the_file(compose: dict[str, Any]) -> None:
-    environment = compose["services"]["frontend"]["environment"]
-    hosts = {url.partition("://")[2].partition(":")[0] for url in environment.values()}
-    assert hosts == {"nats", "etcd"} == set(compose["services"]["frontend"]["depends_on"])
+    services = compose["services"]
+    for name in (*SERVICES, "operator"):
+        schemes = {url.partition("://")[0] for url in services[name]["environment"].values()}
+        urls = services[name]["environment"].values()
+        hosts = {url.partition("://")[2].partition(":")[0] for url in urls}
+        assert (schemes, hosts) == ({"tls", "https"}, {"nats", "etcd"})
+    for name in SERVICES:
+        assert services[name]["depends_on"] == {
+            "nats": {"condition": "service_healthy"},
+            "etcd-users": {"condition": "service_completed_successfully"},
+        }
+    assert services["etcd-users"]["depends_on"] == {"etcd": {"condition": "service_healthy"}}
 
 
-def test_the_example_graph_of_kubernetes_is_the_same() -> None:
-    other = DEPLOY / "kubernetes" / "overlays" / "cpu" / "graph.yaml"
-    assert without_head(other) == without_head(DEPLOY / "graph.yaml")
+def test_only_the_http_port_is_published(compose: dict[str, Any]) -> None:
+    published = {name for name, one in compose["services"].items() if "ports" in one}
+    assert published == {"frontend"}
 
 
-def without_head(path: Path) -> str:
-    return path.read_text().partition("\n\n")[2]
+def test_the_example_graph_of_kubernetes_is_the_same_but_for_the_queue() -> None:
+    other = read_document(DEPLOY / "kubernetes" / "overlays" / "cpu" / "graph.yaml", []).tree
+    ours = read_document(DEPLOY / "graph.yaml", []).tree
+    queue = {**ours["Common"]["queue"], "replicas": 3, "storage": "file"}
+    assert other == {**ours, "Common": {**ours["Common"], "queue": queue}}
 
 
 def seconds(duration: str) -> float:

@@ -5,17 +5,25 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
 from dynamo_lite import __version__
-from tests.deploy.command_lines import DEPLOY, Served, served, variables
+from dynamo_lite.runtime.address import has_credentials
+from tests.deploy.command_lines import Served, served, variables
+from tests.deploy.containers import make_secrets
+from tests.deploy.kubernetes import (
+    KUBERNETES,
+    container_of,
+    of_kind,
+    pod_of,
+    secret_files,
+    with_components,
+)
 from tests.deploy.kustomize import Resource, build
 
-KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 #: The oldest version that the manifests are written for, and the newest that is known.
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
@@ -34,33 +42,14 @@ def resources(overlay: Path) -> list[Resource]:
 
 
 @pytest.fixture(scope="module")
-def monitored(tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
-    """An overlay of a user's own, with the component."""
-    return build(with_monitoring(tmp_path_factory.mktemp("monitored")))
+def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
+    """An overlay of a user's own, with all components."""
+    return build(with_components(tmp_path_factory.mktemp("complete")))
 
 
-def with_monitoring(folder: Path) -> Path:
-    shutil.copytree(KUBERNETES, folder / "kubernetes")
-    mine = folder / "kubernetes" / "overlays" / "mine"
-    mine.mkdir()
-    (mine / "kustomization.yaml").write_text(
-        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-        "resources: [../cpu]\ncomponents: [../../components/monitoring]\n"
-    )
-    return mine
-
-
-def of_kind(resources: list[Resource], kind: str) -> list[Resource]:
-    return [resource for resource in resources if resource["kind"] == kind]
-
-
-def pod_of(deployment: Resource) -> dict[str, Any]:
-    return deployment["spec"]["template"]["spec"]
-
-
-def container_of(deployment: Resource) -> dict[str, Any]:
-    [container] = pod_of(deployment)["containers"]
-    return container
+@pytest.fixture(scope="module")
+def planes() -> list[Resource]:
+    return build(KUBERNETES / "planes")
 
 
 def command_of(deployment: Resource, overlay: Path) -> Served:
@@ -77,9 +66,22 @@ def command_of(deployment: Resource, overlay: Path) -> Served:
 def test_every_resource_is_what_the_api_server_takes(
     resources: list[Resource], version: str
 ) -> None:
-    assert {r["kind"] for r in resources} >= {"Deployment", "Service", "Secret", "NetworkPolicy"}
+    assert {r["kind"] for r in resources} >= {"Deployment", "Service", "NetworkPolicy"}
     for resource in resources:
         kubernetes_validate.validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_planes_and_components_are_what_the_api_server_takes(
+    planes: list[Resource], complete: list[Resource], version: str
+) -> None:
+    assert {r["kind"] for r in planes} == {
+        *("Service", "PodDisruptionBudget", "StatefulSet", "Job", "NetworkPolicy")
+    }
+    for resource in [*planes, *complete]:
+        # Those of the Prometheus operator: test_monitoring.py.
+        if not resource["apiVersion"].startswith("monitoring."):
+            kubernetes_validate.validate(resource, version, strict=True)
 
 
 def test_the_schemas_are_strict(resources: list[Resource]) -> None:
@@ -93,8 +95,9 @@ def test_the_schemas_are_strict(resources: list[Resource]) -> None:
 def test_kustomize_builds_the_same(
     overlay: Path, resources: list[Resource], tmp_path: Path
 ) -> None:
-    mine = with_monitoring(tmp_path)
-    for folder, expected in ((overlay, resources), (mine, build(mine))):
+    mine = with_components(tmp_path)
+    planes = KUBERNETES / "planes"
+    for folder, expected in ((overlay, resources), (mine, build(mine)), (planes, build(planes))):
         built = subprocess.run(
             ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60
         )
@@ -128,13 +131,19 @@ def test_every_container_starts_its_service(overlay: Path, resources: list[Resou
     }
 
 
-def test_the_environment_is_what_the_command_reads(resources: list[Resource]) -> None:
-    [secret] = of_kind(resources, "Secret")
-    assert set(secret["stringData"]) == variables()
+def test_the_environment_is_what_the_command_reads(
+    overlay: Path, resources: list[Resource]
+) -> None:
     for deployment in of_kind(resources, "Deployment"):
         container = container_of(deployment)
-        assert {one["name"] for one in container["env"]} == FOREIGN_VARIABLES
-        assert container["envFrom"] == [{"secretRef": {"name": secret["metadata"]["name"]}}]
+        given = {one["name"]: one.get("value", "") for one in container["env"]}
+        assert set(given) == FOREIGN_VARIABLES | variables()
+        component = command_of(deployment, overlay).options["service_name"]
+        assert given["DYNAMO_LITE_NATS_URL"].endswith(f"&inbox=_INBOX_dynamo-{component}")
+        assert not any(has_credentials(given[name]) for name in variables())
+        # The HTTP key and the hub's token, where they are needed.
+        optional = {"name": "dynamo-lite", "optional": True}
+        assert container["envFrom"] == [{"secretRef": optional}]
 
 
 def test_the_grace_period_is_longer_than_the_longest_drain(
@@ -176,6 +185,52 @@ def test_containers_can_do_no_more_than_they_must(resources: list[Resource]) -> 
         assert {"/tmp", "/var/lib/dynamo-lite"} <= set(mounts.values())
 
 
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The files of each Secret that the page makes."""
+    folder = make_secrets(tmp_path_factory.mktemp("secrets"))
+    return {
+        path.name.lower(): {file.name for file in path.iterdir()}
+        for path in folder.iterdir()
+        if path.is_dir()
+    }
+
+
+def test_every_secret_is_one_that_the_page_makes(
+    resources: list[Resource],
+    complete: list[Resource],
+    planes: list[Resource],
+    secrets: dict[str, set[str]],
+) -> None:
+    """And every file that a command line, a URL or an option names is in it."""
+    for workload in [*resources, *complete, *planes]:
+        if workload["kind"] not in ("Deployment", "StatefulSet", "Job"):
+            continue
+        container, files = container_of(workload), set[str]()
+        for mount in container["volumeMounts"]:
+            for volume in pod_of(workload)["volumes"]:
+                if volume["name"] != mount["name"]:
+                    continue
+                for path, (secret, key) in secret_files(volume).items():
+                    [given] = volume.keys() - {"name"}
+                    assert volume[given]["defaultMode"] == 0o440
+                    made = secrets[secret]
+                    assert not key or key in made
+                    names = {path} if path else made
+                    files |= {f"{mount['mountPath']}/{name}" for name in names}
+        words = [
+            *container.get("args", ()),
+            *(e.get("value", "") for e in container.get("env", ())),
+        ]
+        named = {
+            path
+            for word in words
+            for path in re.findall(r"(?<==)/etc/[\w./-]+", word)
+            if not path.endswith("/graph.yaml") and path != "/etc/etcd-users"
+        }
+        assert named <= files and (named or "etcd-users" in str(words))
+
+
 def test_images_and_references_exist(resources: list[Resource]) -> None:
     names = {(resource["kind"], resource["metadata"]["name"]) for resource in resources}
     assert len(names) == len(resources)
@@ -189,46 +244,35 @@ def test_images_and_references_exist(resources: list[Resource]) -> None:
                 assert ("PersistentVolumeClaim", source["claimName"]) in names
 
 
-def test_selectors_choose_the_pods_that_are_meant(monitored: list[Resource]) -> None:
+def test_selectors_choose_the_pods_that_are_meant(
+    resources: list[Resource], complete: list[Resource], planes: list[Resource]
+) -> None:
     pods = {
-        deployment["metadata"]["name"]: deployment["spec"]["template"]["metadata"]["labels"]
-        for deployment in of_kind(monitored, "Deployment")
+        workload["metadata"]["name"]: workload["spec"]["template"]["metadata"]["labels"]
+        for workload in [*complete, *planes]
+        if workload["kind"] in ("Deployment", "StatefulSet", "Job")
     }
-    services = {s["metadata"]["name"]: s for s in of_kind(monitored, "Service")}
+    graph = {deployment["metadata"]["name"] for deployment in of_kind(resources, "Deployment")}
+    assert set(pods) == {*graph, "operator", "etcd", "etcd-users"}
+    everything = [*complete, *planes]
+    services = {s["metadata"]["name"]: s for s in of_kind(everything, "Service")}
 
     def chosen(selector: dict[str, str]) -> set[str]:
         assert selector
         return {name for name, labels in pods.items() if selector.items() <= labels.items()}
 
     assert chosen(services["dynamo-lite"]["spec"]["selector"]) == {"frontend"}
-    assert chosen(services["dynamo-lite-status"]["spec"]["selector"]) == set(pods)
-    budgets = of_kind(monitored, "PodDisruptionBudget")
-    assert {b["metadata"]["name"] for b in budgets} == set(pods)
-    for one in [*budgets, *of_kind(monitored, "Deployment")]:
+    assert chosen(services["etcd"]["spec"]["selector"]) == {"etcd"}
+    # Of those only the graph's have a port called status.
+    assert chosen(services["dynamo-lite-status"]["spec"]["selector"]) == {*graph, "operator"}
+    budgets = of_kind(everything, "PodDisruptionBudget")
+    assert {b["metadata"]["name"] for b in budgets} == {*graph, "etcd"}
+    for one in [
+        *budgets,
+        *of_kind(everything, "Deployment"),
+        *of_kind(everything, "StatefulSet"),
+    ]:
         assert chosen(one["spec"]["selector"]["matchLabels"]) == {one["metadata"]["name"]}
-    policies = {
-        policy["metadata"]["name"]: chosen(policy["spec"]["podSelector"]["matchLabels"])
-        for policy in of_kind(monitored, "NetworkPolicy")
-    }
-    assert policies == {
-        "dynamo-lite-inside": set(pods),
-        "dynamo-lite-http": {"frontend"},
-        "dynamo-lite-status": set(pods),
-    }
-
-
-def test_prometheus_reads_every_status_server(monitored: list[Resource]) -> None:
-    """Its resource is of the Prometheus operator, of which no schema is a dependency here."""
-    [monitor] = of_kind(monitored, "ServiceMonitor")
-    services = of_kind(monitored, "Service")
-    wanted = monitor["spec"]["selector"]["matchLabels"].items()
-    [service] = [s for s in services if wanted <= s["metadata"]["labels"].items()]
-    ports = {port["name"] for port in service["spec"]["ports"]}
-    assert {(one["port"], one["path"]) for one in monitor["spec"]["endpoints"]} == {
-        ("status", "/metrics"),
-        ("status", "/metrics/vllm"),
-    }
-    assert ports == {"status"}
 
 
 def test_gpus_and_rdma_devices_are_limits_of_the_workers() -> None:

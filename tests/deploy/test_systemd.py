@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.command_lines import DEPLOY, ROOT, Served, served, variables
+from tests.deploy.command_lines import DEPLOY, ROOT, Served, served
+from tests.deploy.containers import make_secrets
 
 UNITS = DEPLOY / "systemd"
 PROGRAM = "/opt/dynamo-lite/bin/dynamo-lite"
@@ -24,8 +26,17 @@ def unit(name: str) -> configparser.SectionProxy:
     return parser["Service"]
 
 
+def environment() -> dict[str, str]:
+    lines = (UNITS / "dynamo-lite.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and line[0] != "#")
+
+
 def command_of(name: str, instance: str = "") -> Served:
-    words = shlex.split(unit(name)["ExecStart"].replace("%i", instance))
+    command = unit(name)["ExecStart"].replace("%i", instance).replace("\\\n", "")
+    for variable, value in environment().items():
+        command = command.replace(f"${{{variable}}}", value)
+    assert "$" not in command
+    words = shlex.split(command.replace("&", "\\&"))
     assert words[0] == PROGRAM
     # The page says to begin with a copy of this file.
     return served(words[1:], {"/etc/dynamo-lite/graph.yaml": ROOT / "configs" / "disagg.yaml"})
@@ -65,8 +76,22 @@ def test_a_unit_starts_what_it_says_and_is_stopped_in_time(name: str, instance: 
     assert section["Environment"] == f"HOME={section['WorkingDirectory']}"
 
 
-def test_the_environment_file_has_the_variables_that_the_command_reads() -> None:
-    path = UNITS / "dynamo-lite.env"
-    lines = [line for line in path.read_text().splitlines() if line and line[0] != "#"]
-    assert {line.partition("=")[0] for line in lines} == variables()
-    assert unit(NAMES[1])["EnvironmentFile"] == f"/etc/dynamo-lite/{path.name}"
+@pytest.mark.parametrize("instance", SERVICES)
+def test_a_service_has_its_own_users_of_nats_and_etcd(instance: str, tmp_path: Path) -> None:
+    secrets = make_secrets(tmp_path)
+    options = command_of(NAMES[1], instance).options
+    urls = {name: options[name] for name in ("nats_url", "etcd_url")}
+    assert urls["nats_url"].startswith("tls://127.0.0.1:4222?")
+    assert urls["etcd_url"].startswith("https://127.0.0.1:2379?")
+    assert urls["nats_url"].endswith(f"&inbox=_INBOX_dynamo-{instance}")
+    files = re.findall(r"/etc/dynamo-lite/([^&]+)", " ".join(urls.values()))
+    assert len(files) == 6
+    assert {f"dynamo-lite-{instance}/nats-login", f"dynamo-lite-{instance}/etcd-login"} < {*files}
+    for file in (*files, str(options["secret_file"]).removeprefix("/etc/dynamo-lite/")):
+        assert (secrets / file).is_file()
+
+
+def test_the_environment_file_is_the_one_that_the_unit_reads() -> None:
+    assert unit(NAMES[1])["EnvironmentFile"] == "/etc/dynamo-lite/dynamo-lite.env"
+    named = set(re.findall(r"\$\{(\w+)\}", unit(NAMES[1])["ExecStart"]))
+    assert named == set(environment())

@@ -298,13 +298,13 @@ class Rig:
             place = (host.address, _NATS_PORT)
             config = folder / "nats.conf"
             config.write_text(nats_config(name, place, folder / "nats", routes, login, foreign))
-            program = embedded._program("nats-server")
+            program = embedded.program("nats-server")
             url = f"nats://{host.address}:{_NATS_PORT}"
             log = folder / "nats.log"
             nats[name] = Program(host, name, [program, "-c", str(config)], log, url)
             url = f"https://{host.address}:{_ETCD_PORT}"
             command = [
-                embedded._program("etcd"),
+                embedded.program("etcd"),
                 *etcd_arguments(name, url, peers, folder / "etcd"),
                 *_etcd_tls(certificates),
             ]

@@ -99,3 +99,9 @@ Front = (
     .link(ROUTER)
     .link(replace(_DECODE, flags="engine"))
 )
+#: Without a Router, as `graphs.disagg`; its configuration files fit.
+Disagg = (
+    FRONTEND.link(PROCESSOR)
+    .link(replace(_DECODE, flags="engine"))
+    .link(replace(_PREFILL, flags="engine"))
+)

@@ -8,36 +8,31 @@ decode worker's rights. `tests/vllm/test_access.py` has the real engines.
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from dynamo_lite.cli.access_text import user_of
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
-from dynamo_lite.protocol.prefill import Granted, WriterDone, decode_claim, decode_writer_done
-from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.open import open_queue
+from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.nats.open import open_messaging
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.serve.run_state import RunState, read_run
-from tests.builders import engine_metadata, eventually, grant_for, graph_secret, prefill_job
+from tests.builders import eventually, graph_secret, prefill_job
 from tests.foreign import Heard, Try, subjects, tries
 from tests.forwarding import COMPLETION, TEXT
 from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
 from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
 from tests.process.joining import joining
+from tests.process.null_decode import ENGINE, decode_engine
 from tests.process.null_graph import answer
 from tests.scripted import Fleet, ScriptedEngine, nixl
 
@@ -46,7 +41,6 @@ pytestmark = pytest.mark.timeout(400)
 NAMESPACE = "n-1"
 BACKS = "tests.process.rights_graph:Backs"
 FRONT = "tests.process.rights_graph:Front"
-_ENGINE = "e1"
 _TOKENS = 20
 
 
@@ -144,46 +138,23 @@ async def test_a_request_is_placed_by_the_router_and_answered(rights: Rights):
     assert rights.refusals() == seen == []
 
 
-@asynccontextmanager
-async def decode_engine(rights: Rights, done: asyncio.Queue[WriterDone]) -> AsyncIterator[Any]:
-    """The part of a decode worker's engine in a remote prefill. Yields its queue."""
-    secret = str(rights.secret)
-    seals = GrantSeals(GraphSecret(rights.secret))
-    url = rights.servers.nats_url("VllmWorker")
-
-    async def claim(payload: bytes) -> bytes:
-        asked = decode_claim(payload)
-        grant = grant_for(asked, prefill_job(asked.attempt, engine_id=_ENGINE))
-        return encode(Granted(grant=seals.sealed(grant)))
-
-    async def listen(payload: bytes) -> bytes:
-        return b""
-
-    async def ended(payload: bytes) -> None:
-        done.put_nowait(decode_writer_done(payload))
-
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        store = await enter(EtcdStore(rights.servers.etcd_url("VllmWorker")))
-        messaging = await enter(open_messaging(url, secret))
-        for subject, handler in (
-            (names.claim_subject, claim),
-            (names.listen_subject, listen),
-            (names.writer_done_subject, ended),
-        ):
-            await enter(messaging.serve(subject(NAMESPACE, _ENGINE), handler))
-        lease = await enter(store.lease(30))
-        metadata = engine_metadata(_ENGINE, lease.id, num_blocks=16)
-        key = names.nixl_metadata_key(NAMESPACE, _ENGINE)
-        await store.put(key, encode_engine(metadata), lease=lease)
-        yield await enter(open_queue(url, NAMESPACE, QueueConfig(), secret))
+def decode_side(
+    rights: Rights, done: asyncio.Queue[WriterDone]
+) -> AbstractAsyncContextManager[PrefillQueue]:
+    return decode_engine(
+        nats_url=rights.servers.nats_url("VllmWorker"),
+        etcd_url=rights.servers.etcd_url("VllmWorker"),
+        namespace=NAMESPACE,
+        secret=rights.secret,
+        done=done,
+    )
 
 
 async def test_a_job_goes_through_the_queue_and_its_claim_is_granted(rights: Rights):
     done: asyncio.Queue[WriterDone] = asyncio.Queue()
-    async with asyncio.timeout(60), decode_engine(rights, done) as queue:
+    async with asyncio.timeout(60), decode_side(rights, done) as queue:
         for attempt in ("a1", "a2"):
-            job = prefill_job(attempt, engine_id=_ENGINE)
+            job = prefill_job(attempt, engine_id=ENGINE)
             await queue.push(encode_sealed(job), message_id=attempt)
             said = await done.get()
             assert (said.attempt, said.outcome) == (attempt, "written")
@@ -286,8 +257,8 @@ async def test_nobody_sends_what_another_component_sends(rights: Rights):
             names.kv_subject(NAMESPACE, "VllmWorker"),
         ],
         "PrefillWorker": [
-            names.claim_subject(NAMESPACE, _ENGINE),
-            names.first_token_subject(NAMESPACE, _ENGINE),
+            names.claim_subject(NAMESPACE, ENGINE),
+            names.first_token_subject(NAMESPACE, ENGINE),
             f"$JS.API.CONSUMER.MSG.NEXT.{stream}.any",
         ],
         "Frontend": [
@@ -295,7 +266,7 @@ async def test_nobody_sends_what_another_component_sends(rights: Rights):
             names.fates_subject(NAMESPACE, 0x1A),
         ],
         "Operator": [
-            names.explain_subject(NAMESPACE, _ENGINE),
+            names.explain_subject(NAMESPACE, ENGINE),
             names.endpoint_subject(NAMESPACE, "Planner", "explain", 0x1A),
         ],
     }
@@ -321,7 +292,7 @@ async def test_without_the_secret_no_rights_suffice_to_ask_or_end_anything(right
     members = json.loads(await asyncio.to_thread(rights.operator, "ps", "--json"))
     leases = [member["lease"] for member in members]
     ends = [f"{member['endpoint']}-{member['lease']}" for member in members]
-    everything = subjects(NAMESPACE, (*leases, *ends, _ENGINE))
+    everything = subjects(NAMESPACE, (*leases, *ends, ENGINE))
     url = rights.servers.nats
     nobody = Try(url=url, namespace=NAMESPACE, subjects=everything)
     somebody = [

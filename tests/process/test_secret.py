@@ -52,6 +52,12 @@ def test_bad_secrets_and_open_addresses_are_refused(
     servers = ["--nats-url", nats_url, "--etcd-url", etcd_url]
     result = run("serve", STUB, *state, *servers, "--Graph.bind-host=0.0.0.0")
     assert result.returncode == 2 and "openssl rand -hex 32" in result.stderr
+    # Refused before anything is asked of that host, which need not exist.
+    elsewhere = ["--nats-url", "tls://nats.invalid:4222", "--etcd-url", etcd_url]
+    result = run("serve", STUB, *state, *elsewhere)
+    [line] = result.stderr.splitlines()
+    assert result.returncode == 2 and line.startswith("error: --nats-url: tls://nats.invalid:4222")
+    assert "--secret-file FILE" in line
 
 
 @pytest.mark.parametrize("known", [True, False])

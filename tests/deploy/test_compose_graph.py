@@ -1,0 +1,107 @@
+"""A graph started with compose's own command lines, files, secrets and servers.
+
+Its engines compute nothing. For the part that vLLM's process has in a decode worker, the test sends
+jobs and answers claims with the decode worker's rights.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.serve.processes import free_port
+from tests.builders import prefill_job
+from tests.deploy.compose import Compose, planes
+from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
+from tests.process.null_decode import ENGINE, decode_engine
+from tests.process.null_graph import answer
+
+pytestmark = pytest.mark.timeout(400)
+
+GRAPH = "tests.process.rights_graph:Disagg"
+NAMESPACE = "dynamo"
+_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
+    with planes(tmp_path_factory.mktemp("compose")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def services(compose: Compose) -> Iterator[dict[str, Serving]]:
+    """What differs from the containers: null engines, the listening address, and the ports, which
+    the containers share with nobody."""
+    with ExitStack() as stack:
+        started: dict[str, Serving] = {}
+        for name in ("decode", "prefill", "frontend"):
+            [serve, graph, *options] = compose.command(name)
+            assert (serve, graph) == ("serve", "graphs.disagg:Frontend")
+            [service] = [o.partition("=")[2] for o in options if o.startswith("--service-name=")]
+            options += ["--Graph.bind-host=127.0.0.1"]
+            options += [f"--{service}.ServiceArgs.status-port={free_port()}"]
+            if name == "frontend":
+                options += ["--Frontend.host=127.0.0.1", "--Frontend.port=0"]
+            environment = {**os.environ, **compose.environment(name)}
+            state_dir = compose.container(name).root / "state"
+            serve_here = serving(state_dir, *options, graph=GRAPH, env=environment)
+            started[name] = stack.enter_context(serve_here)
+        for name in ("decode", "prefill"):
+            started[name].wait_line("ready ", VLLM_PATIENCE_S)
+        yield started
+
+
+def operator(compose: Compose, *command: str) -> str:
+    """The output of `docker compose run --rm operator ...`."""
+    done = run(*command, env={**os.environ, **compose.environment("operator")})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def test_a_request_is_answered(services: dict[str, Serving]) -> None:
+    line = await asyncio.to_thread(services["frontend"].wait_line, "ready http", VLLM_PATIENCE_S)
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": _TOKENS, "temperature": 0}
+    async with httpx.AsyncClient(timeout=60) as client:
+        reply = await client.post(f"{line.split()[1]}/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["text"] == answer(_TOKENS)
+
+
+async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str, Serving]) -> None:
+    done: asyncio.Queue[WriterDone] = asyncio.Queue()
+    urls = compose.environment("decode")
+    secret = compose.container("decode").path("/etc/dynamo-lite-secret/secret")
+    decode = decode_engine(
+        nats_url=urls["DYNAMO_LITE_NATS_URL"],
+        etcd_url=urls["DYNAMO_LITE_ETCD_URL"],
+        namespace=NAMESPACE,
+        secret=Path(secret),
+        done=done,
+    )
+    async with asyncio.timeout(60), decode as queue:
+        await queue.push(encode_sealed(prefill_job("a1", engine_id=ENGINE)), message_id="a1")
+        said = await done.get()
+        assert (said.attempt, said.outcome) == ("a1", "written")
+
+
+def test_the_operator_sees_it_and_nothing_was_refused(
+    compose: Compose, services: dict[str, Serving]
+) -> None:
+    listed = operator(compose, "ps")
+    assert listed.count(" ready ") >= 3, listed
+    secret = compose.container("operator").path("/etc/dynamo-lite-secret/secret")
+    option = "VllmWorker.max-local-prefill-length"
+    operator(compose, "config", "set", f"{option}=700", "--secret-file", str(secret))
+    assert "700" in operator(compose, "config", "get", "--secret-file", str(secret))
+    broker = (compose.container("nats").root / "nats-server.log").read_text()
+    output = "".join(line for service in services.values() for line in service.output)
+    assert "violation" not in broker.lower()
+    assert "permission denied" not in output.lower()
+    assert "without TLS" not in output

@@ -1,0 +1,201 @@
+"""NATS and etcd as compose starts them: real servers with the shipped files and made secrets."""
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.cli.access_text import nats_configuration
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.protocol.permissions import all_permissions
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.open import open_queue
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.serve.embedded import program
+from tests.builders import eventually
+from tests.deploy.command_lines import DEPLOY
+from tests.deploy.compose import Compose, compose_at, planes
+from tests.process.command import run
+
+NAMESPACE = "dynamo"
+#: The services of compose that are members of the graph, and the operator.
+COMPONENTS = {
+    "frontend": "Frontend",
+    "decode": "VllmWorker",
+    "prefill": "PrefillWorker",
+    "operator": "Operator",
+}
+
+
+@pytest.fixture(scope="module")
+def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
+    with planes(tmp_path_factory.mktemp("compose")) as made:
+        yield made
+
+
+def nats_url(compose: Compose, name: str) -> str:
+    return compose.environment(name)["DYNAMO_LITE_NATS_URL"]
+
+
+def etcd_url(compose: Compose, name: str) -> str:
+    return compose.environment(name)["DYNAMO_LITE_ETCD_URL"]
+
+
+def test_the_users_file_is_what_the_command_prints() -> None:
+    shown = run("access", "nats", "--namespace", NAMESPACE)
+    assert (DEPLOY / "nats-users.conf").read_text() == shown.stdout
+
+
+def test_there_is_a_login_for_each_user(compose: Compose) -> None:
+    known = set(all_permissions(NAMESPACE))
+    made = {
+        path.name.partition("dynamo-lite-")[2] for path in compose.secrets.glob("*-lite-[A-Z]*")
+    }
+    assert made == known
+    users = {path.name for path in (compose.secrets / "etcd-users").iterdir()}
+    assert users == {"root", *(f"{NAMESPACE}-{name}" for name in known)}
+
+
+def test_secrets_are_kept_private_and_over_a_second_run(compose: Compose) -> None:
+    files = [path for path in compose.secrets.rglob("*") if path.is_file()]
+    assert len(files) > 30
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o400}
+    before = {path: path.read_bytes() for path in files}
+    subprocess.run([DEPLOY / "make-secrets", compose.secrets], check=True, timeout=60)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_nats_server_takes_the_file(tmp_path: Path) -> None:
+    server = compose_at(tmp_path).nats()
+    server.port = 4222
+    server.write_config()
+
+    def checked() -> subprocess.CompletedProcess[str]:
+        command = [program("nats-server"), "-t", "-c", str(server.config_file)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+    assert "is valid" in checked().stderr
+    text = server.config_file.read_text()
+    server.config_file.write_text(text.replace("max_payload", "max_paylod"))
+    assert "max_paylod" in checked().stderr
+
+
+async def test_strangers_get_nothing(compose: Compose) -> None:
+    """Without TLS, without a login, with a wrong one, without a certificate."""
+    nats, etcd = nats_url(compose, "frontend"), etcd_url(compose, "frontend")
+    ca = nats.partition("&")[0]
+    wrong = compose.folder / "wrong"
+    wrong.write_text("dynamo-Frontend:guessed\n")
+    wrong.chmod(0o600)
+    for url in (
+        ca.partition("?")[0].replace("tls://", "nats://"),
+        ca.partition("?")[0],
+        ca,
+        f"{ca}&login={wrong}",
+    ):
+        with pytest.raises(StartupError):
+            async with asyncio.timeout(20), NatsMessaging(url, connect_timeout_s=2):
+                pass
+    host, _, query = etcd.partition("?")
+    authority = query.partition("&")[0]
+    login = etcd.rpartition("&")[2]
+    for url in (
+        host.replace("https://", "http://"),
+        host,
+        f"{host}?{authority}",
+        f"{host}?{authority}&{login}",
+        etcd.replace(login, f"login={wrong}"),
+    ):
+        with pytest.raises(StartupError):
+            async with asyncio.timeout(20), EtcdStore(url, connect_timeout_s=2):
+                pass
+
+
+async def test_a_certificate_alone_gives_no_rights(compose: Compose) -> None:
+    url = etcd_url(compose, "frontend").rpartition("&")[0]
+    async with EtcdStore(url, connect_timeout_s=5) as store:
+        with pytest.raises(StoreUnavailable, match=r"permission denied|user name is empty"):
+            await store.get(names.components_prefix(NAMESPACE))
+
+
+async def test_each_service_has_its_own_rights(compose: Compose) -> None:
+    own = {
+        "frontend": names.endpoint_key(NAMESPACE, "Frontend", "x", 0x1A),
+        "decode": names.nixl_metadata_key(NAMESPACE, "e1"),
+        "prefill": names.link_key(NAMESPACE, 0x1A, "e1"),
+        "operator": names.tuning_key(NAMESPACE, "VllmWorker"),
+    }
+    for name in COMPONENTS:
+        async with EtcdStore(etcd_url(compose, name)) as store:
+            for whose, key in own.items():
+                if name in (whose, "operator"):
+                    await store.put(key, b"{}")
+                    await store.delete(key)
+                    continue
+                with pytest.raises(StoreUnavailable, match="permission denied"):
+                    await store.put(key, b"{}")
+
+
+async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compose) -> None:
+    decode, prefill = (
+        open_queue(nats_url(compose, name), NAMESPACE, QueueConfig(), None)
+        for name in ("decode", "prefill")
+    )
+    log = compose.container("nats").root / "nats-server.log"
+    async with asyncio.timeout(30), decode, prefill:
+        await decode.push(b"one", message_id="1")
+        job = await prefill.pull(timeout_s=10)
+        assert job is not None and job.payload == b"one"
+        await job.ack()
+        assert (await decode.depth()).total == 0
+    assert "Violation" not in log.read_text()
+    jobs = names.prefill_jobs_subject(NAMESPACE)
+    for name in ("frontend", "prefill", "operator"):
+        async with NatsMessaging(nats_url(compose, name)) as messaging:
+            await messaging.client.publish(jobs, b"x")
+            await messaging.client.flush()
+        user = f"{NAMESPACE}-{COMPONENTS[name]}"
+
+        def refused(user: str = user) -> bool:
+            lines = log.read_text().splitlines()
+            return any(f'"{jobs}"' in line and user in line for line in lines)
+
+        await eventually(refused)
+
+
+def test_users_are_made_once_and_a_changed_password_is_set(compose: Compose) -> None:
+    def make() -> None:
+        done = run(*compose.command("etcd-users"), "--component", "Router")
+        assert done.returncode == 0, done.stderr
+
+    make()
+    login = compose.secrets / "etcd-users" / f"{NAMESPACE}-Router"
+    before = login.read_text()
+    try:
+        login.chmod(0o600)
+        login.write_text(f"{NAMESPACE}-Router:another\n")
+        make()
+        server = etcd_url(compose, "operator").rpartition("&")[0]
+        listed = run("ps", "--namespace", NAMESPACE, "--etcd-url", f"{server}&login={login}")
+        assert listed.returncode == 0, listed.stderr
+    finally:
+        login.write_text(before)
+        make()
+
+
+def test_a_login_that_is_missing_is_named(compose: Compose, tmp_path: Path) -> None:
+    command = compose.command("etcd-users")
+    folder = f"--make={tmp_path}"
+    done = run(*[folder if word.startswith("--make=") else word for word in command])
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert f"{tmp_path}/root cannot be read" in line
+
+
+def test_what_a_namespace_prints_names_its_own_variables() -> None:
+    text = nats_configuration("other-1", list(all_permissions("other-1").values()))
+    assert "$OTHER_1_FRONTEND_PASSWORD" in text and "DYNAMO_" not in text

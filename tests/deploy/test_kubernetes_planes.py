@@ -1,0 +1,170 @@
+"""NATS and etcd as the manifests start them: three of each, with the shipped files and secrets."""
+
+import asyncio
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.queue.base import QueueConfig, QueueOptions
+from dynamo_lite.queue.open import open_queue
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.serve.config import resolve
+from dynamo_lite.serve.document import read_document
+from dynamo_lite.serve.embedded import program
+from dynamo_lite.serve.graphs import load_graph
+from dynamo_lite.serve.startup_checks import queue_options
+from tests.deploy.containers import make_secrets
+from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
+from tests.deploy.kustomize import Resource, build
+
+pytestmark = pytest.mark.timeout(240)
+
+NAMESPACE = "dynamo"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with planes(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def urls(cluster: Cluster) -> dict[str, dict[str, str]]:
+    """The variables of each Deployment."""
+    return {
+        deployment["metadata"]["name"]: cluster.environment(deployment)
+        for deployment in deployments()
+    }
+
+
+def deployments() -> list[Resource]:
+    return of_kind(build(KUBERNETES / "overlays" / "gpu"), "Deployment")
+
+
+def shipped_queue(overlay: str) -> QueueOptions:
+    """That of an overlay's configuration."""
+    document = read_document(KUBERNETES / "overlays" / overlay / "graph.yaml", [])
+    config = resolve(load_graph("graphs.disagg:Frontend"), document)
+    document.raise_mistakes()
+    found = queue_options(config.services)
+    assert found is not None
+    return found
+
+
+def test_nats_server_takes_the_chart_s_configuration(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    make_secrets(cluster.secrets)
+    for server in cluster.nats():
+        server.write_config()
+        checked = subprocess.run(
+            [program("nats-server"), "-t", "-c", str(server.config_file)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert "is valid" in checked.stderr
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+async def test_the_queue_is_in_files_of_three_servers(
+    urls: dict[str, dict[str, str]], overlay: str
+) -> None:
+    options = shipped_queue(overlay)
+    assert (options.replicas, options.storage) == (3, "file")
+    config = QueueConfig.of(options)
+    decode, prefill = (
+        open_queue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config, None)
+        for name in ("decode", "prefill")
+    )
+    async with asyncio.timeout(90), decode, prefill:
+        await decode.push(b"one", message_id=f"{overlay}-1")
+        job = await prefill.pull(timeout_s=10)
+        assert job is not None and job.payload == b"one"
+        await job.ack()
+    async with NatsMessaging(urls["decode"]["DYNAMO_LITE_NATS_URL"]) as messaging:
+        stream = names.prefill_stream(NAMESPACE)
+        info = await messaging.client.jetstream().stream_info(stream)
+    assert info.config.num_replicas == 3 and info.config.storage == "file"
+    assert info.cluster is not None and len(info.cluster.replicas or ()) == 2
+
+
+async def test_every_service_reaches_etcd_with_its_own_rights(
+    urls: dict[str, dict[str, str]],
+) -> None:
+    assert set(urls) == {"frontend", "decode", "prefill"}
+    own = {
+        "frontend": names.endpoint_key(NAMESPACE, "Frontend", "x", 0x1A),
+        "decode": names.nixl_metadata_key(NAMESPACE, "e1"),
+        "prefill": names.link_key(NAMESPACE, 0x1A, "e1"),
+    }
+    for name, variables in urls.items():
+        async with EtcdStore(variables["DYNAMO_LITE_ETCD_URL"]) as store:
+            for whose, key in own.items():
+                if name == whose:
+                    await store.put(key, b"{}")
+                    await store.delete(key)
+                    continue
+                with pytest.raises(StoreUnavailable, match="permission denied"):
+                    await store.put(key, b"{}")
+
+
+async def test_no_member_answers_a_stranger(
+    cluster: Cluster, urls: dict[str, dict[str, str]]
+) -> None:
+    etcd = urls["frontend"]["DYNAMO_LITE_ETCD_URL"]
+    _, _, query = etcd.partition("?")
+    for number in range(3):
+        address = cluster.addresses[f"etcd-{number}.etcd:2379"]
+        for url in (f"http://{address}", f"https://{address}?{query.partition('&')[0]}"):
+            with pytest.raises(StartupError):
+                async with asyncio.timeout(20), EtcdStore(url, connect_timeout_s=2):
+                    pass
+    server = urls["frontend"]["DYNAMO_LITE_NATS_URL"].partition("&login")[0]
+    with pytest.raises(StartupError):
+        async with asyncio.timeout(20), NatsMessaging(server, connect_timeout_s=2):
+            pass
+
+
+def peer_answer(cluster: Cluster, secret: str) -> int:
+    """The status of a member's port for members, asked with the certificate of a Secret."""
+    folder = secret_folder(cluster.secrets, secret)
+    context = ssl.create_default_context(cafile=cluster.secrets / "etcd-ca.crt")
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    url = f"https://{cluster.addresses['etcd-1.etcd:2380']}/version"
+    return httpx.get(url, verify=context, timeout=10).status_code
+
+
+def test_only_members_reach_the_port_for_members(cluster: Cluster) -> None:
+    assert peer_answer(cluster, "etcd-tls") == 200
+    with pytest.raises(httpx.HTTPError):
+        peer_answer(cluster, "dynamo-lite-tls")
+
+
+async def route_answer(cluster: Cluster, secret: str) -> bytes:
+    """The first line of a server on its port for servers, to the certificate of a Secret."""
+    folder = secret_folder(cluster.secrets, secret)
+    context = ssl.create_default_context(cafile=cluster.secrets / "nats-ca.crt")
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    host, _, port = cluster.addresses["nats-1.nats-headless:6222"].partition(":")
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(
+            host, int(port), ssl=context, server_hostname="nats-1.nats-headless"
+        )
+        try:
+            return await reader.readline()
+        except OSError:
+            return b""
+        finally:
+            writer.close()
+
+
+async def test_only_servers_reach_the_port_for_servers(cluster: Cluster) -> None:
+    assert (await route_answer(cluster, "nats-tls")).startswith(b"INFO ")
+    assert await route_answer(cluster, "dynamo-lite-tls") == b""

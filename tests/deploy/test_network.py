@@ -1,0 +1,96 @@
+"""Who may connect to whom: the NetworkPolicies of the graph, of NATS and of etcd together."""
+
+import pytest
+
+from tests.deploy import nats_chart
+from tests.deploy.kubernetes import KUBERNETES, container_of, of_kind, with_components
+from tests.deploy.kustomize import Resource, build
+from tests.deploy.policies import Pod, reachable
+
+ANY = None
+
+
+@pytest.fixture(scope="module")
+def resources(tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
+    mine = with_components(tmp_path_factory.mktemp("complete"))
+    return [*build(mine), *build(KUBERNETES / "planes")]
+
+
+@pytest.fixture(scope="module")
+def pods(resources: list[Resource]) -> dict[str, Pod]:
+    found = {
+        workload["metadata"]["name"]: Pod(
+            workload["spec"]["template"]["metadata"]["labels"],
+            {
+                port["name"]: port["containerPort"]
+                for port in container_of(workload).get("ports", ())
+            },
+        )
+        for workload in resources
+        if workload["kind"] in ("Deployment", "StatefulSet", "Job")
+    }
+    return found | {
+        "nats": Pod(nats_chart.LABELS, nats_chart.PORTS),
+        "stranger": Pod({"app": "other"}, {}),
+        # Labels are what a pod's owner writes; in another namespace they mean nothing.
+        "impostor": Pod(found["frontend"].labels, {}, namespace="other"),
+        "prometheus": Pod({}, {}, namespace="monitoring"),
+    }
+
+
+#: Rows: who connects. What is not listed may connect to nothing but the Frontends' HTTP port.
+ALLOWED = {
+    ("frontend", "decode"): ANY,
+    ("prefill", "decode"): ANY,
+    ("decode", "prefill"): ANY,
+    ("operator", "frontend"): {"http", "status"},
+    ("operator", "decode"): {"status"},
+    ("operator", "prefill"): {"status"},
+    ("prometheus", "frontend"): {"http", "status"},
+    ("prometheus", "decode"): {"status"},
+    ("prometheus", "prefill"): {"status"},
+    ("prometheus", "nats"): {"prom-metrics"},
+    ("prometheus", "etcd"): {"metrics"},
+    ("nats", "nats"): {"cluster"},
+    ("etcd", "etcd"): {"peer"},
+    **{(name, "nats"): {"nats"} for name in ("frontend", "decode", "prefill", "operator")},
+    **{(name, "etcd"): {"client"} for name in ("frontend", "decode", "prefill", "operator")},
+    ("etcd-users", "etcd"): {"client"},
+}
+
+
+def test_nobody_reaches_more_than_it_must(pods: dict[str, Pod], resources: list[Resource]) -> None:
+    policies = of_kind(resources, "NetworkPolicy")
+    seen = {
+        (source, target): reachable(pods[source], pods[target], policies)
+        for source in pods
+        for target in ("frontend", "decode", "prefill", "operator", "nats", "etcd")
+    }
+    expected = {
+        (source, target): ALLOWED.get((source, target), {"http"} if target == "frontend" else set())
+        for source, target in seen
+    }
+    assert seen == expected
+
+
+def test_without_a_policy_everything_is_open(
+    pods: dict[str, Pod], resources: list[Resource]
+) -> None:
+    policies = [
+        policy
+        for policy in of_kind(resources, "NetworkPolicy")
+        if policy["metadata"]["name"] != "etcd"
+    ]
+    assert reachable(pods["stranger"], pods["etcd"], policies) is ANY
+
+
+def test_the_policies_name_ports_that_exist(
+    pods: dict[str, Pod], resources: list[Resource]
+) -> None:
+    named = {
+        port["port"]
+        for policy in of_kind(resources, "NetworkPolicy")
+        for rule in policy["spec"]["ingress"]
+        for port in rule.get("ports", ())
+    }
+    assert named <= {port for pod in pods.values() for port in pod.ports}

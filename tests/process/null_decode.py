@@ -1,0 +1,62 @@
+"""The part of a decode worker's engine in a remote prefill, for prefill workers that are real."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import Granted, WriterDone, decode_claim, decode_writer_done
+from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.queue.open import open_queue
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.secret import GraphSecret
+from tests.builders import engine_metadata, grant_for, prefill_job
+
+ENGINE = "e1"
+
+
+@asynccontextmanager
+async def decode_engine(
+    *,
+    nats_url: str,
+    etcd_url: str,
+    namespace: str,
+    secret: Path,
+    done: asyncio.Queue[WriterDone],
+    config: QueueConfig | None = None,
+) -> AsyncIterator[PrefillQueue]:
+    """Grants every claim on `ENGINE`, and puts what the writers say at the end into `done`. Yields
+    its queue."""
+    seals = GrantSeals(GraphSecret(secret))
+
+    async def claim(payload: bytes) -> bytes:
+        asked = decode_claim(payload)
+        grant = grant_for(asked, prefill_job(asked.attempt, engine_id=ENGINE))
+        return encode(Granted(grant=seals.sealed(grant)))
+
+    async def listen(payload: bytes) -> bytes:
+        return b""
+
+    async def ended(payload: bytes) -> None:
+        done.put_nowait(decode_writer_done(payload))
+
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        store = await enter(EtcdStore(etcd_url))
+        messaging = await enter(open_messaging(nats_url, str(secret)))
+        for subject, handler in (
+            (names.claim_subject, claim),
+            (names.listen_subject, listen),
+            (names.writer_done_subject, ended),
+        ):
+            await enter(messaging.serve(subject(namespace, ENGINE), handler))
+        lease = await enter(store.lease(30))
+        metadata = engine_metadata(ENGINE, lease.id, num_blocks=16)
+        key = names.nixl_metadata_key(namespace, ENGINE)
+        await store.put(key, encode_engine(metadata), lease=lease)
+        yield await enter(open_queue(nats_url, namespace, config or QueueConfig(), str(secret)))
