@@ -46,6 +46,6 @@ class BoundedServer(uvicorn.Server):
     def _connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(
             config=self.config,  # pyright: ignore[reportCallIssue]
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
+            server_state=self.server_state,  # pyright: ignore[reportCallIssue]
+            app_state=self.lifespan.state,  # pyright: ignore[reportCallIssue]
         )
