@@ -23,11 +23,10 @@ from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import HANDSHAKE_S
 from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
-from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
+from dynamo_lite.runtime.tls_acceptor import HANDSHAKE_S, TlsAcceptor
 
 logger = logging.getLogger(__name__)
 

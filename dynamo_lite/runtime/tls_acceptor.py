@@ -17,6 +17,8 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
+#: Of an HTTP server: clients of other hosts need two round trips.
+HANDSHAKE_S = 10.0
 #: Pause when no connection can be accepted, for want of file descriptors.
 _ACCEPT_AGAIN_S = 1.0
 

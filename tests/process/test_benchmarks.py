@@ -43,6 +43,7 @@ def bench(name: str, *arguments: str) -> str:
         ("decision", (), ["a decision by thresholds", "the costs beside it", "learning"]),
         ("router", ("--blocks=50000", "--questions=300", "--rounds=1"), ["prefixes matched"]),
         ("capacity", ("--requests=1000", "--workers=4P6D"), ["10 workers, "]),
+        ("sealed_frames", ("--frames=200", "--rounds=1"), ["150 bytes, back to back, sender"]),
         ("regret", ("--seconds=5", "--samples=1", "--loads=constant"), ["constant"]),
     ],
 )

@@ -18,8 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.bounded_server import BoundedServer
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import BoundedServer, bind
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.request_head import UvicornHeadDeadline, most_pending

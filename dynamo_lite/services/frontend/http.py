@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.bounded_server import BoundedServer
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import BoundedServer
 from dynamo_lite.runtime.pending_connections import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.request_head import UvicornHeadDeadline, most_pending
