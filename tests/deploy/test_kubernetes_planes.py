@@ -24,7 +24,7 @@ from tests.deploy.containers import make_secrets
 from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
 from tests.deploy.kustomize import Resource, build
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 NAMESPACE = "dynamo"
 
