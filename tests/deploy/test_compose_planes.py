@@ -14,6 +14,7 @@ from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.embedded import program
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.builders import eventually
 from tests.deploy.compose import Compose, compose_at, planes
 from tests.process.command import VLLM_PATIENCE_S, run
@@ -170,3 +171,13 @@ def test_a_login_that_is_missing_is_named(compose: Compose, tmp_path: Path) -> N
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert f"{tmp_path}/root cannot be read" in line
+
+
+async def test_the_lease_of_a_dead_process_is_revoked(compose: Compose) -> None:
+    """By the supervisor, over the JSON gateway, which is etcd's client with its certificate."""
+    url = etcd_url(compose, "decode")
+    key = names.endpoint_key(NAMESPACE, "VllmWorker", "x", 0x1A)
+    async with EtcdStore(url) as store, store.lease(60) as lease:
+        await store.put(key, b"1", lease=lease)
+        assert await LeaseRevoker(url, timeout_s=20).revoke(lease.id)
+        assert await store.get(key) is None

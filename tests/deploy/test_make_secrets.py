@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.credentials import read_login
@@ -90,6 +90,10 @@ def test_certificates_are_for_what_they_are_named_for(
     assert set(own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == usages
     ssl.create_default_context().load_cert_chain(
         made / folder / "tls.crt", made / folder / "tls.key"
+    )
+    common = own.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    assert [one.value for one in common] == {"nats-tls": ["nats"], "etcd-tls": ["etcd"]}.get(
+        folder, []
     )
     if folder != "dynamo-lite-tls":
         names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
