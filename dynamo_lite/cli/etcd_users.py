@@ -1,6 +1,5 @@
 """Makes the users of etcd, through etcdctl, with the passwords of login files."""
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +10,12 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
+from dynamo_lite.serve.config import child_environment
 from dynamo_lite.serve.embedded import program
 
 _ROOT = "root"
-_TIMEOUT_S = 30.0
+#: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
+_ANSWER_S, _TIMEOUT_S = 30, 60.0
 
 
 def make_users(
@@ -45,7 +46,7 @@ class _EtcdCtl:
 
     def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
         self._url, self._passwords = etcd_url, passwords
-        self._environment = {**os.environ, **etcd_environment(etcd_url)}
+        self._environment = child_environment(etcd_environment(etcd_url))
         self._program = program("etcdctl")
 
     def add(self, user: str) -> None:
@@ -68,7 +69,7 @@ class _EtcdCtl:
         login = {"ETCDCTL_USER": as_user, "ETCDCTL_PASSWORD": self._passwords[as_user]}
         try:
             return subprocess.run(
-                [self._program, *words],
+                [self._program, f"--command-timeout={_ANSWER_S}s", "--dial-timeout=10s", *words],
                 env={**self._environment, **login},
                 input=f"{self._passwords[typed]}\n" if typed else "",
                 capture_output=True,
@@ -81,7 +82,7 @@ class _EtcdCtl:
     def _check(self, done: subprocess.CompletedProcess[str]) -> None:
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            command = " ".join(done.args[1:3])
+            command = " ".join(done.args[3:5])
             raise StartupError(f"{self._name}: `etcdctl {command}` failed: {redact(reason)}")
 
     @property

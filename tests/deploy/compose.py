@@ -13,7 +13,7 @@ from dynamo_lite.serve.embedded import program
 from tests.conftest import running
 from tests.deploy.command_lines import DEPLOY
 from tests.deploy.containers import Container, ShippedEtcd, ShippedNats, free_ports, make_secrets
-from tests.process.command import run
+from tests.process.command import VLLM_PATIENCE_S, run
 
 
 def read_compose() -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Compose:
 
     def make_users(self) -> None:
         """What the container `etcd-users` does."""
-        done = run(*self.command("etcd-users"))
+        done = run(*self.command("etcd-users"), timeout_s=VLLM_PATIENCE_S)
         assert done.returncode == 0, done.stderr
 
 

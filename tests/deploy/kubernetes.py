@@ -1,6 +1,5 @@
 """What the manifests start in pods, on this host: NATS by its chart's values, and etcd."""
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from tests.deploy.containers import (
     together,
 )
 from tests.deploy.kustomize import Resource, build
-from tests.process.command import run
+from tests.process.command import VLLM_PATIENCE_S, run
 
 KUBERNETES = DEPLOY / "kubernetes"
 _MEMBERS = range(3)
@@ -175,7 +174,7 @@ class Cluster:
         [job] = of_kind(build(KUBERNETES / "planes"), "Job")
         pod = self.pod("etcd-users", job)
         command = [pod.here(argument) for argument in container_of(job)["args"]]
-        done = run(*command, env=dict(os.environ))
+        done = run(*command, timeout_s=VLLM_PATIENCE_S)
         assert done.returncode == 0, done.stderr
 
 

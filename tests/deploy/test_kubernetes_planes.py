@@ -19,12 +19,13 @@ from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.embedded import program
 from dynamo_lite.serve.graphs import load_graph
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.startup_checks import queue_options
 from tests.deploy.containers import make_secrets
 from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
 from tests.deploy.kustomize import Resource, build
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 NAMESPACE = "dynamo"
 
@@ -168,3 +169,13 @@ async def route_answer(cluster: Cluster, secret: str) -> bytes:
 async def test_only_servers_reach_the_port_for_servers(cluster: Cluster) -> None:
     assert (await route_answer(cluster, "nats-tls")).startswith(b"INFO ")
     assert await route_answer(cluster, "dynamo-lite-tls") == b""
+
+
+async def test_the_lease_of_a_dead_process_is_revoked(urls: dict[str, dict[str, str]]) -> None:
+    """By the supervisor, over the JSON gateway, which is etcd's client with its certificate."""
+    url = urls["decode"]["DYNAMO_LITE_ETCD_URL"]
+    key = names.endpoint_key(NAMESPACE, "VllmWorker", "x", 0x1A)
+    async with EtcdStore(url) as store, store.lease(60) as lease:
+        await store.put(key, b"1", lease=lease)
+        assert await LeaseRevoker(url, timeout_s=20).revoke(lease.id)
+        assert await store.get(key) is None

@@ -26,6 +26,8 @@ ELSEWHERE = {
     *("run.json", "cache/", "embedded/etcd/", "embedded/nats/", "models/", "plans/", "run/"),
     "NAMESPACE/",
 }
+#: What a command of the repository makes: this folder and all in it.
+MADE = re.compile(r"deploy/secrets(/.*)?")
 #: A span of code with one of these at its end is a file's name.
 FILE_ENDINGS = (".py", ".md", ".yaml", ".json", ".js", ".png", ".svg", ".toml")
 
@@ -76,7 +78,7 @@ def names_a_path(word: str, root: Path) -> bool:
 
     It ends like a file or a folder, or begins with a folder at the top or of the package.
     """
-    if _PATH.fullmatch(word) is None or word in ELSEWHERE:
+    if _PATH.fullmatch(word) is None or word in ELSEWHERE or MADE.fullmatch(word):
         return False
     if word.endswith(("/", *FILE_ENDINGS)):
         return True
@@ -109,7 +111,7 @@ def words_of_commands(text: str, root: Path) -> Iterator[str]:
     """Of fenced blocks only what begins with a folder at the top: the rest is output."""
     for block in _FENCE.findall(text):
         for word in re.findall(r"[\w./*-]+", block):
-            if "/" in word and begins_with(word, root):
+            if "/" in word and begins_with(word, root) and not MADE.fullmatch(word):
                 yield word
 
 
