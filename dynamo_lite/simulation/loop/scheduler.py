@@ -7,9 +7,9 @@ between processes that are ready at the same time a seeded choice decides.
 
 import asyncio
 import contextvars
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
@@ -97,7 +97,7 @@ class Scheduler(asyncio.BaseEventLoop):
         handle.when_s = when
         handle.timed = True
         self._timer_number += 1
-        heapq.heappush(self._timers, (when, self._timer_number, handle))
+        heappush(self._timers, (when, self._timer_number, handle))
         return handle
 
     def process_changed(self, process: SimProcess) -> None:
@@ -157,29 +157,32 @@ class Scheduler(asyncio.BaseEventLoop):
         timers = self._timers
         if self.cancelled_timers > 100 and self.cancelled_timers * 2 > len(timers):
             self._timers = timers = [timer for timer in timers if not timer[2]._cancelled]
-            heapq.heapify(timers)
+            heapify(timers)
             self.cancelled_timers = 0
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
+        while True:
+            if not timers:
+                raise SimulationStuck(f"no timer and no ready handle; waiting: {self._waiting()}")
+            now, _, handle = heappop(timers)
+            if not handle._cancelled:
+                break
             self.cancelled_timers -= 1
-        if not timers:
-            raise SimulationStuck(f"no timer and no ready handle; waiting: {self._waiting()}")
-        now = timers[0][0]
         if now > self._now:
             self._now = now
             self._most_handles = self.handles_run + _MAX_HANDLES_PER_INSTANT
-        active = self._active
-        while timers and timers[0][0] <= now:
-            handle = heapq.heappop(timers)[2]
+        # This timer, and all others that are due now.
+        while True:
             handle.timed = False
             if handle._cancelled:
                 self.cancelled_timers -= 1
-                continue
-            process = handle.process
-            process.ready.append(handle)
-            if process.idle:
-                process.idle = False
-                active.append(process)
+            else:
+                process = handle.process
+                process.ready.append(handle)
+                if process.idle:
+                    process.idle = False
+                    self._active.append(process)
+            if not timers or timers[0][0] > now:
+                return
+            handle = heappop(timers)[2]
 
     def _waiting(self) -> str:
         tasks = sorted((t for t in asyncio.all_tasks(self) if isinstance(t, SimTask)), key=hash)
