@@ -18,6 +18,8 @@ TIMEOUT_S = 1.0
 _MAX_BYTES = 8 << 20
 _PORTS = {"http": 80, "https": 443}
 
+_decode_facts = msgspec.json.Decoder(dict[str, Any]).decode
+
 
 async def fetch_health(status_url: str) -> dict[str, Any]:
     """The facts that a process reports at /health.
@@ -26,7 +28,7 @@ async def fetch_health(status_url: str) -> dict[str, Any]:
     """
     body = await fetch(f"{status_url}/health")
     try:
-        return {} if body is None else msgspec.json.decode(body, type=dict[str, Any])
+        return {} if body is None else _decode_facts(body)
     except (ValueError, RecursionError):
         return {}
 

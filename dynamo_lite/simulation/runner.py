@@ -15,8 +15,9 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.simulation import worker
 from dynamo_lite.simulation.tally import Played
 
-#: Seeds that a worker gets at a time.
-_PORTION = 8
+#: Seeds that a worker gets at a time. Few: at the end all workers have something to do for as long
+#: as possible.
+_PORTION = 2
 #: A seed takes some tenths of a second of real time. After this long it counts as endless.
 _SEED_S = 120.0
 _JOIN_S = 5.0

@@ -2,13 +2,13 @@
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.channel import CUT_BREAKS_S, End
 from dynamo_lite.simulation.network.network import Network, Weather
 
@@ -213,35 +213,6 @@ async def test_a_cancelled_attempt_leaves_no_connection(pair: Pair):
             await asyncio.sleep(1)
 
 
-async def test_deliveries_need_a_way_and_two_who_live(loop: VirtualLoop):
-    network = Network(loop)
-    a, b = loop.add_process("a"), loop.add_process("b")
-    got: list[tuple[int, SimProcess]] = []
-
-    def take(number: int) -> None:
-        got.append((number, loop.current_process()))
-
-    assert network.deliver(a, b, take, 1)
-    await asyncio.sleep(1)
-    assert got == [(1, b)]
-    network.cut("a", "b")
-    assert not network.deliver(a, b, take, 2)
-    network.heal_all()
-    assert network.deliver(a, b, take, 3, delay_s=1.0)
-    network.cut("a", "b")
-    await asyncio.sleep(2)
-    network.heal_all()
-    b.pause()
-    assert network.deliver(a, b, take, 4)
-    await asyncio.sleep(1)
-    assert got == [(1, b)]
-    b.resume()
-    await asyncio.sleep(0.01)
-    assert got == [(1, b), (4, b)]
-    a.kill()
-    assert not network.deliver(a, b, take, 5)
-
-
 # TCP
 
 
@@ -298,6 +269,17 @@ async def test_bytes_pass_and_a_close_ends_both_sides(streams: Streams):
     await asyncio.sleep(1)
     assert streams.server.seen == [b"question", b"?", None]
     assert streams.client.seen == [b"answer", None]
+
+
+async def test_a_closed_connection_is_freed_without_the_garbage_collector(streams: Streams):
+    transports = [weakref.ref(side.transport) for side in (streams.client, streams.server)]
+    ends = [weakref.ref(transport()._end) for transport in transports]
+    streams.client.transport.write(b"question")
+    await asyncio.sleep(1)
+    streams.server.transport.close()
+    await asyncio.sleep(1)
+    streams.client.transport = streams.server.transport = None
+    assert [each() for each in (*transports, *ends)] == [None] * 4
 
 
 async def test_a_reader_that_is_stopped_fills_the_writers_buffer(streams: Streams):

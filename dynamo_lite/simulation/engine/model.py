@@ -102,13 +102,12 @@ def first_wrong(prompt: Sequence[int], sampling: Sampling, tokens: Sequence[int]
     """Index of the first token of an answer that the model would not have given."""
     states: list[int] = []
     extend_states(states, prompt)
+    extend_states(states, tokens)
+    kv = kv_words(states)
     sampler = Sampler(sampling, random.Random(0))
     exact = sampling.greedy or sampling.seed is not None
     for index, token in enumerate(tokens):
-        kv = kv_words(states)
-        off = sampler.expected(kv) ^ token
+        off = sampler.draw(kv[:, : len(prompt) + index]) ^ token
         if off if exact else off & ~_CHANCE:
             return index
-        sampler.draw(kv)
-        extend_states(states, [token])
     return None

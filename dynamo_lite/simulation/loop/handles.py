@@ -45,14 +45,19 @@ class SimHandle(asyncio.Handle):
     def cancel(self) -> None:
         if not self._cancelled:
             self._cancelled = True
-            self._callback = None
-            self._args = None
+            # The loop calls it without a look at `_cancelled`.
+            self._callback = _nothing
+            self._args = ()
             if self.timed:
                 self.process.loop.cancelled_timers += 1
 
     def when(self) -> float:
         """Loop time of a timer."""
         return self.when_s
+
+
+def _nothing() -> None:
+    return
 
 
 class SimTask(asyncio.Task[T]):

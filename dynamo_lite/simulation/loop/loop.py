@@ -189,7 +189,8 @@ class VirtualLoop(Scheduler):
 
     def tasks_of(self, process: SimProcess) -> list[SimTask[Any]]:
         """Those of its tasks that are not done, oldest first."""
-        known = (*asyncio.all_tasks(self), *self._dead_tasks)
+        # A set of all the loop's tasks, as `asyncio.all_tasks` makes, would cost more.
+        known = (*asyncio.tasks._all_tasks, *self._dead_tasks)  # pyright: ignore[reportAttributeAccessIssue]
         tasks = (task for task in known if isinstance(task, SimTask))
         return sorted((t for t in tasks if t.process is process and not t.done()), key=hash)
 

@@ -7,9 +7,9 @@ between processes that are ready at the same time a seeded choice decides.
 
 import asyncio
 import contextvars
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
@@ -44,7 +44,8 @@ class Scheduler(asyncio.BaseEventLoop):
         self._now = START_S
         self._timers: list[tuple[float, int, SimHandle]] = []
         self._timer_number = 0
-        self._handles_at_instant = 0
+        #: `handles_run` may not exceed it before time advances.
+        self._most_handles = _MAX_HANDLES_PER_INSTANT
         #: Running processes with ready handles, without `_taken`.
         self._active: list[SimProcess] = []
         #: The process whose handles run now.
@@ -96,7 +97,7 @@ class Scheduler(asyncio.BaseEventLoop):
         handle.when_s = when
         handle.timed = True
         self._timer_number += 1
-        heapq.heappush(self._timers, (when, self._timer_number, handle))
+        heappush(self._timers, (when, self._timer_number, handle))
         return handle
 
     def process_changed(self, process: SimProcess) -> None:
@@ -113,75 +114,75 @@ class Scheduler(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Turns of processes and jumps of the clock until the loop is stopped.
 
-        asyncio calls this again and again. One call for all turns is cheaper.
+        asyncio calls this again and again. One call for all turns is cheaper, and so is one
+        function for all of a turn.
         """
-        active, random = self._active, self.rng.random
+        active, random, running = self._active, self.rng.random, State.RUNNING
         while True:
-            if active:
-                place = int(random() * len(active)) if len(active) > 1 else 0
-                active[place], active[-1] = active[-1], active[place]
-                self._run_turn(active.pop())
-            else:
+            while not active:
                 self._advance()
+            place = int(random() * len(active)) if len(active) > 1 else 0
+            active[place], active[-1] = active[-1], active[place]
+            self._taken = process = active.pop()
+            # Its turn: the handles that are ready now.
+            ready = process.ready
+            turn = len(ready)
+            for _ in range(turn):
+                handle = ready.popleft()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except BaseException as exc:
+                    self._raised(process, exc)
+                if process.state is not running:
+                    break
+            self._taken = None
+            if process.state is running:
+                if ready:
+                    active.append(process)
+                else:
+                    process.idle = True
+            self.handles_run += turn
+            if self.handles_run > self._most_handles:
+                raise SimulationStuck(f"time does not advance; {process} is busy")
             if self._stopping:
                 return
 
-    def _run_turn(self, process: SimProcess) -> None:
-        """Runs the handles of `process` that are ready now."""
-        self._taken = process
-        ready = process.ready
-        turn = len(ready)
-        for _ in range(turn):
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            try:
-                handle._context.run(handle._callback, *handle._args)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as exc:
-                what = f"a callback of {process} raised"
-                self.call_exception_handler({"message": what, "exception": exc})
-            if process.state is not State.RUNNING:
-                break
-        self.handles_run += turn
-        self._handles_at_instant += turn
-        if self._handles_at_instant > _MAX_HANDLES_PER_INSTANT:
-            raise SimulationStuck(f"time does not advance; {process} is busy")
-        self._taken = None
-        if process.state is State.RUNNING:
-            if ready:
-                self._active.append(process)
-            else:
-                process.idle = True
+    def _raised(self, process: SimProcess, exc: BaseException) -> None:
+        if isinstance(exc, SystemExit | KeyboardInterrupt):
+            raise exc
+        what = f"a callback of {process} raised"
+        self.call_exception_handler({"message": what, "exception": exc})
 
     def _advance(self) -> None:
         timers = self._timers
         if self.cancelled_timers > 100 and self.cancelled_timers * 2 > len(timers):
             self._timers = timers = [timer for timer in timers if not timer[2]._cancelled]
-            heapq.heapify(timers)
+            heapify(timers)
             self.cancelled_timers = 0
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
+        while True:
+            if not timers:
+                raise SimulationStuck(f"no timer and no ready handle; waiting: {self._waiting()}")
+            now, _, handle = heappop(timers)
+            if not handle._cancelled:
+                break
             self.cancelled_timers -= 1
-        if not timers:
-            raise SimulationStuck(f"no timer and no ready handle; waiting: {self._waiting()}")
-        now = timers[0][0]
         if now > self._now:
             self._now = now
-            self._handles_at_instant = 0
-        active = self._active
-        while timers and timers[0][0] <= now:
-            handle = heapq.heappop(timers)[2]
+            self._most_handles = self.handles_run + _MAX_HANDLES_PER_INSTANT
+        # This timer, and all others that are due now.
+        while True:
             handle.timed = False
             if handle._cancelled:
                 self.cancelled_timers -= 1
-                continue
-            process = handle.process
-            process.ready.append(handle)
-            if process.idle:
-                process.idle = False
-                active.append(process)
+            else:
+                process = handle.process
+                process.ready.append(handle)
+                if process.idle:
+                    process.idle = False
+                    self._active.append(process)
+            if not timers or timers[0][0] > now:
+                return
+            handle = heappop(timers)[2]
 
     def _waiting(self) -> str:
         tasks = sorted((t for t in asyncio.all_tasks(self) if isinstance(t, SimTask)), key=hash)

@@ -47,8 +47,8 @@ class End:
         self._give_up: SimHandle | None = None
 
     def __repr__(self) -> str:
-        state = "open" if self.is_open else "closed"
-        return f"<End {self.process} -> {self.peer.process} {state}>"
+        where = f"-> {self.peer.process} open" if self.is_open else "closed"
+        return f"<End {self.process} {where}>"
 
     def join(self, peer: "End", *, at: float) -> None:
         """Makes the two one connection; nothing arrives here before `at`."""
@@ -136,9 +136,7 @@ class End:
 
     def _take(self, item: Any) -> None:
         if isinstance(item, _Fin):
-            self._close(item.why, fin=None)
-            if self.on_closed is not None:
-                self.on_closed(item.why)
+            self._break(item.why, fin=None)
         else:
             assert self.on_item is not None
             self.on_item(item)
@@ -147,9 +145,14 @@ class End:
         self._give_up = None
         why = "the peer does not answer"
         self.network.loop.trace.add(f"network: gave up {self.peer.process}: {why}")
-        self._close(why, fin=_Fin("connection reset by peer"))
-        if self.on_closed is not None:
-            self.on_closed(why)
+        self._break(why, fin=_Fin("connection reset by peer"))
+
+    def _break(self, why: str, *, fin: _Fin | None) -> None:
+        """Closes, and says so."""
+        on_closed = self.on_closed
+        self._close(why, fin=fin)
+        if on_closed is not None:
+            on_closed(why)
 
     def _close(self, why: str, *, fin: _Fin | None) -> None:
         if not self.is_open:
@@ -162,5 +165,10 @@ class End:
         if self._give_up is not None:
             self._give_up.cancel()
             self._give_up = None
+        # Without reference cycles a connection is freed at its end, and the garbage collector has
+        # little to do at the end of the run.
+        self.on_item = self.on_closed = None
         if not self._held:
             self.network.forget_end(self)
+            if not (self.peer.is_open or self.peer._held):
+                del self.peer.peer

@@ -4,6 +4,7 @@ import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.channel import End
 
@@ -49,10 +50,14 @@ class Dial:
         self._tries = 0
         #: The open connection until `on_open` has it.
         self._end: End | None = None
-        self._timer = network.call_at(network.loop.time() + network.delay_s(), self._reach)
+        #: Until one of the two callbacks is called.
+        self._timer: SimHandle | None = network.call_at(
+            network.loop.time() + network.delay_s(), self._reach
+        )
 
     def cancel(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._end is not None:
             self._end.abort()
 
@@ -79,7 +84,7 @@ class Dial:
             self._answer(back_at, self._opened, mine)
 
     def _opened(self, end: End) -> None:
-        self._end = None
+        self._end = self._timer = None
         self._on_open(end)
 
     def _answer(self, when: float, function: Callable[..., None], what: Any) -> None:

@@ -122,29 +122,6 @@ class Network:
     def _call_late(self, take: Callable[..., None], *args: Any) -> None:
         self.loop.call_later(self.delay_s() + _REORDER_S * self.random(), take, *args)
 
-    def deliver(
-        self,
-        sender: SimProcess,
-        receiver: SimProcess,
-        function: Callable[..., Any],
-        *args: Any,
-        delay_s: float | None = None,
-    ) -> bool:
-        """Calls `function` in `receiver` after a delay. Returns whether it was sent.
-
-        Lost when the two are cut off now or at the arrival, or the sender is dead.
-        """
-        if sender.dead or self.is_cut(sender.host, receiver.host):
-            return False
-
-        def arrive() -> None:
-            if not self.is_cut(sender.host, receiver.host):
-                function(*args)
-
-        delay_s = self.delay_s() if delay_s is None else delay_s
-        self.loop.call_later(delay_s, arrive, context=receiver.context.copy())
-        return True
-
     # Connections
 
     def listen(

@@ -125,7 +125,11 @@ class StreamTransport(asyncio.Transport):
     def _lose(self, exc: Exception | None) -> None:
         if not self._lost:
             self._lost = True
-            self._soon(self._protocol.connection_lost, exc)
+            self._soon(self._leave, exc)
+
+    def _leave(self, exc: Exception | None) -> None:
+        protocol, self._protocol = self._protocol, None
+        protocol.connection_lost(exc)
 
 
 class _Listens(Protocol):

@@ -34,13 +34,13 @@ class Subjects(Generic[T]):
 
     def matching(self, subject: str) -> list[T]:
         found = list(self._exact.get(subject, ()))
-        if self._wild:
-            at = 0
-            while at >= 0:
-                for subscriber, pattern in self._wild.get(subject[:at], {}).items():
-                    if _matches(pattern, subject[at:]):
-                        found.append(subscriber)
-                at = subject.find(".", at) + 1 or -1
+        wild = self._wild
+        at = 0 if wild else -1
+        while at >= 0:
+            if (subscribers := wild.get(subject[:at])) is not None:
+                rest = subject[at:]
+                found += [one for one, pattern in subscribers.items() if _matches(pattern, rest)]
+            at = subject.find(".", at) + 1 or -1
         return found
 
 
