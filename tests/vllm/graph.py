@@ -51,6 +51,10 @@ TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 
 #: Else the first request for logprobs waits some ten seconds for a C++ compiler.
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+AGG_OPTIONS = (
+    "--VllmWorker.ServiceArgs.workers=2",
+    *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
+)
 
 #: Of vLLM's verdicts on arguments, whose parsers take seconds.
 CACHE = Path(".dynamo-lite/cache")
