@@ -85,8 +85,9 @@ class Stage:
         """The graph of the caller before, if it was this one with these options."""
         wanted = (*graph, *options)
         if self._shared is None or self._wanted != wanted:
-            self.clear()
-            self._shared, self._wanted = self._new(graph, options).__enter__(), wanted
+            with self._leaving():
+                self._shared = self._new(graph, options).__enter__()
+                self._wanted = wanted
         return self._shared
 
     def stock(self) -> StockPair:
@@ -96,24 +97,27 @@ class Stage:
             self._stock = self._engines.enter_context(stock_pair(self._next_directory()))
         return self._stock
 
-    @contextmanager
-    def alone(
-        self, graph: tuple[str, str] = DISAGG, options: Sequence[str] = ()
-    ) -> Iterator[Graph]:
-        """A graph for the caller only."""
-        self.clear()
-        with self._new(graph, options) as running:
-            yield running
-
     def clear(self) -> None:
+        with self._leaving():
+            pass
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """The shared graph drains while the body starts the next one."""
         self._stock = None
         self._engines.close()
         shared, self._shared = self._shared, None
-        if shared is not None:
+        if shared is None:
+            yield
+            return
+        # The log of a graph with killed processes contains errors.
+        whole = self._wanted[2:][: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
+        shared.ask_to_end()
+        try:
+            yield
+        finally:
             shared.stop()
-            # The log of a graph with killed processes contains errors.
-            whole = self._wanted[2:][: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
-            assert not (whole and shared.errors()), shared.errors()
+        assert not (whole and shared.errors()), shared.errors()
 
     def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
         return Graph(self._next_directory(), graph, options)
