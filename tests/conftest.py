@@ -17,10 +17,29 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.external import Certificates
 from tests.servers import PrivateServer, private_server
 
+pytest_plugins = ("tests.heap",)
+
+#: Files that take minutes, longest first. One that began last would leave cores without work.
+_LONGEST = (
+    "hosts/test_hosts.py",
+    "sim/test_mutants.py",
+    "sim/test_seeds.py",
+    "process/test_benchmarks.py",
+    "process/test_termination.py",
+    "process/test_stranger.py",
+    "process/test_rights.py",
+    "process/test_package.py",
+)
+
 
 def pytest_configure() -> None:
     # A package that vLLM's app imports raises the root's level to ERROR.
     logging.getLogger("dynamo_lite").setLevel(logging.INFO)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turns = {str(Path(__file__).parent / name): turn for turn, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: turns.get(str(item.path), len(turns)))
 
 
 class HasUrl(Protocol):

@@ -137,7 +137,8 @@ def serve(
     from dynamo_lite.serve.edge import settle_edge
     from dynamo_lite.serve.graphs import load_graph
     from dynamo_lite.serve.packaged import config_file
-    from dynamo_lite.serve.startup_checks import check_url_syntax, check_vllm_arguments
+    from dynamo_lite.serve.startup_checks import check_url_syntax
+    from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
     check_url_syntax(nats_url, etcd_url)
     value = load_graph(graph)

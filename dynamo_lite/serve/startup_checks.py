@@ -1,17 +1,14 @@
-"""Checks before any process starts: ports, servers, models, vLLM's arguments.
+"""Checks before any process starts: ports, servers, models; vLLM's arguments are checked in
+`vllm_arguments.py`.
 
 A failed check raises StartupError, or ConfigError for a file or a URL that the user has named.
 Nothing has been started by then.
 """
 
 import asyncio
-import contextlib
-import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -29,22 +26,15 @@ from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.serve.access import Servers
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys, child_environment
-from dynamo_lite.serve.document import Document
-from dynamo_lite.serve.fields import unknown_key
+from dynamo_lite.serve.config import ServiceConfig, child_environment
 from dynamo_lite.serve.options import GraphOptions
 from dynamo_lite.serve.ports import http_address
 from dynamo_lite.serve.processes import can_listen, signal_group
-from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.config import KubernetesOptions
-from dynamo_lite.services.services import Service
-from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
 from dynamo_lite.vllm.http_options import tls_options
 
 _REACH_TIMEOUT_S = 3.0
 _ACCESS_TIMEOUT_S = 60.0
-_VLLM_TIMEOUT_S = 180.0
-_VERDICTS_KEPT = 16
 
 
 def check_port(service: ServiceConfig) -> None:
@@ -211,87 +201,3 @@ async def _check_access(servers: Servers) -> None:
             await process.wait()
     if problems:
         raise StartupError("; ".join(problems))
-
-
-def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
-    """Checks vLLM's arguments with vLLM's own parsers.
-
-    Importing them takes seconds, so results are kept in the file `cache`. Mistakes are added
-    to the document. Raises StartupError when vLLM is not installed or its parsers fail.
-    """
-    sections = {
-        c.service.name: {"kind": c.service.flags, "args": c.flags}
-        for c in config.services
-        if c.service.flags != "none"
-    }
-    if not sections:
-        return
-    version = vllm_version()
-    if not version:
-        raise StartupError("vLLM is not installed; run `make setup`")
-    question = json.dumps(sections, default=str)
-    key = sha256(f"{version}\n{rules()}\n{question}".encode()).hexdigest()
-    verdicts = _read_verdicts(cache)
-    if key not in verdicts:
-        verdicts[key] = _ask_vllm(question)
-        kept = dict(list(verdicts.items())[-_VERDICTS_KEPT:])
-        # Without it only the next start takes longer.
-        with contextlib.suppress(OSError):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            write_private(cache, msgspec.json.encode(kept))
-    services = {c.service.name: c.service for c in config.services}
-    for mistake in verdicts[key]:
-        section, name = mistake["section"], mistake["key"]
-        document.complain((section, name), _verdict(services[section], mistake))
-
-
-def _verdict(service: Service, mistake: Mistake) -> str:
-    """The message for a mistake. An unknown key may be a misspelt key of the service's own."""
-    if mistake["message"] != UNKNOWN_KEY:
-        return mistake["message"]
-    theirs = [key for key in mistake["nearest"] if key not in service.reserved]
-    message = unknown_key(mistake["key"], accepted_keys(service), theirs)
-    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
-
-
-def _read_verdicts(cache: Path) -> dict[str, list[Mistake]]:
-    try:
-        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[Mistake]])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def _ask_vllm(question: str) -> list[Mistake]:
-    """Raises StartupError."""
-    try:
-        answer = _run_parsers(question)
-        return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
-    except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
-        raise StartupError(f"vLLM's argument parser returned no result: {exc}") from exc
-
-
-def _run_parsers(question: str) -> str:
-    """Returns the output of vLLM's parsers. Raises StartupError and TimeoutExpired.
-
-    An interrupt ends the parsers, too.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-m", "dynamo_lite.vllm.args"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment({}),
-        # Ctrl-C in a terminal must reach only this process, which then ends the parsers.
-        start_new_session=True,
-        preexec_fn=death_signal_hook(signal.SIGKILL),
-    ) as parsers:
-        try:
-            answer, errors = parsers.communicate(question, timeout=_VLLM_TIMEOUT_S)
-        except BaseException:
-            signal_group(parsers.pid, signal.SIGKILL)
-            raise
-    if parsers.returncode != 0:
-        last = errors.strip().splitlines()[-1:] or ["no message"]
-        raise StartupError(f"vLLM's argument parser failed: {last[0]}")
-    return answer

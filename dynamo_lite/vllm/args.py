@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.process.imports import import_large
 from dynamo_lite.vllm import accepted_args, http_options
 from dynamo_lite.vllm.accepted_args import groups_of, refusal
 from dynamo_lite.vllm.http_options import tls_options
@@ -121,6 +122,7 @@ def _tls_mistakes(section: str, args: dict[str, Any]) -> list[Mistake]:
 
 
 def _parser(kind: str) -> argparse.ArgumentParser:
+    import_large("vllm.engine.arg_utils")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

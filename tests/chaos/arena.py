@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,29 +134,30 @@ async def open_arena(
 
 @dataclass(frozen=True)
 class Belongings:
-    """Of this process: what may be there at the end as at the beginning."""
+    """Of this process: what may be there at the end as at the beginning. besides: child processes
+    that are of no concern."""
 
     files: int
     children: frozenset[int]
     tasks: frozenset[asyncio.Task[object]]
 
     @classmethod
-    def now(cls) -> "Belongings":
+    def now(cls, besides: Iterable[int] = ()) -> "Belongings":
         return cls(
             len(os.listdir("/proc/self/fd")),
-            frozenset(descendants_of(os.getpid())),
+            frozenset(descendants_of(os.getpid())) - frozenset(besides),
             frozenset(asyncio.all_tasks()),
         )
 
-    async def left(self) -> list[str]:
+    async def left(self, besides: Iterable[int] = ()) -> list[str]:
         """What is more than before. Tasks that are just ending are waited for."""
         deadline = time.monotonic() + _TASKS_END_S
-        while (more := self._more()) and time.monotonic() < deadline:
+        while (more := self._more(besides)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return more
 
-    def _more(self) -> list[str]:
-        now = Belongings.now()
+    def _more(self, besides: Iterable[int]) -> list[str]:
+        now = Belongings.now(besides)
         newer = now.tasks - self.tasks - {asyncio.current_task()}
         tasks = [task.get_name() for task in newer if not task.done()]
         return [

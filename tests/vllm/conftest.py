@@ -1,20 +1,22 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `disagg`, `slow` and `pair` are shared, started when
-first asked for; a test that needs another takes `stage` and starts its own, before
+Two cores carry one graph at a time. `stock`, `disagg`, `slow`, `pair` and `agg` are shared,
+started when first asked for; a test that needs another takes `stage` and starts its own, before
 which the shared one is stopped. Tests of one graph follow each other, so that each
 is started once.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.collector import Collector, collecting
 from tests.vllm.graph import (
+    AGG,
+    AGG_OPTIONS,
     DISAGG,
     MODEL,
     PAIR_OPTIONS,
@@ -24,6 +26,7 @@ from tests.vllm.graph import (
     PlainServer,
 )
 from tests.vllm.slow import SLOW_OPTIONS
+from tests.vllm.stock import StockPair, stock_pair
 
 #: configs/disagg.yaml as it is, with tools; traced is what a client traces.
 _DISAGG_OPTIONS = (
@@ -48,55 +51,80 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(item: pytest.Item) -> int:
     """Stable: tests of other folders, and those without a graph, stay in front."""
     names = getattr(item, "fixturenames", ())
+    takes = item.get_closest_marker("takes_workers") is not None
+    if "stock" in names:
+        return 1 + takes
     if "disagg" in names:
-        return 1
-    if "slow" in names:
         return 3
+    if "slow" in names:
+        return 5
     if "pair" in names:
-        return 5 if item.get_closest_marker("takes_workers") else 4
-    return 2 if "stage" in names else 0
+        return 6 + takes
+    if "agg" in names:
+        return 8 + takes
+    return 4 if "stage" in names else 0
 
 
 class Stage:
-    """Holds the one graph that runs. collector_url: where the shared graph's spans go."""
+    """Holds the one graph, or the stock engines, that run. collector_url: where the shared graph's
+    spans go."""
 
     def __init__(self, directory: Path, collector_url: str):
         self._directory, self._collector_url = directory, collector_url
         self._started = 0
-        self._options: tuple[str, ...] = ()
+        self._wanted: tuple[str, ...] = ()
         self._shared: Graph | None = None
+        self._stock: StockPair | None = None
+        self._engines = ExitStack()
 
     def disagg(self) -> Graph:
         """The shared graph that is configs/disagg.yaml."""
         return self.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={self._collector_url}"))
 
-    def shared(self, options: tuple[str, ...]) -> Graph:
-        """The graph of the caller before, if it had these options."""
-        if self._shared is None or self._options != options:
-            self.clear()
-            self._shared, self._options = self._new(DISAGG, options).__enter__(), options
+    def shared(self, options: tuple[str, ...], graph: tuple[str, str] = DISAGG) -> Graph:
+        """The graph of the caller before, if it was this one with these options."""
+        wanted = (*graph, *options)
+        if self._shared is None or self._wanted != wanted:
+            with self._leaving():
+                self._shared = self._new(graph, options).__enter__()
+                self._wanted = wanted
         return self._shared
 
-    @contextmanager
-    def alone(
-        self, graph: tuple[str, str] = DISAGG, options: Sequence[str] = ()
-    ) -> Iterator[Graph]:
-        """A graph for the caller only."""
-        self.clear()
-        with self._new(graph, options) as running:
-            yield running
+    def stock(self) -> StockPair:
+        """The shared stock engines."""
+        if self._stock is None:
+            self.clear()
+            self._stock = self._engines.enter_context(stock_pair(self._next_directory()))
+        return self._stock
 
     def clear(self) -> None:
+        with self._leaving():
+            pass
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """The shared graph drains while the body starts the next one."""
+        self._stock = None
+        self._engines.close()
         shared, self._shared = self._shared, None
-        if shared is not None:
+        if shared is None:
+            yield
+            return
+        # The log of a graph with killed processes contains errors.
+        whole = self._wanted[2:][: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
+        shared.ask_to_end()
+        try:
+            yield
+        finally:
             shared.stop()
-            # The log of a graph with killed processes contains errors.
-            whole = self._options[: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
-            assert not (whole and shared.errors()), shared.errors()
+        assert not (whole and shared.errors()), shared.errors()
 
     def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
+        return Graph(self._next_directory(), graph, options)
+
+    def _next_directory(self) -> Path:
         self._started += 1
-        return Graph(self._directory / f"graph-{self._started}", graph, options)
+        return self._directory / f"graph-{self._started}"
 
 
 @pytest.fixture(scope="session")
@@ -140,6 +168,13 @@ def disagg(stage: Stage) -> Iterator[Graph]:
 
 
 @pytest.fixture
+def stock(stage: Stage) -> StockPair:
+    """Stock vLLM engines, for Forwarders and sidecars. A test that kills one for good is marked
+    `takes_workers`."""
+    return stage.stock()
+
+
+@pytest.fixture
 def slow(stage: Stage) -> Graph:
     """One decode worker, and one prefill worker that computes block by block."""
     return stage.shared(SLOW_OPTIONS)
@@ -150,3 +185,10 @@ def pair(stage: Stage) -> Graph:
     """Two decode workers and one prefill worker. A test that removes a worker for good is
     marked `takes_workers`; all others leave as many as there were."""
     return stage.shared(PAIR_OPTIONS)
+
+
+@pytest.fixture
+def agg(stage: Stage) -> Graph:
+    """configs/agg.yaml with two workers. A test that takes one for good is marked
+    `takes_workers`."""
+    return stage.shared(AGG_OPTIONS, AGG)

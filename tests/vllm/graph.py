@@ -51,6 +51,10 @@ TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 
 #: Else the first request for logprobs waits some ten seconds for a C++ compiler.
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+AGG_OPTIONS = (
+    "--VllmWorker.ServiceArgs.workers=2",
+    *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
+)
 
 #: Of vLLM's verdicts on arguments, whose parsers take seconds.
 CACHE = Path(".dynamo-lite/cache")
@@ -82,6 +86,8 @@ class Command:
         self._args = list(args)
         self._env = {**os.environ, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        #: Its descendants when it was asked to end.
+        self._ending: list[int] | None = None
 
     @property
     def pid(self) -> int:
@@ -120,13 +126,20 @@ class Command:
                 raise AssertionError(f"{' '.join(self._args)}: {why}\n{self.tails()}")
             time.sleep(_POLL_S)
 
+    def ask_to_end(self) -> None:
+        """Sends SIGINT. `end` then waits."""
+        assert self._process is not None
+        self._ending = descendants_of(self.pid)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
     def end(self) -> int:
         """Sends SIGINT, waits, then sends SIGKILL. Returns the exit code; no process may be
         left."""
         assert self._process is not None
-        family = descendants_of(self.pid)
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        if self._ending is None:
+            self.ask_to_end()
+        family, self._ending = self._ending or [], None
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
@@ -343,7 +356,7 @@ def together(graphs: Sequence[Graph]) -> Iterator[None]:
 class PlainServer(Command):
     """Stock `vllm serve` with the engine arguments of a configuration's VllmWorker.
 
-    It is started as vLLM's module: the `vllm` program asks for the version of a
+    It is started as vLLM's module (`plain.py`): the `vllm` program asks for the version of a
     package of that name, which the CPU build is not. `url` waits until it is ready, so that it may
     start while a graph starts. flags: more of them.
     """
@@ -365,7 +378,7 @@ class PlainServer(Command):
         super().__init__(
             directory,
             [
-                *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
+                *(sys.executable, "-m", "tests.vllm.plain"),
                 *("--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]),
                 *engine_flags({**config.flags, **TOOL_FLAGS, **flags}),
             ],

@@ -16,6 +16,8 @@ FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
 
 #: Four that start at the same time on a busy machine.
 _READY_S = 480.0
+#: Short: a test waits until what nobody reads is free.
+PAIR_LEASE_S = 6.0
 
 Role = Literal["prefill", "decode"]
 Protocol = Literal["nixl", "nixl-push"]
@@ -75,6 +77,23 @@ class Forwarded:
 
 
 @contextmanager
+def forwarding(
+    directory: Path,
+    prefill: list[StockEngine],
+    decode: list[StockEngine],
+    *,
+    protocol: Protocol = "nixl",
+    options: Sequence[str] = (),
+) -> Iterator[Forwarded]:
+    """A Forwarder in front of engines that the caller has started."""
+    every = [*prefill, *decode]
+    listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)
+    engines = (f"--Forwarder.engines=[{listed}]", f"--Forwarder.protocol={protocol}")
+    with Graph(directory, FORWARD, (*engines, *options), http="Forwarder") as graph:
+        yield Forwarded(graph, prefill, decode)
+
+
+@contextmanager
 def forwarded(
     directory: Path,
     *,
@@ -100,12 +119,45 @@ def forwarded(
                     flags=flags,
                 )
                 engines[role].append(stack.enter_context(engine))
-        every = [*engines["prefill"], *engines["decode"]]
-        listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)
-        graph = Graph(
-            directory / "forwarder",
-            FORWARD,
-            (f"--Forwarder.engines=[{listed}]", f"--Forwarder.protocol={protocol}", *options),
-            http="Forwarder",
+        yield stack.enter_context(
+            forwarding(
+                directory / "forwarder",
+                *engines.values(),
+                protocol=protocol,
+                options=options,
+            )
         )
-        yield Forwarded(stack.enter_context(graph), engines["prefill"], engines["decode"])
+
+
+@dataclass
+class StockPair:
+    """A prefill and a decode engine with NixlConnector. kv_events: keys of the decode engine in a
+    Forwarder's list, which say where it publishes its KV events."""
+
+    prefill: StockEngine
+    decode: StockEngine
+    kv_events: str
+
+
+@contextmanager
+def stock_pair(directory: Path) -> Iterator[StockPair]:
+    events, replay = free_port(), free_port()
+    published = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+    }
+    connector = CONNECTORS["nixl"]
+    with (
+        StockEngine(directory / "prefill", "prefill", connector, lease_s=PAIR_LEASE_S) as prefill,
+        StockEngine(
+            directory / "decode",
+            "decode",
+            connector,
+            lease_s=PAIR_LEASE_S,
+            flags={"kv-events-config": published},
+        ) as decode,
+    ):
+        keys = f'kv-events: "tcp://127.0.0.1:{events}", kv-replay: "tcp://127.0.0.1:{replay}"'
+        yield StockPair(prefill, decode, keys)

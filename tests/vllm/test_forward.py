@@ -7,20 +7,23 @@ import httpx
 import pytest
 
 from tests.vllm.asking import ask, client, prose
+from tests.vllm.conftest import Stage
 from tests.vllm.graph import PlainServer, eventually
 from tests.vllm.live import command
-from tests.vllm.stock import Forwarded, forwarded
+from tests.vllm.stock import Forwarded, forwarding
 from tests.vllm.test_answers import CHATS, COMPLETIONS, GREEDY, assert_same, streaming
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
 
 #: Several sequences cannot be handed over.
 ALONE = {"two choices", "several prompts", "echo"}
 
 
 @pytest.fixture(scope="module")
-def pull(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forwarded]:
-    with forwarded(tmp_path_factory.mktemp("forward")) as running:
+def pull(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forwarded]:
+    stock = stage.stock()
+    directory = tmp_path_factory.mktemp("forward")
+    with forwarding(directory, [stock.prefill], [stock.decode]) as running:
         # Ready is the Forwarder's port; the engines are found healthy a moment later.
         eventually(
             lambda: running.graph.health("Forwarder")["ok"], timeout_s=30, what="healthy engines"
@@ -103,8 +106,8 @@ def test_it_is_a_component_as_any_other(pull: Forwarded):
     assert httpx.get(f"{pull.graph.url}/ready").json()["ok"] is True
 
 
+@pytest.mark.takes_workers
 def test_without_its_prefill_engine_it_goes_on(pull: Forwarded, reference: PlainServer):
-    """Last: it takes the prefill engine away."""
     pull.prefill[0].kill()
     for seed in range(4):
         request: dict[str, Any] = {"prompt": prose(400, seed=100 + seed), **GREEDY}

@@ -6,44 +6,34 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_lite.serve.processes import free_port
 from tests.vllm.asking import prose
+from tests.vllm.conftest import Stage
 from tests.vllm.graph import Graph, eventually
 from tests.vllm.stock import FORWARD, StockEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Graph, StockEngine]]:
+def followed(
+    stage: Stage, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Graph, StockEngine]]:
     """A Forwarder and its decode engine, which publishes; prompts of more than 100 uncached tokens
     get a prefill leg."""
+    stock = stage.stock()
+    engines = (
+        f'[{{url: "{stock.prefill.url}", role: prefill}},'
+        f' {{url: "{stock.decode.url}", role: decode, {stock.kv_events}}}]'
+    )
+    options = (
+        f"--Forwarder.engines={engines}",
+        "--Forwarder.max-local-prefill-length=100",
+        "--Forwarder.tokenize-timeout-s=10",
+    )
     directory = tmp_path_factory.mktemp("kv-events")
-    events, replay = free_port(), free_port()
-    published = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replay}",
-    }
-    with (
-        StockEngine(directory / "prefill", "prefill", "NixlConnector") as prefill,
-        StockEngine(
-            directory / "decode", "decode", "NixlConnector", flags={"kv-events-config": published}
-        ) as decode,
-    ):
-        engines = (
-            f'[{{url: "{prefill.url}", role: prefill}}, {{url: "{decode.url}", role: decode,'
-            f' kv-events: "tcp://127.0.0.1:{events}", kv-replay: "tcp://127.0.0.1:{replay}"}}]'
-        )
-        options = (
-            f"--Forwarder.engines={engines}",
-            "--Forwarder.max-local-prefill-length=100",
-            "--Forwarder.tokenize-timeout-s=10",
-        )
-        with Graph(directory / "forwarder", FORWARD, options, http="Forwarder") as graph:
-            eventually(lambda: graph.health("Forwarder")["ok"], timeout_s=30, what="engines")
-            yield graph, decode
+    with Graph(directory, FORWARD, options, http="Forwarder") as graph:
+        eventually(lambda: graph.health("Forwarder")["ok"], timeout_s=30, what="engines")
+        yield graph, stock.decode
 
 
 def answers(graph: Graph) -> tuple[float, float]:

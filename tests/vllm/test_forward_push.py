@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.asking import ask, prompt_ids, tokens_of
+from tests.vllm.conftest import Stage
 from tests.vllm.graph import PlainServer, eventually
 from tests.vllm.stock import Forwarded, forwarded
 from tests.vllm.test_answers import CHATS, COMPLETIONS, assert_same, streaming
@@ -14,7 +15,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def push(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forwarded]:
+def push(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forwarded]:
+    stage.clear()
     directory = tmp_path_factory.mktemp("push")
     with forwarded(directory, protocol="nixl-push") as running:
         eventually(

@@ -11,10 +11,11 @@ import pytest
 
 from dynamo_lite.serve.processes import free_port
 from tests.vllm.asking import ask, prose
+from tests.vllm.conftest import Stage
 from tests.vllm.graph import Command, eventually, sample_sum
 from tests.vllm.stock import StockEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
 
 
 class Sidecar(Command):
@@ -63,20 +64,15 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = tmp_path_factory.mktemp("sidecar")
-    with (
-        StockEngine(directory / "prefill", "prefill", "NixlConnector") as prefill,
-        StockEngine(directory / "decode", "decode", "NixlConnector") as decode,
-    ):
-        _ = prefill.url, decode.url  # both are ready
-        sidecar = Sidecar(directory / "sidecar", decode)
-        sidecar.start()
-        try:
-            eventually(sidecar.is_ready, timeout_s=60, what="the sidecar")
-            yield Running(sidecar, prefill, decode)
-        finally:
-            sidecar.end()
+def running(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    stock = stage.stock()
+    sidecar = Sidecar(tmp_path_factory.mktemp("sidecar"), stock.decode)
+    sidecar.start()
+    try:
+        eventually(sidecar.is_ready, timeout_s=60, what="the sidecar")
+        yield Running(sidecar, stock.prefill, stock.decode)
+    finally:
+        sidecar.end()
 
 
 def test_answers_are_those_of_the_decode_engine(running: Running):
@@ -88,8 +84,9 @@ def test_answers_are_those_of_the_decode_engine(running: Running):
         assert shown == ask(running.decode.url, "completions", body)["choices"][0]["text"] != ""
 
 
+@pytest.mark.takes_workers
 def test_a_dead_prefill_engine_costs_no_answer(running: Running):
-    """The last test: the engine does not come back."""
+    """The engine does not come back."""
     before = running.sidecar.answers("alone")
     running.prefill.kill()
     body: dict[str, Any] = {"prompt": prose(300, seed=3), "max_tokens": 12, "temperature": 0}

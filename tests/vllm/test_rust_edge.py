@@ -22,16 +22,16 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
+from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
+    AGG_OPTIONS,
     NAMESPACE,
-    UNCOMPILED,
     Graph,
     PlainServer,
     command_line,
     descendants_of,
     eventually,
-    together,
 )
 
 KEPT = Path(".dynamo-lite") / PROGRAM
@@ -53,7 +53,12 @@ NEEDS_BINARY = pytest.mark.skipif(
     BINARY is None, reason="no vllm-rs: scripts/get_vllm_rs could not get it"
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), NEEDS_BINARY]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("agg"),
+    NEEDS_BINARY,
+]
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -67,29 +72,19 @@ _OWN = ("ignore_eos", "structured_outputs", "return_token_ids")
 
 
 @pytest.fixture(scope="module")
-def edges(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Graph, Graph]]:
-    """The graph with the Rust edge, and a lone Frontend with the Python edge."""
-    options = [
-        "--Frontend.edge=rust",
-        f"--Frontend.edge-binary={BINARY}",
-        "--VllmWorker.ServiceArgs.workers=2",
-        *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
-    ]
-    with stage.alone(AGG, options) as rust:
-        directory = tmp_path_factory.mktemp("python-edge")
-        python = Graph(directory, AGG, rust.servers, service="Frontend")
-        with together([python]):
-            yield rust, python
+def rust(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    """A lone Frontend with the Rust edge, before the workers of the graph."""
+    graph = stage.shared(AGG_OPTIONS, AGG)
+    options = [*graph.servers, "--Frontend.edge=rust", f"--Frontend.edge-binary={BINARY}"]
+    directory = tmp_path_factory.mktemp("rust-edge")
+    with Graph(directory, AGG, options, service="Frontend") as frontend:
+        yield frontend
 
 
 @pytest.fixture
-def rust(edges: tuple[Graph, Graph]) -> Graph:
-    return edges[0]
-
-
-@pytest.fixture
-def python(edges: tuple[Graph, Graph]) -> Graph:
-    return edges[1]
+def python(agg: Graph) -> Graph:
+    """The graph, with the Python edge."""
+    return agg
 
 
 def ask(
@@ -179,7 +174,7 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(rust: Graph, python: G
     expected = ask(python, "completions", request, stream=stream)
     assert expected["choices"][0]["finish_reason"] == "stop"
     assert_same(ask(rust, "completions", request, stream=stream), expected)
-    wait_idle(rust)
+    wait_idle(rust, python)
 
 
 def test_what_it_does_not_offer_is_a_400(rust: Graph, python: Graph):
@@ -192,41 +187,22 @@ def test_what_it_does_not_offer_is_a_400(rust: Graph, python: Graph):
     assert len(ask(python, "completions", sampled, stream=False)["choices"]) == 2
 
 
-def test_a_disconnect_reaches_the_engine(rust: Graph):
+def test_a_disconnect_reaches_the_engine(rust: Graph, python: Graph):
     body = {"model": "tiny", "prompt": "hi", **LONG, "max_tokens": 8000, "stream": True}
     with httpx.stream("POST", f"{rust.url}/v1/completions", json=body, timeout=60):
         # The head of a stream comes before a worker has the request.
-        eventually(lambda: sum(running(rust)) == 1, timeout_s=30, what="it runs")
-    wait_idle(rust)
+        eventually(lambda: sum(running(python)) == 1, timeout_s=30, what="it runs")
+    wait_idle(rust, python)
 
 
-async def test_the_processor_answers_through_it(rust: Graph):
+async def test_the_processor_answers_through_it(rust: Graph, python: Graph):
     lease_id = int(rust.process("Frontend").lease, 16)
     subject = names.endpoint_subject(NAMESPACE, "Processor", "completions", lease_id)
     body = json.dumps({"model": "tiny", **TEXT}).encode()
-    async with rust.messaging() as messaging:
+    async with python.messaging() as messaging:
         answer = json.loads(await messaging.request(subject, body, timeout_s=60))
     expected = ask(rust, "completions", TEXT, stream=False)
     assert complete(answer["choices"][0]["text"]) == expected["choices"][0]["text"]
-
-
-async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
-    requests = [{"prompt": prompt_ids(30 + i, 910 + i), **LONG} for i in range(4)]
-    expected = [ask(python, "completions", request, stream=False) for request in requests]
-    victim = rust.process("VllmWorker", 1)
-    begun = asyncio.Event()
-    async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
-        streams = [asyncio.create_task(tokens_of(http, request, begun)) for request in requests]
-        await begun.wait()
-        os.kill(victim.pid, signal.SIGKILL)
-        tokens = await asyncio.gather(*streams)
-    assert tokens == [answer["tokens"] for answer in expected]
-    assert rust.count("Frontend", MOVED) > 0
-    eventually(
-        lambda: rust.process("VllmWorker", 1).pid != victim.pid and len(running(rust)) == 2,
-        timeout_s=180,
-        what="the worker is back",
-    )
 
 
 def test_a_killed_rust_frontend_is_started_again(rust: Graph):
@@ -272,20 +248,6 @@ def test_a_stopped_rust_frontend_is_unhealthy_and_then_replaced(rust: Graph):
     assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
 
 
-def test_it_dies_with_the_frontend(rust: Graph):
-    before = rust.process("Frontend")
-    child = rust_pid(before.pid)
-    os.kill(before.pid, signal.SIGKILL)
-    eventually(lambda: not command_line(child), timeout_s=10, what="vllm-rs has ended")
-    eventually(
-        lambda: (
-            rust.process("Frontend").pid != before.pid and rust.process("Frontend").state == "ready"
-        ),
-        timeout_s=180,
-        what="the Frontend is back",
-    )
-
-
 def rust_pid(frontend: int) -> int:
     [pid] = [pid for pid in descendants_of(frontend) if PROGRAM in command_line(pid)]
     return pid
@@ -297,9 +259,9 @@ def running(graph: Graph) -> list[int]:
     return [httpx.get(f"{p.status_url}/health", timeout=10).json()["in_flight"] for p in workers]
 
 
-def wait_idle(graph: Graph) -> None:
+def wait_idle(frontend: Graph, graph: Graph) -> None:
     eventually(lambda: sum(running(graph)) == 0, timeout_s=10, what="no engine has a request")
-    assert graph.health("Frontend")["requests"] == 0
+    assert frontend.health("Frontend")["requests"] == 0
 
 
 async def tokens_of(
@@ -320,41 +282,71 @@ async def tokens_of(
     return tokens
 
 
-#: `vllm bench serve`. The program `vllm` looks for package data that the CPU build does not have.
+#: `vllm bench serve`, for each argument: its own arguments as a JSON list. The program `vllm` looks
+#: for package data that the CPU build does not have.
 _BENCH_SERVE = """
+import json, sys
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
-main(parser.parse_args())
+for arguments in sys.argv[1:]:
+    main(parser.parse_args(json.loads(arguments)))
 """
 
 
-@pytest.mark.parametrize("edge", ["python", "rust"])
-def test_vllms_load_generator_gets_every_token(
-    edge: str, rust: Graph, python: Graph, tiny_model: Path, tmp_path: Path
+def test_vllms_load_generator_gets_every_token_from_both_edges(
+    rust: Graph, python: Graph, tiny_model: Path, tmp_path: Path
 ):
-    graph = {"rust": rust, "python": python}[edge]
+    urls = {"rust": rust.url, "python": python.url}
+    flags = ["--ignore-eos", "--disable-tqdm", "--save-result"]
+    runs = [[*flags, *_load(edge, url, tiny_model, tmp_path)] for edge, url in urls.items()]
+    subprocess.run(
+        [sys.executable, "-c", _BENCH_SERVE, *map(json.dumps, runs)], check=True, timeout=300
+    )
+    for edge in urls:
+        result = json.loads((tmp_path / f"{edge}.json").read_bytes())
+        told = [result[key] for key in ("completed", "failed", "total_output_tokens")]
+        assert told == [12, 0, 192], edge
+
+
+def _load(name: str, url: str, tokenizer: Path, directory: Path) -> list[str]:
     options = {
         "backend": "openai-chat",
         "endpoint": "/v1/chat/completions",
-        "base-url": graph.url,
+        "base-url": url,
         "model": "tiny",
-        "tokenizer": tiny_model,
+        "tokenizer": tokenizer,
         "dataset-name": "random",
         "random-input-len": 64,
         "random-output-len": 16,
         "num-prompts": 12,
         "max-concurrency": 4,
-        "result-dir": tmp_path,
-        "result-filename": "result.json",
+        "result-dir": directory,
+        "result-filename": f"{name}.json",
     }
-    flags = ["--ignore-eos", "--disable-tqdm", "--save-result"]
-    subprocess.run(
-        [sys.executable, "-c", _BENCH_SERVE, *flags, *(f"--{k}={v}" for k, v in options.items())],
-        check=True,
-        timeout=300,
-    )
-    result = json.loads((tmp_path / "result.json").read_bytes())
-    assert [result[key] for key in ("completed", "failed", "total_output_tokens")] == [12, 0, 192]
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+@pytest.mark.takes_workers
+async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
+    requests = [{"prompt": prompt_ids(30 + i, 910 + i), **LONG} for i in range(4)]
+    expected = [ask(python, "completions", request, stream=False) for request in requests]
+    victim = python.process("VllmWorker", 1)
+    begun = asyncio.Event()
+    async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
+        streams = [asyncio.create_task(tokens_of(http, request, begun)) for request in requests]
+        await begun.wait()
+        os.kill(victim.pid, signal.SIGKILL)
+        tokens = await asyncio.gather(*streams)
+    assert tokens == [answer["tokens"] for answer in expected]
+    assert rust.count("Frontend", MOVED) > 0
+
+
+@pytest.mark.takes_workers
+def test_it_dies_with_the_frontend(rust: Graph):
+    before = rust.process("Frontend")
+    child = rust_pid(before.pid)
+    os.kill(before.pid, signal.SIGKILL)
+    eventually(lambda: not command_line(child), timeout_s=10, what="vllm-rs has ended")

@@ -1,0 +1,124 @@
+"""vLLM's arguments are checked by vLLM's own parsers before any process starts.
+
+Importing them takes seconds, so they run in a process of their own, and their verdict on each
+section is kept in a file, for every graph that has an equal section.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.serve.config import GraphConfig, accepted_keys, child_environment
+from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.fields import unknown_key
+from dynamo_lite.serve.processes import signal_group
+from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.services.services import Service
+from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
+
+_VLLM_TIMEOUT_S = 180.0
+#: Of sections. A verdict takes about 70 bytes.
+_VERDICTS_KEPT = 256
+
+
+def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
+    """Adds mistakes to the document. cache: the file with the verdicts.
+
+    Raises StartupError when vLLM is not installed or its parsers fail.
+    """
+    sections = {
+        c.service.name: {"kind": c.service.flags, "args": c.flags}
+        for c in config.services
+        if c.service.flags != "none"
+    }
+    if not sections:
+        return
+    version = vllm_version()
+    if not version:
+        raise StartupError("vLLM is not installed; run `make setup`")
+    keys = {name: _key_of(version, section) for name, section in sections.items()}
+    verdicts = _read_verdicts(cache)
+    if unknown := {name: s for name, s in sections.items() if keys[name] not in verdicts}:
+        mistakes = _ask_vllm(json.dumps(unknown, default=str))
+        new = {keys[name]: [m for m in mistakes if m["section"] == name] for name in unknown}
+        verdicts |= new
+        _keep_verdicts(cache, new)
+    services = {c.service.name: c.service for c in config.services}
+    for name, key in keys.items():
+        for mistake in verdicts[key]:
+            document.complain((name, mistake["key"]), _verdict(services[name], mistake))
+
+
+def _key_of(version: str, section: dict[str, Any]) -> str:
+    content = json.dumps(section, default=str, sort_keys=True)
+    return sha256(f"{version}\n{rules()}\n{content}".encode()).hexdigest()
+
+
+def _verdict(service: Service, mistake: Mistake) -> str:
+    """The message for a mistake. An unknown key may be a misspelt key of the service's own."""
+    if mistake["message"] != UNKNOWN_KEY:
+        return mistake["message"]
+    theirs = [key for key in mistake["nearest"] if key not in service.reserved]
+    message = unknown_key(mistake["key"], accepted_keys(service), theirs)
+    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+
+
+def _read_verdicts(cache: Path) -> dict[str, list[Mistake]]:
+    try:
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[Mistake]])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _keep_verdicts(cache: Path, new: dict[str, list[Mistake]]) -> None:
+    """Without them only the next start takes longer."""
+    # Read again: another start may have added some in the meantime.
+    verdicts = _read_verdicts(cache) | new
+    with contextlib.suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_private(cache, msgspec.json.encode(dict(list(verdicts.items())[-_VERDICTS_KEPT:])))
+
+
+def _ask_vllm(question: str) -> list[Mistake]:
+    """Raises StartupError."""
+    try:
+        answer = _run_parsers(question)
+        return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
+    except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
+        raise StartupError(f"vLLM's argument parser returned no result: {exc}") from exc
+
+
+def _run_parsers(question: str) -> str:
+    """Returns the output of vLLM's parsers. Raises StartupError and TimeoutExpired.
+
+    An interrupt ends the parsers, too.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "dynamo_lite.vllm.args"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment({}),
+        # Ctrl-C in a terminal must reach only this process, which then ends the parsers.
+        start_new_session=True,
+        preexec_fn=death_signal_hook(signal.SIGKILL),
+    ) as parsers:
+        try:
+            answer, errors = parsers.communicate(question, timeout=_VLLM_TIMEOUT_S)
+        except BaseException:
+            signal_group(parsers.pid, signal.SIGKILL)
+            raise
+    if parsers.returncode != 0:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        raise StartupError(f"vLLM's argument parser failed: {last[0]}")
+    return answer
