@@ -165,7 +165,7 @@ def report(found: list[Round]) -> None:
         mine = [each for each in found if each.side == name]
         for part in ("frontend_ms", "worker_ms", "both_ms") if mine else ():
             values = [getattr(each, part) for each in mine]
-            print(f"{name:6}{part.removesuffix('_ms'):10}{spread(values, 3)} ms")
+            print(f"{name:8}{part.removesuffix('_ms'):10}{spread(values, 3)} ms")
     print()
     used = {(each.side, each.number): each.both_ms for each in found}
     for side, other in _COMPARED:
