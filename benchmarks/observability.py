@@ -31,21 +31,30 @@ streamed chat requests of 64 tokens, 8 at a time:
   on     the same graph; /metrics of the Frontend's HTTP port, of its status server
          and of the worker's are read each second
 
+With --parts also
+
+  stats   as bare, with vLLM's statistics in the Frontend
+  events  as bare, with KV events and load notices of the worker
+
 Decisions are remembered and counted in all, since that cannot be turned off, and
 tracing is off. Counted is the CPU time of the Frontend, the decode worker and its
 engine; the rest of the graph is idle. A pass is one start of each graph; rounds of
-quiet and on take turns in one start, and are compared by number, as are those of on
-and bare. Two starts of the same graph may differ by more than what is looked for, above all on a
-busy machine.
+quiet and on take turns in one start, and are compared by number, as are those of all
+others and bare. Two starts of the same graph may differ by more than what is looked for,
+above all on a busy machine.
 """
 
 
+_NO_STATS = "--Frontend.disable-log-stats=true"
+_NO_EVENTS = "--VllmWorker.kv-events=false"
+
 #: What is started: options of `serve`, and the sides that it is measured as.
-STARTS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("--Frontend.disable-log-stats=true", "--VllmWorker.kv-events=false"): ("bare",),
-    (): ("quiet", "on"),
-}
-SIDES = [side for sides in STARTS.values() for side in sides]
+Starts = dict[tuple[str, ...], tuple[str, ...]]
+STARTS: Starts = {(_NO_STATS, _NO_EVENTS): ("bare",), (): ("quiet", "on")}
+#: With --parts.
+PARTS: Starts = {(_NO_EVENTS,): ("stats",), (_NO_STATS,): ("events",)}
+SIDES = [side for sides in (STARTS | PARTS).values() for side in sides]
+_COMPARED = (("on", "quiet"), ("on", "bare"), ("stats", "bare"), ("events", "bare"))
 #: Those of which somebody reads the metrics.
 SCRAPED = ("on",)
 
@@ -70,25 +79,30 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=2, help="starts of each side (default 2)")
     parser.add_argument("--rounds", type=int, default=4, help="per start (default 4)")
     parser.add_argument("--requests", type=int, default=200, help="per round (default 200)")
+    parser.add_argument("--parts", action="store_true", help="also each part alone")
     parser.add_argument("--quick", action="store_true", help="one pass of two small rounds")
     options = begin(parser)
     if options.quick:
         options.passes, options.rounds, options.requests = 1, 2, 60
+    starts = STARTS | PARTS if options.parts else STARTS
     found: list[Round] = []
     with until_interrupted():
         for number in range(options.passes):
-            for flags in (*STARTS,) if number % 2 == 0 else (*reversed(STARTS),):
-                names = ", ".join(STARTS[flags])
+            for flags in (*starts,) if number % 2 == 0 else (*reversed(starts),):
+                names = ", ".join(starts[flags])
                 print(f"pass {number + 1} of {options.passes}: {names}", file=sys.stderr)
                 first = number * options.rounds
-                found += measure(flags, range(first, first + options.rounds), options.requests)
+                numbers = range(first, first + options.rounds)
+                found += measure(flags, starts[flags], numbers, options.requests)
     report(found)
     write_json(options.json, [asdict(each) for each in found])
 
 
-def measure(flags: tuple[str, ...], numbers: range, requests: int) -> list[Round]:
+def measure(
+    flags: tuple[str, ...], sides: tuple[str, ...], numbers: range, requests: int
+) -> list[Round]:
     with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml", *flags) as graph:
-        return asyncio.run(_ask(graph, STARTS[flags], numbers, requests))
+        return asyncio.run(_ask(graph, sides, numbers, requests))
 
 
 async def _ask(
@@ -151,15 +165,16 @@ def report(found: list[Round]) -> None:
         mine = [each for each in found if each.side == name]
         for part in ("frontend_ms", "worker_ms", "both_ms") if mine else ():
             values = [getattr(each, part) for each in mine]
-            print(f"{name:6}{part.removesuffix('_ms'):10}{spread(values, 3)} ms")
+            print(f"{name:8}{part.removesuffix('_ms'):10}{spread(values, 3)} ms")
     print()
     used = {(each.side, each.number): each.both_ms for each in found}
-    for other in ("quiet", "bare"):
-        pairs = [(ms, used.get((other, n))) for (side, n), ms in used.items() if side == "on"]
+    for side, other in _COMPARED:
+        pairs = [(ms, used.get((other, n))) for (name, n), ms in used.items() if name == side]
         ratios = [ms / base for ms, base in pairs if base]
         if ratios:
             met = statistics.median(ratios) <= MAX_RATIO
-            print(f"{'on / ' + other:16}{spread(ratios, 3)} x{verdict(met, MAX_RATIO)}")
+            judged = verdict(met, MAX_RATIO) if side == "on" else ""
+            print(f"{f'{side} / {other}':16}{spread(ratios, 3)} x{judged}")
     events = {name: [e.events for e in found if e.side == name] for name in SIDES}
     means = (f"{name} {statistics.mean(counts):.1f}" for name, counts in events.items() if counts)
     print(f"events per answer: {', '.join(means)}")

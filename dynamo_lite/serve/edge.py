@@ -2,14 +2,20 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
 from dynamo_lite.serve.document import Document
-from dynamo_lite.services.config import FrontendConfig
+from dynamo_lite.services.config import FrontendConfig, VllmWorkerConfig
 from dynamo_lite.vllm.args import vllm_version
-from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
+from dynamo_lite.vllm.edge_choice import (
+    Obstacle,
+    check_version,
+    configured_limits,
+    find_program,
+    obstacles,
+    unknown_parsers,
+)
 
 _VARIABLE = "DYNAMO_LITE_VLLM_RS"
 _GET = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
@@ -28,7 +34,7 @@ def settle_edge(
     note = ""
     for service in config.services:
         if _starts_here(service, only) and service.options["edge"] != "python":
-            service, note = _settle(service, document, traced=config.shared.tracing is not None)
+            service, note = _settle(service, document, _other_answers(config))
         services.append(service)
     return replace(config, services=tuple(services)), note
 
@@ -43,30 +49,33 @@ def _starts_here(service: ServiceConfig, only: str | None) -> bool:
 
 
 def _settle(
-    service: ServiceConfig, document: Document, *, traced: bool
+    service: ServiceConfig, document: Document, other_answers: list[Obstacle]
 ) -> tuple[ServiceConfig, str]:
+    """other_answers: what is no obstacle to `edge: rust`, but to `edge: auto`."""
     name, auto = service.service.name, service.options["edge"] == "auto"
-    found = [(obstacle.key, obstacle.reason) for obstacle in _obstacles(service)]
-    if auto and traced:
-        found.append(("Graph.otlp-endpoint", "a client's traceparent is not continued"))
+    found = _obstacles(service)
+    if auto:
+        found += other_answers
     program = None
     if not found:
         try:
             program = _program(service)
+            found += unknown_parsers(program, service.flags)
         except StartupError as exc:
-            found.append(("edge", str(exc)))
-    if program is not None:
+            found.append(Obstacle("edge", str(exc)))
+    if program is not None and not found:
         return _with(service, edge="rust", edge_binary=str(program)), ""
     if auto:
-        key, reason = found[0]
+        key, reason = found[0].key, found[0].reason
         return _with(service, edge="python"), f"{name}.edge: auto takes Python: {key}: {reason}"
-    for key, reason in found:
-        text = reason if key == "edge" else f"not with `edge: rust`: {reason}"
-        document.complain((name, *key.split(".")), text)
+    for obstacle in found:
+        text = f"not with `edge: rust`: {obstacle.reason}"
+        text = obstacle.reason if obstacle.key == "edge" else text
+        document.complain((name, *obstacle.key.split(".")), text)
     return service, ""
 
 
-def _obstacles(service: ServiceConfig) -> Any:
+def _obstacles(service: ServiceConfig) -> list[Obstacle]:
     return obstacles(
         service.options,
         asdict(FrontendConfig()),
@@ -74,6 +83,19 @@ def _obstacles(service: ServiceConfig) -> Any:
         workers=service.workers,
         key_in_environment=any(child_environment(env).get("VLLM_API_KEY") for env in service.env),
     )
+
+
+def _other_answers(config: GraphConfig) -> list[Obstacle]:
+    """What the Rust frontend serves, but with other answers or traces."""
+    found = [
+        Obstacle(f"{service.service.name}.{limit.key}", limit.reason)
+        for service in config.services
+        if service.service.config in (FrontendConfig, VllmWorkerConfig)
+        for limit in configured_limits(service.options, asdict(service.service.config()))
+    ]
+    if config.shared.tracing is not None:
+        found.append(Obstacle("Graph.otlp-endpoint", "a client's traceparent is not continued"))
+    return found
 
 
 def _program(service: ServiceConfig) -> Path:

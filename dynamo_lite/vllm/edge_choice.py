@@ -5,18 +5,20 @@ know. So the options that it has are listed here; every other one is an obstacle
 nothing heavy: the command line uses this before anything is started.
 """
 
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
 
 PROGRAM = "vllm-rs"
 
-_VERSION_S = 20.0
+_RUN_S = 20.0
 
 #: vLLM's arguments that the Rust frontend carries out, or that describe the model.
 _CARRIED = frozenset(
@@ -43,6 +45,15 @@ _REASONS = {
     ),
     "disable-uvicorn-access-log": "vLLM's Rust frontend has no access log; remove it",
     "disable-access-log-for-endpoints": "vLLM's Rust frontend has no access log; remove it",
+}
+_PARSERS = ("tool-call-parser", "reasoning-parser")
+#: The program's error for a parser that it does not have.
+_UNKNOWN_PARSER = re.compile(r"\w+ parser `[^`]*` is not registered \(choose from: [^)]*\)")
+#: Limits whose refusals have a status of their own at the Python edge alone.
+_LIMITS = {
+    "max_in_flight_requests": "429",
+    "max_queued_tokens": "429",
+    "default_request_timeout_s": "504",
 }
 
 
@@ -90,6 +101,22 @@ def obstacles(
     return found
 
 
+def configured_limits(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Obstacle]:
+    """The limits whose refusals the Rust frontend answers with 500, as it does all of them.
+
+    Without those at their defaults: these protect the processes, and clients do not plan with
+    them. options, defaults: of a Frontend or a decode worker, in snake_case.
+    """
+    return [
+        Obstacle(
+            key.replace("_", "-"),
+            f"what it refuses gets {status} with edge: python, and 500 with edge: rust",
+        )
+        for key, status in _LIMITS.items()
+        if key in options and options[key] != defaults[key]
+    ]
+
+
 def find_program(given: str | None) -> Path | None:
     """The path of the Rust frontend's program. given: a configured path; None if there is none.
 
@@ -110,14 +137,45 @@ def check_version(program: Path, vllm: str) -> None:
 
     vllm: name and version, as of `vllm_version`.
     """
-    try:
-        said = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True
-        ).stdout.split()
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as exc:
-        raise StartupError(f"{program} --version failed: {exc}") from exc
+    ended = _run(program, "--version")
+    if ended.returncode:
+        raise StartupError(f"{program} --version ended with exit code {ended.returncode}")
+    said = ended.stdout.split()
     if len(said) != 2 or said[0] != PROGRAM:
         raise StartupError(f"{program} is not {PROGRAM}: --version prints {' '.join(said[:4])!r}")
     wanted = vllm.partition(" ")[2].partition("+")[0]
     if said[1] != wanted:
-        raise StartupError(f"{program} has version {said[1]}, the installed vLLM {wanted}")
+        raise StartupError(
+            f"{program} has version {said[1]}, the installed vLLM {wanted}: run scripts/get_vllm_rs"
+        )
+
+
+def unknown_parsers(program: Path, flags: Mapping[str, Any]) -> list[Obstacle]:
+    """The configured parsers that the program does not have; its error lists those that it has.
+
+    flags: vLLM's arguments in kebab-case. Raises StartupError if the program does not run.
+    """
+    found: list[Obstacle] = []
+    for key in _PARSERS:
+        if not (name := flags.get(key)):
+            continue
+        # It checks the name, then fails for want of a tokeniser, and so serves nothing.
+        with TemporaryDirectory() as no_model:
+            ended = _run(program, "render", "--port=0", f"--{key}={name}", no_model)
+        if error := _UNKNOWN_PARSER.search(ended.stdout + ended.stderr):
+            found.append(Obstacle(key, f"vllm-rs: {error[0]}"))
+    return found
+
+
+def _run(program: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Raises StartupError."""
+    try:
+        return subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_RUN_S, check=False
+        )
+    except PermissionError as exc:
+        raise StartupError(f"{program} is not executable: chmod +x {program}") from exc
+    except subprocess.TimeoutExpired as exc:
+        raise StartupError(f"{program} {arguments[0]} did not end within {_RUN_S:g} s") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StartupError(f"{program} {arguments[0]} failed: {exc}") from exc

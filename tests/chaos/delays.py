@@ -156,7 +156,14 @@ async def _nats_frozen(scene: Scene) -> None:
         await asyncio.sleep(STEADY_S)
         end = time.monotonic()
         stop.set()
-    facts = scene.report.facts
+    scene.report.facts |= frozen_facts(answers, start, frozen, end)
+
+
+def frozen_facts(
+    answers: Sequence[Timed], start: float, frozen: float, end: float
+) -> dict[str, str]:
+    """The longest delays from `frozen` to `end`, and those from `start` to `frozen`."""
+    facts: dict[str, str] = {}
     for what, streams, aim in (
         ("longest gap in a stream", [a.arrivals for a in answers], True),
         ("longest time without any token", [[t for a in answers for t in a.arrivals]], True),
@@ -165,6 +172,7 @@ async def _nats_frozen(scene: Scene) -> None:
         before, gap = _longest(streams, start, frozen), _longest(streams, frozen, end)
         facts[what] = f"{gap:.2f} s; before {before:.2f} s"
         facts[what] += f"; {_aim(gap, _GAP_S)}" if aim else ""
+    return facts
 
 
 async def _freeze(scene: Scene) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.serve.processes import is_alive
+from dynamo_lite.vllm.args import vllm_version
 from tests.process.command import MODELLED, ROOT, STUB, eventually, run, serving
 
 
@@ -86,16 +87,32 @@ def test_a_missing_model_is_found_before_anything_starts(tmp_path: Path):
 
 @pytest.mark.timeout(240)
 def test_a_rust_edge_that_cannot_serve_starts_nothing(tmp_path: Path):
-    arguments = ("serve", "graphs.agg:Frontend", "-f", "configs/agg.yaml", "--Frontend.port=0")
-    state = tmp_path / "state"
-    absent = f"--Frontend.edge-binary={tmp_path}/vllm-rs"
-    result = run(
-        *(*arguments, "--state-dir", str(state), "--Frontend.edge=rust", absent), timeout_s=200
+    binary, state = tmp_path / "vllm-rs", tmp_path / "state"
+    arguments = (
+        *("serve", "graphs.agg:Frontend", "-f", "configs/agg.yaml", "--state-dir", str(state)),
+        *("--Frontend.port=0", "--Frontend.edge=rust", f"--Frontend.edge-binary={binary}"),
     )
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert line == f"error: --Frontend.edge: there is no file {tmp_path}/vllm-rs"
-    assert not (state / "run.json").exists()
+    installed = vllm_version().partition(" ")[2].partition("+")[0]
+
+    def refused() -> str:
+        result = run(*arguments, timeout_s=200)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert not (state / "run.json").exists()
+        [line] = result.stderr.splitlines()
+        return line
+
+    assert refused() == f"error: --Frontend.edge: there is no file {binary}"
+    binary.write_text("#!/bin/sh\necho vllm-rs 9.9.9\n")
+    assert refused() == f"error: --Frontend.edge: {binary} is not executable: chmod +x {binary}"
+    binary.chmod(0o755)
+    assert refused() == (
+        f"error: --Frontend.edge: {binary} has version 9.9.9, the installed vLLM {installed}: "
+        "run scripts/get_vllm_rs"
+    )
+    binary.write_text("#!/bin/sh\necho other 1\n")
+    assert refused() == (
+        f"error: --Frontend.edge: {binary} is not vllm-rs: --version prints 'other 1'"
+    )
 
 
 def test_dry_run_prints_and_starts_nothing(tmp_path: Path):

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from tests.chaos.client import Answer
-from tests.chaos.delays import Timed, longest, longest_gap
+from tests.chaos.delays import Timed, frozen_facts, longest, longest_gap
 from tests.chaos.load import Excuse, Load, Tally
 from tests.chaos.questions import Question
+from tests.chaos.report import Report
 
 RIGHT = Answer(tokens={0: [1, 2, 3]}, finish={0: "length"}, usage=3)
 STREAMED = Question("streamed", {"prompt": [5], "stream": True})
@@ -163,6 +164,20 @@ async def test_a_gap_within_a_stream_is_seen():
 
     tally = await ask_once(answer)
     assert tally.right == 1 and 0.2 <= tally.between_tokens.seconds < 5.0
+
+
+def test_all_three_delays_of_a_frozen_broker_are_in_the_result():
+    streams = [Timed("a", 0.0, 14.0, (0.5, 2.0, 9.0, 14.0)), Timed("b", 8.0, 13.0, (12.0, 12.5))]
+    facts = frozen_facts(streams, 0.0, 7.0, 14.0)
+    assert facts == {
+        "longest gap in a stream": "7.00 s; before 7.00 s; aim: at most 1 s: MISSED",
+        "longest time without any token": "7.00 s; before 7.00 s; aim: at most 1 s: MISSED",
+        "longest wait for a first token": "4.00 s; before 0.50 s",
+    }
+    report = Report("nats-frozen", 1, facts=facts)
+    shown = report.as_text()
+    assert all(name in shown and text in shown for name, text in facts.items())
+    assert report.as_json()["facts"] == facts
 
 
 def test_the_longest_gap_is_the_longest_that_overlaps_the_time():

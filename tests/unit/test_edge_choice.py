@@ -24,9 +24,19 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSION = vllm_version().partition(" ")[2].partition("+")[0]
 
 
+#: A program that has the parser `known` alone, and says so as `vllm-rs` does.
+SCRIPT = """#!/bin/sh
+case "$*" in
+  --version) echo '{says}' ;;
+  *-parser=known*) echo 'ERROR no supported tokenizer file'; exit 1 ;;
+  *) echo 'ERROR Caused by: tool parser `x` is not registered (choose from: known)' >&2; exit 1 ;;
+esac
+"""
+
+
 def program(folder: Path, says: str = f"vllm-rs {VERSION}") -> Path:
     path = folder / "vllm-rs"
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.write_text(SCRIPT.format(says=says))
     path.chmod(0o755)
     return path
 
@@ -79,7 +89,11 @@ def test_the_program_must_have_the_version_of_the_installed_vllm(tmp_path: Path)
     with pytest.raises(StartupError, match="there is no file"):
         find_program(str(tmp_path / "absent"))
     good.chmod(0o644)
-    with pytest.raises(StartupError, match="failed"):
+    with pytest.raises(StartupError, match="is not executable: chmod"):
+        check_version(good, vllm_version())
+    good.write_text("#!/bin/sh\nexit 3\n")
+    good.chmod(0o755)
+    with pytest.raises(StartupError, match="--version ended with exit code 3"):
         check_version(good, vllm_version())
 
 
@@ -121,6 +135,52 @@ def test_auto_takes_rust_where_it_can_and_says_why_not(tmp_path: Path):
         config, note, document = settled("--Frontend.edge=auto", binary, option)
         assert (edge_of(config), document.mistakes) == ("python", [])
         assert "auto takes Python" in note and reason in note
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        "--Frontend.max-in-flight-requests=100",
+        "--Frontend.max-queued-tokens=100000",
+        "--Frontend.default-request-timeout-s=60",
+        "--VllmWorker.max-in-flight-requests=100",
+        "--VllmWorker.max-queued-tokens=100000",
+    ],
+)
+def test_auto_takes_python_for_a_limit_whose_refusals_rust_answers_with_500(
+    tmp_path: Path, limit: str
+):
+    binary = f"--Frontend.edge-binary={program(tmp_path)}"
+    config, note, document = settled("--Frontend.edge=auto", binary, limit)
+    assert (edge_of(config), document.mistakes) == ("python", [])
+    key = limit.removeprefix("--").partition("=")[0]
+    assert f"auto takes Python: {key}: what it refuses gets " in note and "500" in note
+    config, note, document = settled("--Frontend.edge=rust", binary, limit)
+    assert (edge_of(config), note, document.mistakes) == ("rust", "", [])
+
+
+def test_limits_at_their_defaults_leave_auto_the_rust_edge(tmp_path: Path):
+    defaults = asdict(FrontendConfig())
+    named = [
+        f"--Frontend.{key.replace('_', '-')}={defaults[key]}"
+        for key in ("max_in_flight_requests", "max_queued_tokens", "default_request_timeout_s")
+    ]
+    binary = f"--Frontend.edge-binary={program(tmp_path)}"
+    config, note, _ = settled("--Frontend.edge=auto", binary, *named)
+    assert (edge_of(config), note) == ("rust", "")
+
+
+@pytest.mark.parametrize("key", ["tool-call-parser", "reasoning-parser"])
+def test_a_parser_that_the_program_does_not_have_is_an_obstacle(tmp_path: Path, key: str):
+    binary = f"--Frontend.edge-binary={program(tmp_path)}"
+    _, _, document = settled("--Frontend.edge=rust", binary, f"--Frontend.{key}=other")
+    [mistake] = document.mistakes
+    assert mistake.startswith(f"--Frontend.{key}: not with `edge: rust`: vllm-rs: ")
+    assert "is not registered (choose from: known)" in mistake
+    config, note, _ = settled("--Frontend.edge=auto", binary, f"--Frontend.{key}=other")
+    assert edge_of(config) == "python" and f"auto takes Python: {key}: vllm-rs: " in note
+    config, note, _ = settled("--Frontend.edge=auto", binary, f"--Frontend.{key}=known")
+    assert (edge_of(config), note) == ("rust", "")
 
 
 def test_a_missing_program_is_named_with_what_to_do(

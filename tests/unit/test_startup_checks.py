@@ -1,5 +1,7 @@
 """The checks before any process starts."""
 
+from pathlib import Path
+
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError

@@ -18,10 +18,11 @@ QUEUE_SIZE, MAX_JOBS = 4, 8
 #: PrefillWorker.concurrency of configs/disagg.yaml and its short-slots: what it claims while it
 #: hangs.
 CLAIMS = 2 + 1
+LEASE_S = 5
 #: Impatient, and quick to notice the dead. Chunks of one block: a prefill is under way long
 #: enough to be caught half-way. The broker takes few jobs, and every block is checked.
 SLOW_OPTIONS = (
-    "--Graph.lease-ttl-s=5",
+    f"--Graph.lease-ttl-s={LEASE_S}",
     f"--Common.queue.max-jobs={MAX_JOBS}",
     "--PrefillWorker.max-num-batched-tokens=32",
     "--PrefillWorker.max-num-seqs=4",

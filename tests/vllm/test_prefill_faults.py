@@ -13,6 +13,7 @@ from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
 from tests.vllm.live import command
 from tests.vllm.slow import (
     CLAIMS,
+    LEASE_S,
     QUEUE_SIZE,
     SLOW_OPTIONS,
     longs,
@@ -121,6 +122,13 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
         )
         survivor = 1 - victim
         os.kill(workers[victim].pid, signal.SIGKILL)
+        # The lease is refreshed ten times in its time, so that nine tenths of it were left.
+        await asyncio.to_thread(
+            eventually,
+            lambda: graph.count("VllmWorker", RESUMES, reason="writer_lost") > resumed,
+            timeout_s=0.8 * LEASE_S,
+            what="the prompt goes on before the killed worker's lease would have ended",
+        )
         assert await answer == expected
         assert graph.count("VllmWorker", RESUMES, reason="writer_lost") == resumed + 1
         assert outcomes(graph, "committed") == committed + 1

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import openai
@@ -19,13 +20,18 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.listening import bind
+from dynamo_lite.services.frontend.http import url_of
 from dynamo_lite.vllm.args import vllm_version
-from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
+from dynamo_lite.vllm.frontend.rust_core import RustCore
+from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
     AGG_OPTIONS,
+    MODEL,
     NAMESPACE,
     Graph,
     PlainServer,
@@ -33,6 +39,9 @@ from tests.vllm.graph import (
     descendants_of,
     eventually,
 )
+
+if TYPE_CHECKING:
+    from dynamo_lite.vllm.frontend.intake import Intake
 
 KEPT = Path(".dynamo-lite") / PROGRAM
 
@@ -246,6 +255,42 @@ def test_a_stopped_rust_frontend_is_unhealthy_and_then_replaced(rust: Graph):
     )
     assert not command_line(stopped)
     assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
+
+
+def test_it_is_asked_which_parsers_it_has():
+    assert BINARY is not None
+    known = {"tool-call-parser": "hermes", "reasoning-parser": "qwen3"}
+    assert unknown_parsers(BINARY, known) == []
+    flags = {"tool-call-parser": "pythonic", "reasoning-parser": "openai_gptoss"}
+    found = {obstacle.key: obstacle.reason for obstacle in unknown_parsers(BINARY, flags)}
+    assert found.keys() == flags.keys()
+    assert "tool parser `pythonic` is not registered" in found["tool-call-parser"]
+    assert "deepseek_r1" in found["reasoning-parser"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--reasoning-parser=kimi_k2"], "each chat with 500: .* missing reasoning .* `<think>`"),
+        (["--tool-call-parser=gemma4"], "each chat with 500: .* same parser"),
+        (["--tool-call-parser=hermes"], ""),
+    ],
+)
+async def test_parsers_that_do_not_fit_the_model_are_refused_at_the_start(
+    flags: list[str], reason: str
+):
+    """The check reaches no worker: here is none, and nothing that could look for one."""
+    assert BINARY is not None
+    nothing = cast("Intake", None)
+    flags = [f"--model={MODEL}", "--dtype=float32", *flags]
+    core = RustCore(timeout_s=1.0)
+    with (
+        bind("127.0.0.1", 0) as sock,
+        pytest.raises(StartupError, match=reason) if reason else nullcontext(),
+    ):
+        url = url_of(sock)
+        async with open_rust_edge(flags, BINARY, sock, url, core, nothing, grace_s=0):
+            assert not reason, "it serves"
 
 
 def rust_pid(frontend: int) -> int:

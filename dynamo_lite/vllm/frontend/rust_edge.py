@@ -21,6 +21,7 @@ from vllm.entrypoints.serve.utils.api_utils import jsonify_non_default_args
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from dynamo_lite.runtime.tasks import running
+from dynamo_lite.vllm.frontend.chat_check import check_chat
 from dynamo_lite.vllm.frontend.engine_link import EngineLink
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
@@ -101,6 +102,8 @@ async def open_rust_edge(
             await link.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]
+            if args.tool_call_parser or args.reasoning_parser:
+                await check_chat(url, served_model)
             yield RustEdge(process, requests, core, served_model)
 
 
