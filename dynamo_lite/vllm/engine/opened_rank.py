@@ -36,12 +36,16 @@ class OpenedRank:
     mover: Mover
     #: Kept here, since peers write into it while the rank is open.
     scratch: ScratchMemory
+    #: None in a decode engine.
+    fence: FenceReader | None = None
 
     def close(self) -> None:
         if isinstance(self.mover, PolledMover):
             # First: the rank may have to leave transfers in flight untouched.
             self.mover.stop()
         self.rank.close()
+        if self.fence is not None:
+            self.fence.close()
 
 
 def open_rank(
@@ -85,4 +89,4 @@ def open_rank(
         else:
             rank = DecodeRank(mover, own, kv.read)
         on_failure.pop_all()
-    return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch)
+    return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch, fence)
