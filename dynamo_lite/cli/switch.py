@@ -154,10 +154,24 @@ def _as_text(state: SwitchState) -> str:
     match state.phase:
         case "starting" if state.failures:
             return f"FAILED    {name}: {state.error}; it is tried again"
+        case "starting" if state.level == 2:
+            return f"SWITCHING {name} with the same engine"
         case "starting":
-            return f"STARTING  {name} on the same devices"
+            return f"STARTING  {name} on the same devices{_why(state)}"
+        case "done" if state.level == 2:
+            probed_s = max(state.start_s - state.change_s, 0.0)
+            times = (
+                f"drained in {state.drain_s:.1f} s, engine changed in {state.change_s:.2f} s,"
+                f" registered in {probed_s:.1f} s"
+            )
+            return f"READY     {name} (level 2): {times}"
         case "done":
             times = f"drained in {state.drain_s:.1f} s, started in {state.start_s:.1f} s"
-            return f"READY     {name}: {times}"
+            return f"READY     {name} (level 1): {times}{_why(state)}"
         case _:
             return ""
+
+
+def _why(state: SwitchState) -> str:
+    """Why the engine was not kept, if it should have been."""
+    return f"; the engine was not kept: {state.not_kept}" if state.not_kept else ""
