@@ -76,6 +76,12 @@ def as_text(state: PlannerState) -> str:
             f"under way: switch of {switch.component} {switch.lease_id:x} to {switch.to},"
             f" {switch.phase}, for {max(time.time() - switch.at, 0.0):.0f} s: {switch.reason}"
         )
+    elif state.switch is not None and state.switch.took:
+        switch = state.switch
+        lines.append(
+            f"last switch: {switch.component} {switch.lease_id:x} to {switch.to}, ordered"
+            f" {max(time.time() - switch.at, 0.0):.0f} s ago: {switch.took}"
+        )
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from dynamo_lite.cli.own_graph import POLL_S, check_runs, ready_leases
 from dynamo_lite.overview.drains import ROLES, GraphSeen, look
 from dynamo_lite.policy.drain import NoVictim, victim
 from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.policy.switch_book import times_text
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorReply, Switch, SwitchState
@@ -157,21 +158,9 @@ def _as_text(state: SwitchState) -> str:
         case "starting" if state.level == 2:
             return f"SWITCHING {name} with the same engine"
         case "starting":
-            return f"STARTING  {name} on the same devices{_why(state)}"
-        case "done" if state.level == 2:
-            probed_s = max(state.start_s - state.change_s, 0.0)
-            times = (
-                f"drained in {state.drain_s:.1f} s, engine changed in {state.change_s:.2f} s,"
-                f" registered in {probed_s:.1f} s"
-            )
-            return f"READY     {name} (level 2): {times}"
+            why = f"; the engine was not kept: {state.not_kept}" if state.not_kept else ""
+            return f"STARTING  {name} on the same devices{why}"
         case "done":
-            times = f"drained in {state.drain_s:.1f} s, started in {state.start_s:.1f} s"
-            return f"READY     {name} (level 1): {times}{_why(state)}"
+            return f"READY     {name}: {times_text(state)}"
         case _:
             return ""
-
-
-def _why(state: SwitchState) -> str:
-    """Why the engine was not kept, if it should have been."""
-    return f"; the engine was not kept: {state.not_kept}" if state.not_kept else ""

@@ -69,6 +69,18 @@ class BookedSwitch(ABC):
         )
 
 
+def times_text(state: SwitchState) -> str:
+    """At which level a switch that has succeeded was made, and how long each phase took."""
+    if state.level == 2:
+        registered_s = max(state.start_s - state.change_s, 0.0)
+        return (
+            f"level 2: drained in {state.drain_s:.1f} s, engine changed in {state.change_s:.2f} s,"
+            f" registered in {registered_s:.1f} s"
+        )
+    times = f"level 1: drained in {state.drain_s:.1f} s, started in {state.start_s:.1f} s"
+    return times + (f"; the engine was not kept: {state.not_kept}" if state.not_kept else "")
+
+
 S = TypeVar("S", bound=BookedSwitch)
 
 

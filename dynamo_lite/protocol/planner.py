@@ -228,6 +228,8 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["ordered", "asked", "withdrawing", "ended"]
     reason: Text = ""
     at: Wall = 0.0
+    #: When it has succeeded: at which level, and how long each phase took.
+    took: Text = ""
 
 
 class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
