@@ -1,7 +1,7 @@
 """When a running engine may leave its role, and how it is told to."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,12 +227,12 @@ async def test_orders_come_beside_the_session_of_the_half():
     inside = asyncio.Event()
 
     @asynccontextmanager
-    async def inner() -> Any:
+    async def inner() -> AsyncIterator[None]:
         inside.set()
         yield
 
     @asynccontextmanager
-    async def client() -> Any:
+    async def client() -> AsyncIterator[MemoryMessaging]:
         yield messaging
 
     orders = RoleOrders()
