@@ -277,7 +277,8 @@ class _Process:
         plan = await self._order.given()
         facts = self._facts()
         if self._state != "ready" or not facts.get("ok", True):
-            why = str(facts.get("trouble") or facts.get("error") or f"it is {self._state}")
+            ill = facts.get("trouble") or facts.get("error") or "it is not well"
+            why = ill if self._state == "ready" else f"it is {self._state}"
             self._order.refuse(f"the engine is not kept: {why}")
         self._stop.set(f"it goes on as {plan.stem}", EXIT_STOPPED)
 
