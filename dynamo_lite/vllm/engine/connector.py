@@ -9,7 +9,9 @@ the other role's half (`role_change.py`).
 import atexit
 import ctypes
 import gc
+import logging
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
@@ -146,11 +150,14 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def _reopen_rank(self, new: NewRole) -> None:
         """An exception ends the engine's process; the worker is started again in its new role."""
         assert self._opened is not None
-        self._opened.close()
+        began = time.monotonic()
         # Its NIXL agent ends with it.
+        self._opened.close()
         self._opened = None
         self._enter(Path(new.config_file), read_engine_config(new.config_file))
         self._opened = self._open_rank()
+        took_ms = 1000 * (time.monotonic() - began)
+        logger.info("the KV memory has a new NIXL agent, in the new role, after %.0f ms", took_ms)
         shake = self._opened.handshake
         self._new_rank = NewRanksMetadata({rank_index(self._vllm_config): shake})
 
