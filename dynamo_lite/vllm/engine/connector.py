@@ -9,10 +9,7 @@ the other role's half (`role_change.py`).
 import atexit
 import ctypes
 import gc
-import logging
 import signal
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +27,12 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import (
     ENGINE_CONFIG_FILE,
-    EngineConfig,
     PrefillEngineConfig,
     read_engine_config,
 )
 from dynamo_lite.disagg.messages import DecodeStep, NewRole, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.disagg.role_orders import RoleOrders
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.engine.arrivals import (
     arrival_wait_s,
@@ -50,13 +45,11 @@ from dynamo_lite.vllm.engine.connector_types import (
     NewRanksMetadata,
     ReportMetadata,
     StepMetadata,
-    engine_metadata,
 )
 from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
 from dynamo_lite.vllm.engine.kv_memory import preferred_layout, rank_index
-from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank
-from dynamo_lite.vllm.engine.role_change import RoleChange
-from dynamo_lite.vllm.engine.scheduler_half import bind_blocks, make_half
+from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank, reopening
+from dynamo_lite.vllm.engine.scheduler_half import ActiveHalf
 from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended, step_load
 from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
@@ -65,10 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
-
 _PR_SET_PDEATHSIG = 1
-_BRIDGE_START_S = 15.0
 
 
 def _die_with_parent() -> None:
@@ -91,34 +81,28 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._engine_config = read_engine_config(extra[ENGINE_CONFIG_FILE])
             hold_lease(self._engine_config.lease_id)
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
-        #: None for an engine that keeps its role.
-        self._change: RoleChange | None = None
-        if self._engine_config.switchable and role is KVConnectorRole.SCHEDULER:
-            self._change = RoleChange(RoleOrders(), self._engine_config_file)
-        #: The ranks open the other role: nothing else may happen meanwhile.
-        self._between_roles = False
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
-        self._scheduler: DecodeScheduler | PrefillScheduler | None = None
+        #: None in a worker process.
+        self._active: ActiveHalf | None = None
         self._opened: OpenedRank | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         #: For the scheduler half, once.
         self._new_rank: NewRanksMetadata | None = None
         self._manager: KVCacheManager | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_half()
-
-    def _make_half(self) -> DecodeScheduler | PrefillScheduler:
-        orders = None if self._change is None else self._change.orders
-        return make_half(self._engine_config, self._vllm_config, self._kv_cache_config, orders)
+            self._active = ActiveHalf(
+                self._engine_config, self._engine_config_file, vllm_config, kv_cache_config
+            )
 
     @property
     def short_length(self) -> int | None:
-        """Prompts up to this length pass longer ones; None: in this role none does."""
-        role = self._engine_config.role
-        if not isinstance(role, PrefillEngineConfig) or role.queue.order != "short-first":
-            return None
-        return role.queue.short_length
+        """See `ActiveHalf`."""
+        return None if self._active is None else self._active.short_length
+
+    @property
+    def _scheduler(self) -> DecodeScheduler | PrefillScheduler | None:
+        return None if self._active is None else self._active.half
 
     @property
     def _decode(self) -> DecodeScheduler | None:
@@ -150,21 +134,15 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def _reopen_rank(self, new: NewRole) -> None:
         """An exception ends the engine's process; the worker is started again in its new role."""
         assert self._opened is not None
-        began = time.monotonic()
-        # Its NIXL agent ends with it.
-        self._opened.close()
-        self._opened = None
-        self._enter(Path(new.config_file), read_engine_config(new.config_file))
-        self._opened = self._open_rank()
-        took_ms = 1000 * (time.monotonic() - began)
-        logger.info("the KV memory has a new NIXL agent, in the new role, after %.0f ms", took_ms)
+        with reopening():
+            self._opened.close()
+            self._opened = None
+            self._engine_config_file = Path(new.config_file)
+            self._engine_config = read_engine_config(new.config_file)
+            hold_lease(self._engine_config.lease_id)
+            self._opened = self._open_rank()
         shake = self._opened.handshake
         self._new_rank = NewRanksMetadata({rank_index(self._vllm_config): shake})
-
-    def _enter(self, file: Path, config: EngineConfig) -> None:
-        """Everything that is made from now on is of this role."""
-        self._engine_config_file, self._engine_config = file, config
-        hold_lease(config.lease_id)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._opened is None else self._opened.handshake
@@ -231,45 +209,15 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """All ranks are up."""
-        self._begin([shake for _, shake in sorted(metadata.items())])
-
-    def _begin(self, handshakes: Sequence[KVConnectorHandshakeMetadata]) -> None:
-        """Makes the engine's metadata, and connects to the servers. handshakes: of all ranks."""
-        assert self._scheduler is not None
-        self._scheduler.metadata = engine_metadata(
-            self._engine_config,
-            self._vllm_config.cache_config.block_size,
-            self._kv_cache_config.num_blocks,
-            handshakes,
-        )
-        self._scheduler.bridge.start(_BRIDGE_START_S)
-
-    def _leave_role(self) -> NewRole | None:
-        """Follows an order to change the role, if there is one and nothing is open."""
-        if self._change is None or self._scheduler is None or self._manager is None:
-            return None
-        begun = self._change.begin(self._scheduler, self._manager.block_pool, self._engine_config)
-        if begun is None:
-            return None
-        config, new = begun
-        self._enter(Path(new.config_file), config)
-        self._scheduler, self._between_roles = None, True
-        return new
-
-    def _take_role(self, ranks: NewRanksMetadata) -> None:
-        """All ranks are open in the new role."""
-        assert self._change is not None and self._manager is not None
-        self._scheduler, self._between_roles = self._make_half(), False
-        bind_blocks(self._scheduler, self._manager, self._vllm_config)
-        self._change.orders.followed()
-        self._begin([shake for _, shake in sorted(ranks.handshakes.items())])
+        assert self._active is not None
+        self._active.begin([shake for _, shake in sorted(metadata.items())])
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         hand_out_runs(kv_cache_manager.block_pool)
-        if self._scheduler is not None:
-            bind_blocks(self._scheduler, kv_cache_manager, self._vllm_config)
+        if self._active is not None:
+            self._active.bind(kv_cache_manager)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -293,9 +241,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if (new := self._leave_role()) is not None:
+        assert self._active is not None
+        if (new := self._active.leave()) is not None:
             return StepMetadata(new)
-        if self._between_roles:
+        if self._active.half is None:
             return StepMetadata(None)
         if self._decode is not None:
             assert self._manager is not None
@@ -323,7 +272,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         results = RankResults(sent=sent, received=received - lost, lost=lost)
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, NewRanksMetadata):
-            self._take_role(metadata)
+            assert self._active is not None
+            self._active.take(metadata)
             return
         report = metadata.report if isinstance(metadata, ReportMetadata) else None
         if self._scheduler is None:
@@ -340,9 +290,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        if self._between_roles or (self._change is not None and self._change.orders.waiting):
-            return True
-        return self._scheduler is not None and self._scheduler.busy
+        return self._active is not None and self._active.busy
 
     # Both halves
 
