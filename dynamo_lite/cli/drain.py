@@ -149,6 +149,7 @@ class Watch:
         )
         self._began = time.monotonic()
         self._told = ""
+        self._renewed = False
         self.forced = False
 
     async def until_gone(self, timeout_s: float) -> None:
@@ -164,7 +165,8 @@ class Watch:
         records = await members(self._place)
         listed = any(one.lease_id == self._record.lease_id for one in records)
         seen = await look([*records, self._record])
-        ended = not listed and not await self._lives()
+        self._renewed = any(self._is_renewed(one) for one in records)
+        ended = not listed and (self._renewed or not await self._lives())
         facts = seen.facts.get(self._record.lease_id, {})
         self._take(listed, ended, in_flight(facts), time.monotonic())
         grace_s = float(facts.get("grace_s", _GRACE_S))
@@ -173,6 +175,12 @@ class Watch:
         verdict = safe(self._leaving, seen.writers(asked_at), now=asked_at, fence_s=fence_s)
         self._tell(verdict, seen)
         return ended
+
+    def _is_renewed(self, other: EndpointRecord) -> bool:
+        """Whether its process goes on as this other member."""
+        mine = self._record
+        same = (other.host, other.pid) == (mine.host, mine.pid)
+        return same and other.lease_id != mine.lease_id and other.started_at > mine.started_at
 
     async def _lives(self) -> bool:
         record = self._record
@@ -197,7 +205,8 @@ class Watch:
         if not self._leaving.listed and self._told == "":
             lines.append("UNLISTED  it gets nothing new")
         if self._leaving.ended:
-            lines.append("GONE      its process has ended")
+            what = "its process is another worker now" if self._renewed else "its process has ended"
+            lines.append(f"GONE      {what}")
         elif isinstance(verdict, Safe):
             lines.append(f"SAFE      it may be killed: {verdict.reason}")
         elif self.forced:

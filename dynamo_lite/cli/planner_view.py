@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.planner import PlannerState
-from dynamo_lite.protocol.planner import PlannerDecision, PlannerReport
+from dynamo_lite.protocol.planner import PlannerDecision, PlannerReport, SwitchRecord
 
 
 def as_json(state: PlannerState) -> dict[str, Any]:
@@ -70,12 +70,7 @@ def as_text(state: PlannerState) -> str:
             f"under way: {operation.kind} {operation.component}{which} to {operation.count},"
             f" {operation.phase}, for {age:.0f} s: {operation.reason}"
         )
-    if state.switch is not None and state.switch.phase != "ended":
-        switch = state.switch
-        lines.append(
-            f"under way: switch of {switch.component} {switch.lease_id:x} to {switch.to},"
-            f" {switch.phase}, for {max(time.time() - switch.at, 0.0):.0f} s: {switch.reason}"
-        )
+    lines += [] if state.switch is None else _switch(state.switch)
     return "\n".join(lines)
 
 
@@ -104,6 +99,14 @@ def _decision(decision: PlannerDecision, now: float) -> list[str]:
         wanted = "?" if one.wanted is None else one.wanted
         lines.append(f"  {one.component}: {one.count} of {wanted}, {one.state}: {one.reason}")
     return lines
+
+
+def _switch(switch: SwitchRecord) -> list[str]:
+    what = f"{switch.component} {switch.lease_id:x} to {switch.to}"
+    age = f"{max(time.time() - switch.at, 0.0):.0f} s"
+    if switch.phase != "ended":
+        return [f"under way: switch of {what}, {switch.phase}, for {age}: {switch.reason}"]
+    return [f"last switch: {what}, ordered {age} ago: {switch.took}"] if switch.took else []
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -13,6 +13,7 @@ from dynamo_lite.cli.own_graph import POLL_S, check_runs, ready_leases
 from dynamo_lite.overview.drains import ROLES, GraphSeen, look
 from dynamo_lite.policy.drain import NoVictim, victim
 from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.policy.switch_book import times_text
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorReply, Switch, SwitchState
@@ -154,10 +155,12 @@ def _as_text(state: SwitchState) -> str:
     match state.phase:
         case "starting" if state.failures:
             return f"FAILED    {name}: {state.error}; it is tried again"
+        case "starting" if state.level == 2:
+            return f"SWITCHING {name} with the same engine"
         case "starting":
-            return f"STARTING  {name} on the same devices"
+            why = f"; the engine was not kept: {state.not_kept}" if state.not_kept else ""
+            return f"STARTING  {name} on the same devices{why}"
         case "done":
-            times = f"drained in {state.drain_s:.1f} s, started in {state.start_s:.1f} s"
-            return f"READY     {name}: {times}"
+            return f"READY     {name}: {times_text(state)}"
         case _:
             return ""

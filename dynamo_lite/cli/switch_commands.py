@@ -45,9 +45,11 @@ def switch(
     The worker drains as with `dynamo-lite drain`: it gets nothing new and finishes or hands over
     what it has (UNLISTED, DRAINING, MOVING, SAFE, GONE; FORCED: its grace-s was over before its
     work). Then a new process of the other role starts on its devices (STARTING, READY), which
-    nothing else can take in between. It loads the model, so a switch takes as long as a start. One
-    that fails to start (FAILED) is tried again, later each time; `dynamo-lite scale` with one
-    worker less gives it up.
+    nothing else can take in between. It loads the model, so a switch takes as long as a start.
+    Where both services are `switchable`, the process goes on with its engine instead (SWITCHING,
+    READY at level 2), and a new one (level 1) is started only when that fails. One that fails to
+    start (FAILED) is tried again, later each time; `dynamo-lite scale` with one worker less gives
+    it up.
 
     Both services must belong to the supervisor (`dynamo-lite serve`) of --state-dir. One worker
     of FROM that can work has to stay, and the minimum and maximum of a running planner hold. The

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from dynamo_lite.protocol.planner import SwitchState
 
@@ -40,9 +40,12 @@ class BookedSwitch(ABC):
         started: float | None,
         failures: int,
         error: str = "",
+        level: Literal[1, 2] = 1,
+        not_kept: str = "",
+        change_s: float = 0.0,
     ) -> SwitchState:
         """successor: its name; empty without one. ready: whether it was. started: when its start
-        was over. failures, error: of its starts."""
+        was over. failures, error: of its starts. The others: as in `SwitchState`."""
         drained = now if self.drained is None else self.drained
         if ready:
             phase = "done"
@@ -60,7 +63,22 @@ class BookedSwitch(ABC):
             start_s=(now if started is None else started) - drained,
             failures=0 if ready else failures,
             error=error[:1024],
+            level=level,
+            not_kept=not_kept[:1024],
+            change_s=change_s if level == 2 else 0.0,
         )
+
+
+def times_text(state: SwitchState) -> str:
+    """At which level a switch that has succeeded was made, and how long each phase took."""
+    if state.level == 2:
+        registered_s = max(state.start_s - state.change_s, 0.0)
+        return (
+            f"level 2: drained in {state.drain_s:.1f} s, engine changed in {state.change_s:.2f} s,"
+            f" registered in {registered_s:.1f} s"
+        )
+    times = f"level 1: drained in {state.drain_s:.1f} s, started in {state.start_s:.1f} s"
+    return times + (f"; the engine was not kept: {state.not_kept}" if state.not_kept else "")
 
 
 S = TypeVar("S", bound=BookedSwitch)

@@ -193,6 +193,11 @@ def first_token_subject(namespace: str, engine_id: str) -> str:
     return f"{namespace}_engine.{engine_id}.first_token"
 
 
+def role_subject(namespace: str, engine_id: str) -> str:
+    """Requests from a worker to its own engine: become the engine of another role."""
+    return f"{namespace}_engine.{engine_id}.role"
+
+
 def poll_subject(namespace: str, engine_id: str) -> str:
     """Requests from a decode worker to its engine: a link to you is being tested, so poll."""
     return f"{namespace}_engine.{engine_id}.poll"

@@ -89,7 +89,12 @@ def _router(namespace: str) -> Permissions:
 def _decode_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
     shared = (names.demand_subject(namespace), names.depth_subject(namespace))
-    own_engine = (names.leave_subject, names.poll_subject, names.describe_subject)
+    own_engine = (
+        names.leave_subject,
+        names.poll_subject,
+        names.describe_subject,
+        names.role_subject,
+    )
     from_others = (
         names.claim_subject,
         names.writer_done_subject,
@@ -130,7 +135,7 @@ def _decode_worker(namespace: str) -> Permissions:
 
 def _prefill_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
-    own_engine = (names.describe_subject, names.preflight_subject)
+    own_engine = (names.describe_subject, names.preflight_subject, names.role_subject)
     to_others = (
         names.claim_subject,
         names.writer_done_subject,

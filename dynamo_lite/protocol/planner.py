@@ -113,6 +113,13 @@ class SwitchState(msgspec.Struct, frozen=True, kw_only=True):
     #: Failed starts of the successor, and the last one's reason.
     failures: Natural = 0
     error: Text = ""
+    #: 2: the worker's process goes on as the successor, with its engine. 1: a new process does.
+    level: Literal[1, 2] = 1
+    #: Why the level is 1, where the workers are switchable.
+    not_kept: Text = ""
+    #: Of `start_s`, until the engine had its new role; the rest is for link tests and registration.
+    #: 0 at level 1.
+    change_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +228,8 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["ordered", "asked", "withdrawing", "ended"]
     reason: Text = ""
     at: Wall = 0.0
+    #: When it has succeeded: at which level, and how long each phase took.
+    took: Text = ""
 
 
 class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):

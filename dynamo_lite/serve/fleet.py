@@ -171,7 +171,10 @@ class Fleet:
             raise _refused(f"{component}: {why}")
         tier = [one for one in self._tiers[component] if not one.done.is_set()]
         promised = [o for o in self._successors.values() if o.launch.service == component]
-        present = {one.launch.instance for one in (*tier, *promised)}
+        # A process that has changed its role keeps the log that it was started with.
+        spawned = [one.spawned for one in self if not one.done.is_set()]
+        logs = {one.instance for one in spawned if one.service == component}
+        present = {one.launch.instance for one in (*tier, *promised)} | logs
         if len(present) >= MAX_INSTANCES:
             raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
         return next(n for n in range(MAX_INSTANCES) if n not in present)

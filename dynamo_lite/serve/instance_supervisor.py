@@ -68,6 +68,13 @@ class InstanceSupervisor:
         self._leaves = False
         self._child: ChildProcess | None = None
         self._error = ""
+        #: The launch that its present process was spawned with.
+        self.spawned: Launch = launch
+        #: Why an engine was not kept: what its process said, or what became of it here.
+        self.not_kept = ""
+        # What gets the process when it changes its role, and what it was given itself.
+        self._successor: InstanceSupervisor | None = None
+        self._taken: ChildProcess | None = None
 
     def __repr__(self) -> str:
         return f"InstanceSupervisor({self.launch.name}, {self.state.state}, pid={self.state.pid})"
@@ -87,6 +94,11 @@ class InstanceSupervisor:
         """Lease of the process, or of the last process if it has ended; 0 while it is not
         known."""
         return int(self.state.lease or "0", 16)
+
+    @property
+    def took_over(self) -> bool:
+        """Whether its process is one that has changed its role."""
+        return self.spawned is not self.launch
 
     async def keep(self) -> None:
         """Runs until the instance exits with 0 or `stop` was called and it has ended.
@@ -130,12 +142,28 @@ class InstanceSupervisor:
 
     def stop(self) -> None:
         """Drains it (SIGTERM) without a restart. Idempotent."""
-        if self._stopping.is_set():
+        # A process that drains for a change of its role must hear that there will be none.
+        changes, self._successor = self._successor is not None, None
+        if self._stopping.is_set() and not changes:
             return
         self._stopping.set()
         if self._child is not None:
             self._change("draining")
             self._child.terminate()
+
+    def change_role(self, successor: "InstanceSupervisor") -> None:
+        """As `stop`, but its process goes on as that of the successor, if it can. Whether it has
+        done so is to be seen when this one is done: by the successor's `took_over`."""
+        if self._stopping.is_set():
+            return
+        child = self._child
+        if child is None or not child.order(successor.launch.plan_path):
+            self.not_kept = "its process takes no orders"
+            self.stop()
+            return
+        self._successor = successor
+        self._stopping.set()
+        self._change("draining")
 
     def kill(self) -> None:
         """Sends SIGKILL to its process group; no restart."""
@@ -143,6 +171,17 @@ class InstanceSupervisor:
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
+
+    def take_over(self, child: ChildProcess, spawned: Launch) -> None:
+        """`keep` begins with this process. spawned: what it was started with."""
+        self._taken, self.spawned = child.hand_over(self.launch), spawned
+        self.state.log = str(spawned.log_path or "")
+
+    async def end_taken(self) -> None:
+        """Ends the process that it took over, if `keep` will never be called."""
+        if self._taken is not None:
+            async with self._taken:
+                self._taken = None
 
     async def _run_once(self) -> int:
         """Returns the exit code; `_NOT_SPAWNED` before another try. Raises StartupError."""
@@ -157,7 +196,10 @@ class InstanceSupervisor:
             return _NOT_SPAWNED
 
     async def _run_child(self) -> int:
-        async with ChildProcess(self.launch) as child:
+        taken, self._taken = self._taken, None
+        if taken is None:
+            self.spawned, self.state.log = self.launch, str(self.launch.log_path or "")
+        async with taken or ChildProcess(self.launch) as child:
             self._child = child
             self.state.pid = child.pid
             self._change("starting")
@@ -168,6 +210,8 @@ class InstanceSupervisor:
                 elif self._stopping.is_set():
                     child.terminate()
                 code = await child.run(self._on_report)
+                if self._successor is not None and not self._successor.took_over:
+                    self.not_kept = self.not_kept or f"its process ended ({exit_text(code)})"
                 if code != 0 and self.state.lease:
                     # A killed process has not revoked its lease itself. Others hear of its death
                     # now: until the memory of its killed engine is free, seconds may pass.
@@ -204,12 +248,17 @@ class InstanceSupervisor:
                 self.ready.set()
             case "draining":
                 self._leaves = report.get("for_good") is True
+                self.not_kept = str(report.get("keeps_not", "")) or self.not_kept
                 self._change("draining")
                 self._progress.line(self.launch.name, f"draining: {report.get('reason', '')}")
             case "drained" if self._stopping.is_set():
                 self.drained.set()
+            case "switching" if self._child is not None and self._successor is not None:
+                self._successor.take_over(self._child, self.spawned)
             case "failed":
                 self._error = str(report.get("error", ""))
+                if self.took_over and not self.ready.is_set():
+                    self.not_kept = self._error
 
     def _change(self, state: str) -> None:
         if self.state.state != state:

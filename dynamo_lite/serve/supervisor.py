@@ -158,8 +158,9 @@ class Supervisor:
         return instance.launch.name
 
     def switch(self, component: str, lease_id: int, to: str) -> str:
-        """Begins to drain a process, which a process of another component replaces. Returns the
-        successor's name. Raises Refused. A repeated switch is carried out once."""
+        """Begins to drain a process, which a process of another component replaces, or which goes
+        on as that. Returns the successor's name. Raises Refused. A repeated switch is carried out
+        once."""
         tasks = self._running_tasks()
         switch = self._switches.begun(component, lease_id, to)
         if switch is None:
@@ -173,9 +174,14 @@ class Supervisor:
 
     async def _carry_out(self, switch: RoleSwitch, tasks: asyncio.TaskGroup) -> None:
         successor = switch.successor
-        switch.worker.stop()
+        if switch.keeps:
+            switch.worker.change_role(successor)
+        else:
+            switch.worker.stop()
         await self._end(switch.worker)
-        if self._switches.hand_over(switch, starts=self._run.state.state == "ready"):
+        if not self._switches.hand_over(switch, starts=self._run.state.state == "ready"):
+            await successor.end_taken()
+        else:
             tasks.create_task(successor.keep(), name=successor.launch.name)
             self._on_change()
             await first_of(successor.ready.wait(), successor.done.wait())

@@ -1,7 +1,10 @@
 """Workers that change their role: one drains, and one of another component gets its devices.
 
+At level 2 the process of the one goes on as that of the other, with its engine; at level 1, and
+whenever level 2 fails, a new process is started.
+
 The devices belong to the switch from its order until the successor has them, so no other process
-can take them. Both processes never run at the same time. There is one switch at a time.
+can take them. Two processes never run at the same time. There is one switch at a time.
 """
 
 import time
@@ -24,6 +27,11 @@ class RoleSwitch(BookedSwitch):
     settled_at: float | None = None
 
     @property
+    def keeps(self) -> bool:
+        """Whether the worker's process is to go on as the successor."""
+        return self.worker.launch.switchable and self.successor.launch.switchable
+
+    @property
     def settled(self) -> bool:
         return self.settled_at is not None or self.successor.ready.is_set()
 
@@ -35,6 +43,9 @@ class RoleSwitch(BookedSwitch):
             started=self.settled_at,
             failures=self.successor.state.restarts,
             error=self.successor.state.error,
+            level=2 if self.successor.took_over else 1,
+            not_kept=self.worker.not_kept or self.successor.not_kept,
+            change_s=float(self.successor.facts.get("change_s", 0.0)),
         )
 
 

@@ -131,6 +131,9 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
     step_timeout_s: Seconds = 120.0
     #: Whether the worker publishes to routers which prefixes it holds, and its load.
     kv_events: bool = True
+    #: Whether its running engine may go on as that of a prefill worker. Both workers must have the
+    #: same value, and the same arguments for the engine.
+    switchable: bool = False
     transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 
@@ -145,6 +148,8 @@ class PrefillWorkerConfig(PrefillOptions):
     short_slots: Natural = 1
     #: See the same option of the decode worker.
     step_timeout_s: Seconds = 120.0
+    #: See the same option of the decode worker.
+    switchable: bool = False
     transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 

@@ -18,7 +18,7 @@ from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
 from tests.process import null_graph
-from tests.process.fleet_graph import CallerConfig, NullConfig, NullWorker
+from tests.process.fleet_graph import CallerConfig, NullBackend, NullConfig, NullWorker
 
 _PERIOD_S = 0.2
 
@@ -107,8 +107,55 @@ _DECODE = Service(
 )
 _CALLER = Service(name="Caller", config=CallerConfig, component="tests.process.fleet_graph:Caller")
 
+
+class KeptNull(NullBackend):
+    """Implements KeptBackend: nothing is kept but this object."""
+
+    def __init__(self) -> None:
+        self.change_s: float | None = None
+
+    def in_role(self, spec: ProcessSpec) -> "KeptNull":
+        self.change_s = 0.125
+        return self
+
+    async def end(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptTellingConfig(TellingConfig):
+    switchable: bool = True
+    remote_prefill: bool = True
+
+
+class KeptTelling(TellingWorker):
+    def __init__(self, config: dict[str, Any], spec: Any, parts: Any = None):
+        super().__init__(config, spec)
+        self.parts = parts or KeptNull()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptIdleConfig(IdleConfig):
+    switchable: bool = True
+
+
+class KeptIdle(IdleWorker):
+    def __init__(self, config: dict[str, Any], spec: Any, parts: Any = None):
+        super().__init__(
+            {name: value for name, value in config.items() if name != "switchable"}, spec
+        )
+        self.parts = parts or KeptNull()
+
+
 Switching = Graph(services=(_CALLER, _DECODE, _PREFILL))
 Planned = Graph(services=(_CALLER, PLANNER, _DECODE, _PREFILL))
+#: The process of a worker goes on in its other role.
+Kept = Graph(
+    services=(
+        _CALLER,
+        replace(_DECODE, config=KeptTellingConfig, component=f"{__name__}:KeptTelling"),
+        replace(_PREFILL, config=KeptIdleConfig, component=f"{__name__}:KeptIdle"),
+    )
+)
 
 
 def told(prompt: list[int], position: int) -> int:

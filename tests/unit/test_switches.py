@@ -20,11 +20,18 @@ class Instance:
     """As `InstanceSupervisor`, without a process."""
 
     def __init__(self, service: str, number: int, devices: dict[str, str]):
-        self.launch = SimpleNamespace(service=service, instance=number, name=f"{service}-{number}")
+        self.launch = SimpleNamespace(
+            service=service, instance=number, name=f"{service}-{number}", switchable=False
+        )
+        self.spawned, self.facts, self.not_kept = self.launch, dict[str, Any](), ""
         self.devices = devices.get("CUDA_VISIBLE_DEVICES", "")
         self.state = ProcessState(service=service, instance=number, lease=f"{id(self):x}")
         self.ready, self.done = asyncio.Event(), asyncio.Event()
         self.leaves = False
+
+    @property
+    def took_over(self) -> bool:
+        return self.spawned is not self.launch
 
     @property
     def lease_id(self) -> int:
@@ -188,3 +195,44 @@ def test_what_is_refused_changes_nothing():
         world.switches.begin(D, world.of(D)[0].lease_id, P)
     assert world.fleet.counts() == before
     assert world.switches.states() == []
+
+
+def test_a_kept_process_is_told_with_how_long_its_engine_took():
+    world = World()
+    giver = world.of(P)[0]
+    switch = world.begin(giver, D)
+    assert not switch.keeps
+    giver.launch.switchable = switch.successor.launch.switchable = True
+    assert switch.keeps
+    giver.done.set()
+    successor = switch.successor
+    successor.spawned, successor.facts = giver.launch, {"change_s": 0.25}
+    world.switches.hand_over(switch, starts=True)
+    successor.ready.set()
+    world.switches.settle(switch)
+    (state,) = world.switches.states()
+    assert (state.phase, state.level, state.change_s, state.not_kept) == ("done", 2, 0.25, "")
+
+
+def test_a_process_that_could_not_go_on_is_replaced_and_the_reason_is_told():
+    world = World()
+    giver = world.of(P)[0]
+    switch = world.begin(giver, D)
+    giver.done.set()
+    giver.not_kept = "the engine is not kept: silent"
+    world.switches.hand_over(switch, starts=True)
+    (state,) = world.switches.states()
+    assert (state.phase, state.level, state.not_kept) == ("starting", 1, giver.not_kept)
+
+
+def test_the_number_of_a_process_that_writes_on_into_its_log_is_not_given_to_another():
+    world = World()
+    giver = world.of(P)[1]
+    switch = world.begin(giver, D)
+    giver.done.set()
+    switch.successor.spawned = giver.launch
+    world.switches.hand_over(switch, starts=True)
+    world.switches.settle(switch)
+    world.switches.begin(D, world.of(D)[0].lease_id, P)
+    (again,) = world.fleet._successors.values()
+    assert again.launch.name == "PrefillWorker-2"

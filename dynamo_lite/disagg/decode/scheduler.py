@@ -257,6 +257,16 @@ class DecodeScheduler:
         return self._clock.monotonic() - self.prefills.last_asked_at
 
     @property
+    def unfinished(self) -> str:
+        """Why this engine cannot leave its role yet; empty if it can."""
+        with self._book.lock:
+            if left := self._book.unfinished:
+                return left
+        if self._net.listening:
+            return "a link to it is being tested"
+        return "it has requests, or blocks are held back" if self.prefills else ""
+
+    @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
         waits = bool(self._step.give_up or self._net.listening)

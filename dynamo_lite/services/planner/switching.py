@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from dynamo_lite.policy.planner_inputs import Operation, Switches
+from dynamo_lite.policy.switch_book import times_text
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
 from dynamo_lite.protocol.planner import SwitchRecord, SwitchState
@@ -231,6 +232,7 @@ class Switching:
         if state.phase == "done":
             self._drains.append(state.drain_s)
             self._starts.append(state.start_s)
+            one.record = msgspec.structs.replace(one.record, took=times_text(state)[:1024])
         await self._end(one, "done" if state.phase == "done" else "failed")
 
     def _too_few(self, record: SwitchRecord, counted: Counted) -> str:
@@ -279,7 +281,8 @@ class Switching:
             await self._enter(one, "ended")
         self._one = None
         self.ended[one.record.to, "switch", outcome] += 1
-        logger.info("switch of a %s to %s: %s", one.record.component, one.record.to, outcome)
+        record, took = one.record, f", {one.record.took}" if one.record.took else ""
+        logger.info("switch of a %s to %s: %s%s", record.component, record.to, outcome, took)
 
 
 def _find(switches: Sequence[SwitchState], record: SwitchRecord) -> SwitchState | None:

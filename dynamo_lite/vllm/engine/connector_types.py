@@ -1,6 +1,6 @@
 """The messages that vLLM carries between the parts of the connector, in vLLM's wrapper types."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, WorkerReport
+from dynamo_lite.disagg.messages import DecodeStep, NewRole, PrefillStep, WorkerReport
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 
 #: The fingerprint entry that comes from the engine's ranks; the component adds all others.
@@ -22,9 +22,9 @@ KV_LAYOUT = "kv_layout"
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler half to the worker halves, each step."""
+    """From the scheduler half to the worker halves, each step. None: between two roles."""
 
-    step: DecodeStep | PrefillStep
+    step: DecodeStep | PrefillStep | NewRole | None
 
 
 @dataclass
@@ -39,8 +39,20 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
+class NewRanksMetadata(KVConnectorWorkerMetadata):
+    """From the worker halves to the scheduler half: they are open in the new role."""
+
+    #: By index of the rank.
+    handshakes: "dict[int, RankHandshake]"
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NewRanksMetadata":
+        assert isinstance(other, NewRanksMetadata)
+        return NewRanksMetadata({**self.handshakes, **other.handshakes})
+
+
+@dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """From each rank to the scheduler half, once at the start."""
+    """From each rank to the scheduler half, once in each role."""
 
     #: The rank's `RankMetadata` in msgpack.
     rank: bytes
@@ -52,13 +64,13 @@ def engine_metadata(
     config: EngineConfig,
     block_size_tokens: int,
     num_blocks: int,
-    handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
+    handshakes: Sequence[KVConnectorHandshakeMetadata],
 ) -> EngineMetadata:
     """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT.
 
-    handshakes: by pipeline stage and rank within it, in the order of `kv_memory.rank_index`.
+    handshakes: in the order of `kv_memory.rank_index`.
     """
-    shakes = [shake for _, shake in sorted(handshakes.items()) if isinstance(shake, RankHandshake)]
+    shakes = [shake for shake in handshakes if isinstance(shake, RankHandshake)]
     orders = {order for shake in shakes for order in shake.orders}
     return EngineMetadata(
         engine_id=config.engine_id,

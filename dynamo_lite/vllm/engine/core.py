@@ -5,10 +5,8 @@ prompts come as token ids, and outputs leave as the engine produced them, one ba
 Detokenisation happens in the Frontend.
 """
 
-import asyncio
 import contextlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,15 +15,13 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor import Executor
 
 from dynamo_lite.disagg.counters import PREFLIGHT, SPAN
-from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
+from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
-from dynamo_lite.engine.base import EngineLoad
+from dynamo_lite.engine.base import EngineLoad, KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     EngineDied,
@@ -45,11 +41,10 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
-from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
+from dynamo_lite.vllm.engine.kept_core import KeptCore
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
-from dynamo_lite.vllm.engine.supported import refusal_reported
-from dynamo_lite.vllm.first_token import FirstTokenRules
+from dynamo_lite.vllm.engine.running_core import RunningCore
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +66,28 @@ class EngineContext:
     on_drop: OnDrop = uncounted
     #: Records the spans that the engine's processes note.
     tracer: Tracer | None = None
+    #: Outlives this role; None: the engine is started with the role and ends with it.
+    kept: KeptCore | None = None
 
 
 class VllmEngine:
-    """What decode and prefill engines share: vLLM's process, its status and its load.
+    """What decode and prefill engines share: vLLM's process in one role, its status and its load.
 
-    kv_events: publishes the engine's blocks.
+    publishes_kv: whether the engine's blocks are published.
     """
 
-    def __init__(self, context: EngineContext, kv_events: VllmKvEvents | None = None):
+    def __init__(self, context: EngineContext, *, publishes_kv: bool = False):
         self._context, self._engine_config = context, context.engine_config
         self._metrics = RemotePrefillMetrics(context.registry, context.on_drop)
+        kept = context.kept
+        if kept is None:
+            events = VllmKvEvents(context.on_drop) if publishes_kv else None
+            self._core = RunningCore(context.args, events)
+        else:
+            self._core = kept.of_role(context.args, context.on_drop)
+        self._publishes_kv = publishes_kv
+        #: vLLM's client while this role lasts.
         self._client: Any = None
-        self._config: VllmConfig | None = None
-        self._rules: FirstTokenRules | None = None
-        self._loaded_len: int | None = None
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._link_tests = (
             None
             if self._engine_config is None
@@ -94,20 +95,21 @@ class VllmEngine:
         )
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
-        self.kv_events = kv_events
 
     async def __aenter__(self) -> Self:
-        if self._engine_config is not None:
-            write_engine_config(self._context.engine_config_path, self._engine_config)
-        loop = asyncio.get_running_loop()
+        core, config, file = self._core, self._engine_config, self._context.engine_config_path
         try:
-            # In a thread: loading takes many seconds, and the event loop must keep running.
-            self._client = await loop.run_in_executor(self._starter, self._load)
-            if self._engine_config is not None:
+            if core.client is None:
+                await core.start(config, file)
+                if self._context.kept is not None:
+                    self._context.kept.started()
+            else:
+                assert config is not None
+                await core.change_role(config, file, self._context.messaging)
+            self._client = core.client
+            if config is not None:
                 described = (await self.describe()).metadata
-                self.metadata = await loop.run_in_executor(
-                    self._starter, self._fingerprinted, described
-                )
+                self.metadata = await core.in_thread(lambda: self._fingerprinted(described))
         except BaseException:
             await self._close()
             raise
@@ -118,12 +120,19 @@ class VllmEngine:
 
     @property
     def config(self) -> VllmConfig:
-        assert self._config is not None
-        return self._config
+        return self._core.config
 
     @property
     def model(self) -> str:
         return self.config.model_config.model
+
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """What publishes the engine's blocks; None if nothing does."""
+        if not self._publishes_kv:
+            return None
+        kept = self._context.kept
+        return self._core.kv_events if kept is None else kept.events
 
     async def describe(self) -> EngineStatus:
         """Requests the status of the engine's process over NATS.
@@ -151,7 +160,7 @@ class VllmEngine:
         """Any call makes an idle engine core check for steps to make."""
         try:
             if self._client is not None:
-                await self._client.is_sleeping_async()
+                await self._core.wake()
         except EngineDeadError as exc:
             raise Unavailable("the engine's process has ended") from exc
 
@@ -196,37 +205,26 @@ class VllmEngine:
         if self._link_tests is not None:
             self._link_tests.resolve(counts.get(PREFLIGHT, ()))
 
-    def _load(self) -> Any:
-        self._config = config = vllm_config(
-            self._context.args,
-            self._engine_config,
-            self._context.engine_config_path,
-            self.kv_events,
-        )
-        if self.kv_events is not None and not self.kv_events.attach(config):
-            self.kv_events = None
-        self._loaded_len = config.model_config.max_model_len
-        self._rules = FirstTokenRules(config)
-        with refusal_reported(self._context.engine_config_path):
-            return EngineCoreClient.make_async_mp_client(
-                vllm_config=config,
-                executor_class=Executor.get_class(config),
-                log_stats=True,
-            )
-
     def _fingerprinted(self, described: EngineMetadata) -> EngineMetadata:
         """Adds the fingerprint; the engine's process has only set its layout."""
         layout = described.fingerprint[KV_LAYOUT]
-        made = fingerprint(self.config, layout, max_model_len=self._loaded_len)
+        made = fingerprint(self.config, layout, max_model_len=self._core.loaded_len)
         return msgspec.structs.replace(described, fingerprint=made)
+
+    def _unfinished(self) -> list[str]:
+        """The engine's names of the requests that still run."""
+        return []
 
     async def _close(self) -> None:
         if self._link_tests is not None:
             self._link_tests.close()
-        if self._client is not None:
-            loop = asyncio.get_running_loop()
-            client, self._client = self._client, None
-            await loop.run_in_executor(self._starter, client.shutdown)
-        self._starter.shutdown(wait=False)
+        if self._context.kept is None:
+            self._client = None
+            await self._core.close()
+        else:
+            # The engine goes on without what the drain has not finished.
+            with contextlib.suppress(EngineDeadError):
+                await self._abort(self._unfinished())
+            self._client = None
         with contextlib.suppress(FileNotFoundError):
             self._context.engine_config_path.unlink()

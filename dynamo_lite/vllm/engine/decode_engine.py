@@ -12,7 +12,6 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
-from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 from dynamo_lite.vllm.first_token import stop_tokens
 from dynamo_lite.vllm.wire import delta_from_output
 
@@ -33,7 +32,7 @@ class VllmDecodeEngine(VllmEngine):
         publishes_kv: bool = False,
         takes_first_tokens: bool = False,
     ):
-        super().__init__(context, VllmKvEvents(context.on_drop) if publishes_kv else None)
+        super().__init__(context, publishes_kv=publishes_kv)
         self._first_tokens = FirstTokens(context.registry) if takes_first_tokens else None
         self._ids = RequestIds()
 
@@ -74,13 +73,16 @@ class VllmDecodeEngine(VllmEngine):
                     deltas += await self._go_on(request)
                 yield deltas
 
+    def _unfinished(self) -> list[str]:
+        return self._leave(self._ids.all())
+
     def _expect_first_token(
         self, first_tokens: FirstTokens, request: GenerateRequest, made: EngineCoreRequest
     ) -> None:
         """made: the engine's request."""
-        assert self._rules is not None and made.sampling_params is not None
+        assert self._core.rules is not None and made.sampling_params is not None
         params = made.sampling_params
-        sampling = self._rules.sampling(params, len(made.prompt_token_ids or ()))
+        sampling = self._core.rules.sampling(params, len(made.prompt_token_ids or ()))
         if sampling is not None:
             first_tokens.expect(made.request_id, request, stop_tokens(params))
             requests.ask_first_token(made, sampling)

@@ -8,9 +8,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
-from dynamo_lite.vllm.engine.arrivals import schedule_arrivals_at_once
+from dynamo_lite.vllm.engine.both_roles import choose_scheduler
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
-from dynamo_lite.vllm.engine.short_first import let_short_pass
 from dynamo_lite.vllm.engine.supported import check_args, check_config
 
 
@@ -35,8 +34,7 @@ def vllm_config(
         args.kv_events_config = kv_events.config()
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    let_short_pass(config, engine_config)
-    schedule_arrivals_at_once(config, engine_config)
+    choose_scheduler(config, engine_config)
     if engine_config is not None:
         check_config(config, engine_config.role)
     return config
@@ -44,11 +42,14 @@ def vllm_config(
 
 def transfer_config(engine_config: EngineConfig, engine_config_path: Path) -> KVTransferConfig:
     """Makes vLLM load the connector. engine_config_path: its file."""
+    only_decodes = (
+        isinstance(engine_config.role, DecodeEngineConfig) and not engine_config.switchable
+    )
     return KVTransferConfig(
         kv_connector="DynamoLiteConnector",
         kv_connector_module_path="dynamo_lite.vllm.engine.connector",
         # A prefill engine also loads prefixes; "kv_both" keeps their blocks until then.
-        kv_role="kv_consumer" if isinstance(engine_config.role, DecodeEngineConfig) else "kv_both",
+        kv_role="kv_consumer" if only_decodes else "kv_both",
         engine_id=engine_config.engine_id,
         kv_connector_extra_config={ENGINE_CONFIG_FILE: str(engine_config_path)},
         kv_load_failure_policy="recompute",

@@ -1,0 +1,69 @@
+"""Whether the workers of a graph can change their role with the engine that they have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
+
+#: The components whose workers change into each other.
+_ROLES = ("VllmWorker", "PrefillWorker")
+
+
+def check_switchable(config: GraphConfig) -> None:
+    """Raises ConfigError, with the names of all options that an engine cannot change while it
+    runs, if they differ between the roles of switchable workers."""
+    found = [one for name in _ROLES if (one := config.get(name)) is not None]
+    wanted = [one.service.name for one in found if one.options.get("switchable") is True]
+    if not wanted:
+        return
+    if len(wanted) < len(_ROLES):
+        raise ConfigError(
+            [
+                f"{wanted[0]}.switchable: workers change between {' and '.join(_ROLES)}; set"
+                " switchable: true for both"
+            ]
+        )
+    decode, prefill = found
+    if mistakes := [*_differences(decode, prefill), *_not_served(decode, prefill)]:
+        raise ConfigError(mistakes)
+
+
+def _differences(decode: ServiceConfig, prefill: ServiceConfig) -> list[str]:
+    """What is decided when an engine's process starts."""
+    why = "with switchable: true it must be the same, because a running engine cannot change it"
+    both = [
+        *_unequal("", decode.flags, prefill.flags),
+        *_unequal("ServiceArgs.env.", decode.later_env, prefill.later_env),
+        *_unequal("ServiceArgs.", {"devices": decode.devices}, {"devices": prefill.devices}),
+    ]
+    return [
+        f"{decode.service.name}.{name} is {here!r}, {prefill.service.name}.{name} is {there!r}:"
+        f" {why}"
+        for name, here, there in both
+    ]
+
+
+def _not_served(decode: ServiceConfig, prefill: ServiceConfig) -> list[str]:
+    mistakes: list[str] = []
+    if not decode.options.get("remote_prefill"):
+        mistakes.append(
+            f"{decode.service.name}.remote-prefill is false: an engine without remote prefills has"
+            " no connector, and cannot be switchable"
+        )
+    if prefill.options.get("stream_layers") and not prefill.flags.get("enforce-eager"):
+        mistakes.append(
+            f"{prefill.service.name}.stream-layers needs enforce-eager: true, for both roles of"
+            " switchable workers"
+        )
+    return mistakes
+
+
+def _unequal(
+    where: str, here: Mapping[str, Any], there: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (f"{where}{name}", here.get(name), there.get(name))
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]

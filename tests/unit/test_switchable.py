@@ -1,0 +1,68 @@
+"""What two roles must have in common, so that one engine can be of both."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.serve.switchable import check_switchable
+
+FLAGS = {"model": "m", "max-num-seqs": 8, "enforce-eager": True}
+
+
+def service(name: str, **changes: Any) -> Any:
+    options = {"switchable": True, "remote_prefill": True, "stream_layers": False}
+    given = {"flags": FLAGS, "later_env": {"A": "1"}, "devices": 1, "options": options}
+    return SimpleNamespace(service=SimpleNamespace(name=name), **{**given, **changes})
+
+
+def graph(**changes: dict[str, Any]) -> Any:
+    found = {
+        name: service(name, **changes.get(name, {})) for name in ("VllmWorker", "PrefillWorker")
+    }
+    return SimpleNamespace(get=found.get)
+
+
+def mistakes(config: Any) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        check_switchable(config)
+    return refused.value.mistakes
+
+
+def test_the_same_arguments_are_accepted():
+    check_switchable(graph())
+    check_switchable(SimpleNamespace(get=lambda name: None))  # type: ignore[arg-type]
+
+
+def test_both_roles_must_be_switchable():
+    off = {"switchable": False, "remote_prefill": True, "stream_layers": False}
+    (mistake,) = mistakes(graph(PrefillWorker={"options": off}))
+    assert mistake.startswith("VllmWorker.switchable: ")
+    check_switchable(graph(VllmWorker={"options": off}, PrefillWorker={"options": off}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"flags": {**FLAGS, "max-num-seqs": 16}}, "max-num-seqs is 16"),
+        ({"flags": {"model": "m", "max-num-seqs": 8}}, "enforce-eager is None"),
+        ({"later_env": {"A": "2"}}, "ServiceArgs.env.A is '2'"),
+        ({"devices": 2}, "ServiceArgs.devices is 2"),
+    ],
+)
+def test_what_a_running_engine_cannot_change_is_named(changed: dict[str, Any], name: str):
+    (mistake,) = mistakes(graph(VllmWorker=changed))
+    assert mistake.startswith(f"VllmWorker.{name}, PrefillWorker.")
+    assert "a running engine cannot change it" in mistake
+
+
+def test_options_of_a_role_that_the_engine_cannot_serve():
+    no_remote = {"switchable": True, "remote_prefill": False}
+    (mistake,) = mistakes(graph(VllmWorker={"options": no_remote}))
+    assert mistake.startswith("VllmWorker.remote-prefill is false")
+    streams = {"switchable": True, "stream_layers": True}
+    flags = {"model": "m"}
+    lazy = {"options": streams, "flags": flags}
+    (mistake,) = mistakes(graph(VllmWorker={"flags": flags}, PrefillWorker=lazy))
+    assert mistake.startswith("PrefillWorker.stream-layers needs enforce-eager")
