@@ -222,6 +222,7 @@ def _shortly(*cuts: Cut) -> Scenario:
     async def play(rig: Rig, streams: Streams) -> None:
         before = restarts(rig), await rig.leases()
         for cut in cuts:
+            await rig.refreshed()
             with cut(rig):
                 await asyncio.sleep(_SHORT_S)
             await streams.more(1)

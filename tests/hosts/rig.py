@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import secrets
 import ssl
 import sys
@@ -10,6 +11,8 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
+
+import httpx
 
 from dynamo_lite.cli.access_text import chosen, nats_account, password_variable, user_of
 from dynamo_lite.protocol import names
@@ -178,6 +181,25 @@ class Rig:
     async def leases(self) -> set[int]:
         """Of the members. Raises DynamoLiteError."""
         return {member.lease_id for member in await self.members()}
+
+    async def refreshed(self) -> None:
+        """Returns when every process has refreshed its lease a short time ago: it survives another
+        cut that is shorter. Raises TimeoutError."""
+
+        async def all_have() -> bool:
+            await asyncio.sleep(_LOOK_S)
+            async with httpx.AsyncClient(timeout=5.0) as client:
+                urls = [f"{self.status_url(program)}/metrics" for program in self.programs]
+                try:
+                    pages = [(await client.get(url)).text for url in urls]
+                except httpx.HTTPError:
+                    return False
+            found = [
+                re.search(r"^dynamo_lite_lease_remaining_seconds (\S+)", p, re.M) for p in pages
+            ]
+            return all(one and float(one[1]) > 0.6 * LEASE_TTL_S for one in found)
+
+        await eventually(all_have, _READY_S)
 
     async def whole(self) -> None:
         """Returns when exactly the processes that run now are members: none is being restarted, and

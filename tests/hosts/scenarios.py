@@ -106,6 +106,7 @@ async def _for_less_than_a_lease(stage: Stage, *cuts: AbstractContextManager[Non
     """One after the other: nobody ends, nobody leaves."""
     before = restarts(stage.rig), await stage.rig.leases()
     for cut in cuts:
+        await stage.rig.refreshed()
         with cut:
             await stage.half_a_lease()
         await stage.goes_on()
