@@ -2,6 +2,7 @@
 well, print their rows, and no request fails."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.edge_load_report import MIN_CORES
 from benchmarks.scripted_engines import TOKENS
 from tests.process.command import ROOT
 
@@ -85,6 +87,24 @@ def test_edge_load_says_what_is_wrong(arguments: tuple[str, ...], code: int, why
     )
     assert done.returncode == code
     assert why in done.stderr
+
+
+def test_edge_load(tmp_path: Path):
+    """One small load of two systems. What it holds depends on the machine; what cannot be told
+    from it has to be said."""
+    found = tmp_path / "found.json"
+    systems = ("--systems", "python", "python-2", "--rounds=1", f"--json={found}")
+    sizes = ("--seconds=1", "--first-load=200", "--most-load=200", "--precision=0.9")
+    output = bench("edge_load", *systems, *sizes, "--idle-s=0.1")
+    table, notes = output.split("\n\n")[1:]
+    assert [line.split()[0] for line in table.splitlines()] == ["system", "python", "python-2"]
+    [steps] = json.loads(found.read_text())
+    held = {step["system"] for step in steps if not step["failed"] and step["first_p99_ms"] <= 100}
+    for name in ("python", "python-2"):
+        top = "held the highest load that was offered" if name in held else "no load held in 1 of 1"
+        assert f"{name}: {top}" in notes
+    if held == {"python", "python-2"} and len(os.sched_getaffinity(0)) < MIN_CORES:
+        assert "target 1.8: " in notes and ("met" in notes or "cannot be shown on" in notes)
 
 
 def test_forward(tmp_path: Path):
