@@ -97,6 +97,15 @@ class Stage:
             self._stock = self._engines.enter_context(stock_pair(self._next_directory()))
         return self._stock
 
+    @contextmanager
+    def alone(
+        self, graph: tuple[str, str] = DISAGG, options: Sequence[str] = ()
+    ) -> Iterator[Graph]:
+        """A graph for the caller only."""
+        self.clear()
+        with self._new(graph, options) as running:
+            yield running
+
     def clear(self) -> None:
         with self._leaving():
             pass
