@@ -27,7 +27,7 @@ if "HANGS" in os.environ:
         sys.exit(2)
 sys.exit(int(os.environ.get(part, "0")))
 """
-PLAIN = "-m pytest -m not vllm --numprocesses 4 --dist loadfile"
+PLAIN = "-m pytest -m not vllm --numprocesses 4 --dist loadfile --no-loadscope-reorder"
 ENGINES = "-m pytest -m vllm"
 
 

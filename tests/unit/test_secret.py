@@ -7,11 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 from dynamo_lite.serve.run_state import RunState
 from dynamo_lite.serve.secret_file import (
-    check_exposure,
     given_secret,
     made_secret,
     running_secret,
@@ -152,11 +151,3 @@ def test_a_lone_service_takes_the_secret_of_the_graph_beside_it_only():
     assert running_secret(running, "nats://a") == Path("/run/secret")
     assert running_secret(running, "nats://b") is None
     assert running_secret(None, "nats://a") is None
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node-1", "::"])
-def test_an_open_address_needs_a_secret(host: str):
-    with pytest.raises(ConfigError, match="--secret-file"):
-        check_exposure(host, None)
-    check_exposure(host, Path("/some/secret"))
-    check_exposure("127.0.0.1", None)

@@ -41,6 +41,8 @@ def test_a_warning_does_not_show_a_password():
         # Also over TLS: it says who the server is, not who may use it.
         ("::1", "tls://127.0.0.1,nats:4222", ["--nats-url"]),
         ("0.0.0.0", None, ["Graph.bind-host"]),
+        ("node-1", None, ["Graph.bind-host"]),
+        ("::", None, ["Graph.bind-host"]),
         ("10.0.0.9", "nats://nats", ["Graph.bind-host", "--nats-url"]),
     ],
 )
