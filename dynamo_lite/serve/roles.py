@@ -5,6 +5,7 @@ Between two runs nothing is left of the process but its engine.
 """
 
 import asyncio
+import gc
 import logging
 import logging.config
 import os
@@ -52,6 +53,9 @@ async def run_roles(
                     return code
                 # From here on the supervisor counts the process among those of its new role.
                 report({"state": "switching"})
+                # gRPC's cancelled calls are in reference cycles and keep their connections. With as
+                # many objects as vLLM has, Python hardly ever looks for cycles by itself.
+                gc.collect()
                 assert order.plan is not None
                 plan = read_plan(order.plan)
                 logging.config.dictConfig(plan.logging)
