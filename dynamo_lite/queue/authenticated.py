@@ -33,7 +33,7 @@ class AuthenticatedQueue:
         on_drop: OnDrop = uncounted,
     ):
         self._queue, self._secret, self._on_drop = queue, secret, on_drop
-        self._context = b"message " + subject.encode()
+        self._context = job_context(subject)
         self._log_limit = LogLimit()
 
     async def __aenter__(self) -> Self:
@@ -89,6 +89,11 @@ class AuthenticatedQueue:
 
     async def stop_pulling(self) -> None:
         await self._queue.stop_pulling()
+
+
+def job_context(subject: str) -> bytes:
+    """The context for the tag of a job on this subject."""
+    return b"message " + subject.encode()
 
 
 class _OpenedJob:

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import secrets
+import warnings
 from pathlib import Path
 
 import nkeys
@@ -85,6 +86,8 @@ async def use_broker(url: str) -> None:
 
 async def refusal(opening: NatsMessaging) -> str:
     """What is said when it cannot be entered, which must be soon."""
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # what tests before this one have left
     with pytest.raises(StartupError) as failure:
         async with asyncio.timeout(5):
             await opening.__aenter__()

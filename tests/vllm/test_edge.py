@@ -202,6 +202,7 @@ async def test_garbage_on_the_subjects(disagg: Graph, reference: PlainServer, pa
     async with disagg.messaging() as messaging:
         for subject in await _subjects(disagg):
             await messaging.publish(subject, payload)
+    await disagg.publish_job(payload)
     await _answers(disagg, reference)
     await disagg.settled(before.free_blocks)
     # What comes often is logged seldom, so the lines may be of an earlier payload.
@@ -274,7 +275,7 @@ async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainSer
         cancel = CancelAttempt(attempt="forged", engine_id=engine)
         await messaging.publish(names.cancel_subject(NAMESPACE, writer), encode_sealed(cancel))
         for message in (job, strange, later):
-            await messaging.publish(names.prefill_jobs_subject(NAMESPACE), encode_sealed(message))
+            await disagg.publish_job(encode_sealed(message))
     await _answers(disagg, reference)
     await disagg.settled(before.free_blocks)
     # The one long prompt of `_answers`, and nothing for the forged jobs.
