@@ -14,8 +14,8 @@ import nats
 from nats.errors import Error as NatsError
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
-from dynamo_lite.serve.processes import free_port
 from tests.builders import eventually
+from tests.ports import reserved_port
 from tests.servers import PrivateServer
 
 _LOOPBACK = "127.0.0.1"
@@ -200,7 +200,7 @@ class NatsCluster(Cluster[M]):
 
 @asynccontextmanager
 async def nats_cluster(folder: Path, size: int = 3) -> AsyncIterator[NatsCluster[PrivateServer]]:
-    routes = {f"n{number}": (_LOOPBACK, free_port()) for number in range(size)}
+    routes = {f"n{number}": (_LOOPBACK, reserved_port()) for number in range(size)}
     kind = partial(_NatsMember, routes=routes)
     async with _running({name: PrivateServer(kind, folder / name) for name in routes}) as members:
         cluster = NatsCluster(members)
@@ -274,7 +274,7 @@ async def _unsaid(_: Exception) -> None:
 
 @asynccontextmanager
 async def etcd_cluster(folder: Path, size: int = 3) -> AsyncIterator[EtcdCluster[PrivateServer]]:
-    peers = {f"e{number}": f"http://{_LOOPBACK}:{free_port()}" for number in range(size)}
+    peers = {f"e{number}": f"http://{_LOOPBACK}:{reserved_port()}" for number in range(size)}
     kind = partial(_EtcdMember, peers=peers)
     async with _running({name: PrivateServer(kind, folder / name) for name in peers}) as members:
         cluster = EtcdCluster(members)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 
-from dynamo_lite.serve.processes import free_port
+from tests.ports import reserved_port
 
 BLOCK = 16
 
@@ -17,7 +17,7 @@ class Publisher:
     """An engine's KV events. What vLLM would name blocks is made up."""
 
     def __init__(self, *, replays: bool = True):
-        self.ports = free_port(), free_port() if replays else 0
+        self.ports = reserved_port(), reserved_port() if replays else 0
         self._names = itertools.count(1)
         self.named: dict[tuple[int, ...], int] = {}
         self.start()

@@ -44,7 +44,7 @@ def is_alive(pid: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now. It may be taken before it is used: be ready to retry.
+    """A TCP port that no socket has now. It may be taken before it is used: be ready to retry.
 
     It is outside the range for outgoing connections. So a restarted server finds its port
     free although clients tried to connect meanwhile.
@@ -52,11 +52,21 @@ def free_port(host: str = "127.0.0.1") -> int:
     end = _first_outgoing_port()
     for _ in range(_PORT_TRIES):
         port = random.randrange(end - _PORTS, end) if end > _PORTS + 1024 else 0
-        if port and can_listen(host, port):
+        if port and _is_unused(host, port):
             return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _is_unused(host: str, port: int) -> bool:
+    """Whether no socket has the port, also none that does not listen."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def _first_outgoing_port() -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
-from dynamo_lite.serve.processes import free_port
 from dynamo_lite.serve.run_state import ProcessState, read_run
+from tests.ports import reserved_port
 from tests.servers import PrivateServer
 from tests.vllm.graph import Graph, command_line, descendants_of
 
@@ -65,7 +65,7 @@ class Cluster:
         self.directory = directory
         self.nats = PrivateServer(EmbeddedNats, directory / "nats")
         self.etcd = PrivateServer(EmbeddedEtcd, directory / "etcd")
-        self.port = free_port()
+        self.port = reserved_port()
         self._excuses: list[tuple[str, Callable[[], float]]] = []
         self.unclean: list[str] = []
         self._options = list(options)

@@ -15,10 +15,10 @@ from vllm.distributed.kv_events import (
 )
 
 from dynamo_lite.policy.prompt_tokens import PromptTokens
-from dynamo_lite.serve.processes import free_port
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.kv_publishing import BLOCK, Publisher, publishing
+from tests.ports import reserved_port
 from tests.scripted import Leg
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -126,7 +126,7 @@ async def test_an_engine_that_was_restarted_holds_nothing():
 
 async def test_malformed_frames_are_dropped():
     """What comes after them counts."""
-    port = free_port()
+    port = reserved_port()
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PUB)
     try:

@@ -20,8 +20,8 @@ import pytest
 
 from dynamo_lite.forward.protocols.base import Order
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.serve.processes import free_port
 from tests.forwarding import Rig, rig
+from tests.ports import reserved_port
 from tests.scripted import CHAT as CHATS
 from tests.scripted import MESSAGES, RESPONSES, Fault, Leg
 
@@ -114,8 +114,8 @@ def command(protocol: str, r: Rig) -> list[str]:
 @asynccontextmanager
 async def oracle(protocol: str, r: Rig, directory: Path) -> AsyncIterator[str]:
     """The URL of a router in front of the rig's engines."""
-    port = free_port()
-    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    port = reserved_port()
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(reserved_port())]
     with (directory / "router.log").open("wb") as log:
         process = subprocess.Popen(
             [*command(protocol, r), *where],

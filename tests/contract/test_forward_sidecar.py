@@ -16,11 +16,11 @@ from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
 from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.serve.processes import free_port
 from dynamo_lite.services.sidecar import Sidecar
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT
+from tests.ports import reserved_port
 from tests.scripted import HANDOVERS, Fault, Fleet, Leg, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -274,7 +274,7 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
     name: str, engines: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Each leg would reserve blocks of it that no decode engine takes."""
-    async with beside(name, metrics_port=free_port()) as b:
+    async with beside(name, metrics_port=reserved_port()) as b:
         for engine in (*b.prefill, *b.decode):
             engine.handover = HANDOVERS[engines]
         for _ in range(3):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats, program
-from dynamo_lite.serve.processes import free_port
 from tests.deploy.command_lines import DEPLOY
+from tests.ports import reserved_port
 
 #: What may stand in front of a path: `--option=`, `?ca=`, a space or a quote.
 _PATH = re.compile(r"(?<=[=\s\"'])/[\w./-]+")
@@ -107,7 +107,7 @@ class ShippedEtcd(EmbeddedEtcd):
 
 def free_ports(*addresses: str) -> dict[str, str]:
     """A free address of this host for each."""
-    return {address: f"127.0.0.1:{free_port()}" for address in addresses}
+    return {address: f"127.0.0.1:{reserved_port()}" for address in addresses}
 
 
 @asynccontextmanager

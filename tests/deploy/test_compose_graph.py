@@ -15,9 +15,9 @@ import pytest
 
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import WriterDone
-from dynamo_lite.serve.processes import free_port
 from tests.builders import prefill_job
 from tests.deploy.compose import Compose, planes
+from tests.ports import reserved_port
 from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
 from tests.process.null_decode import ENGINE, decode_engine
 from tests.process.null_graph import answer
@@ -46,7 +46,7 @@ def services(compose: Compose) -> Iterator[dict[str, Serving]]:
             assert (serve, graph) == ("serve", "graphs.disagg:Frontend")
             [service] = [o.partition("=")[2] for o in options if o.startswith("--service-name=")]
             options += ["--Graph.bind-host=127.0.0.1"]
-            options += [f"--{service}.ServiceArgs.status-port={free_port()}"]
+            options += [f"--{service}.ServiceArgs.status-port={reserved_port()}"]
             if name == "frontend":
                 options += ["--Frontend.host=127.0.0.1", "--Frontend.port=0"]
             environment = {**os.environ, **compose.environment(name)}

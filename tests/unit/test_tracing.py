@@ -33,9 +33,9 @@ from dynamo_lite.runtime.tracing.tracer import (
     record_child,
     record_notes,
 )
-from dynamo_lite.serve.processes import free_port
 from tests.builders import eventually
 from tests.collector import Collector, collecting
+from tests.ports import reserved_port
 
 NAMES = {"namespace": "t", "component": "Frontend", "instance": "Frontend-0"}
 
@@ -150,7 +150,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_dead_collector_harms_nothing(quiet: None, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG, "opentelemetry")
-    endpoint = f"http://127.0.0.1:{free_port()}"
+    endpoint = f"http://127.0.0.1:{reserved_port()}"
     async with open_tracer(TracingOptions(endpoint=endpoint), **NAMES) as tracer:
         for _ in range(5000):  # more than the queue takes
             tracer.record("lost", new_trace(), "", 0.0, 1.0)

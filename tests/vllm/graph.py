@@ -35,9 +35,10 @@ from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.processes import free_port, is_alive
+from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 from dynamo_lite.vllm.args import engine_flags
+from tests.ports import reserved_port
 
 MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
@@ -382,7 +383,7 @@ class PlainServer(Command):
         config = resolve(load_graph(name), document).get("VllmWorker")
         document.raise_mistakes()
         assert config is not None
-        self._url = f"http://127.0.0.1:{free_port()}"
+        self._url = f"http://127.0.0.1:{reserved_port()}"
         self._ready_s = _READY_S
         self._was_ready = False
         super().__init__(

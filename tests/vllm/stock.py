@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from dynamo_lite.serve.processes import free_port
+from tests.ports import reserved_port
 from tests.vllm.graph import Graph, PlainServer, command_line, descendants_of
 
 FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
@@ -48,7 +48,7 @@ class StockEngine(PlainServer):
         super().__init__(directory, flags={"kv-transfer-config": config, **flags})
         self.role: Role = role
         self._ready_s = _READY_S
-        self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(reserved_port())
 
     def kill(self) -> None:
         """vLLM's engine process outlives the kill of its server, so it is killed, too."""
@@ -141,7 +141,7 @@ class StockPair:
 
 @contextmanager
 def stock_pair(directory: Path) -> Iterator[StockPair]:
-    events, replay = free_port(), free_port()
+    events, replay = reserved_port(), reserved_port()
     published = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

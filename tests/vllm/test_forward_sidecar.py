@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_lite.serve.processes import free_port
+from tests.ports import reserved_port
 from tests.vllm.asking import ask, prose
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import Command, eventually, sample_sum
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixture
 
 class Sidecar(Command):
     def __init__(self, directory: Path, decode: StockEngine):
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.metrics_port = reserved_port(), reserved_port()
         super().__init__(
             directory,
             [
