@@ -5,7 +5,6 @@ Between two runs nothing is left of the process but its engine.
 """
 
 import asyncio
-import gc
 import logging
 import logging.config
 import os
@@ -16,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from dynamo_lite.runtime.etcd.client import free_cancelled_calls
 from dynamo_lite.runtime.process.component import Component, Report
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.role_order import RoleOrder
@@ -53,9 +53,7 @@ async def run_roles(
                     return code
                 # From here on the supervisor counts the process among those of its new role.
                 report({"state": "switching"})
-                # gRPC's cancelled calls are in reference cycles and keep their connections. With as
-                # many objects as vLLM has, Python hardly ever looks for cycles by itself.
-                gc.collect()
+                free_cancelled_calls()
                 assert order.plan is not None
                 plan = read_plan(order.plan)
                 logging.config.dictConfig(plan.logging)

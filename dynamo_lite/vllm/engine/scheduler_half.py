@@ -14,6 +14,7 @@ from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.role_orders import RoleOrders
 from dynamo_lite.disagg.server_clients import Servers
 from dynamo_lite.runtime.drops import uncounted
+from dynamo_lite.runtime.etcd.client import free_cancelled_calls
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.engine.connector_types import NewRanksMetadata, engine_metadata
 from dynamo_lite.vllm.engine.role_change import RoleChange
@@ -94,6 +95,7 @@ class ActiveHalf:
         self._config, new = begun
         hold_lease(self._config.lease_id)
         self.half = None
+        free_cancelled_calls()
         return new
 
     def take(self, ranks: NewRanksMetadata) -> None:
