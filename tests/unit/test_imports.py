@@ -41,6 +41,14 @@ async def test_the_collector_is_on_after_an_import_that_fails(large: str):
     assert gc.isenabled()
 
 
+async def test_a_second_import_exempts_nothing_from_collection(large: str):
+    import_large(large)
+    gc.unfreeze()
+    import_large(large)
+    await import_in_thread(large)
+    assert gc.get_freeze_count() == 0
+
+
 def test_a_process_that_an_engine_spawns_imports_vllm_first(monkeypatch):
     """As `multiprocessing.spawn` runs its parent's main module."""
     imported: list[str] = []

@@ -1,9 +1,11 @@
 """The scheduler half of the role that an engine has now."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import uvloop
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from dynamo_lite.disagg.bridge import Bridge, Session, ThreadBridge
@@ -45,6 +47,8 @@ class ActiveHalf:
         self._manager: KVCacheManager | None = None
         #: None for an engine that keeps its role.
         self._change = RoleChange(RoleOrders(), file) if config.switchable else None
+        #: Of all bridges of a switchable engine: gRPC keeps each loop that has used it.
+        self._loop: asyncio.AbstractEventLoop | None = None
         #: None between two roles, while the ranks open the other one.
         self.half: DecodeScheduler | PrefillScheduler | None = self._made()
 
@@ -114,7 +118,10 @@ class ActiveHalf:
         def open_bridge(session: Session) -> Bridge:
             if orders is None:
                 return ThreadBridge(session)
-            return ThreadBridge(orders.session(config, outside, session, uncounted))
+            if self._loop is None or self._loop.is_running():  # a session that hangs while it ends
+                self._loop = uvloop.new_event_loop()
+            session = orders.session(config, outside, session, uncounted)
+            return ThreadBridge(session, loop=self._loop)
 
         if isinstance(config.role, PrefillEngineConfig):
             return PrefillScheduler(
