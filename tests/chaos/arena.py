@@ -17,6 +17,7 @@ from tests.chaos.meters import Meters
 from tests.chaos.questions import Question, answers, questions
 from tests.chaos.report import Report
 from tests.chaos.standing import at_rest, open_files
+from tests.ports import reservations
 from tests.vllm.graph import PlainServer, descendants_of
 
 _EXIT = re.compile(r"(\w+)-\w+ +(?:\| )?ended \(((?:exit|signal) -?\d+)\)")
@@ -144,7 +145,7 @@ class Belongings:
     @classmethod
     def now(cls, besides: Iterable[int] = ()) -> "Belongings":
         return cls(
-            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/fd")) - reservations(),
             frozenset(descendants_of(os.getpid())) - frozenset(besides),
             frozenset(asyncio.all_tasks()),
         )
