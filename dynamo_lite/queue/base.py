@@ -41,7 +41,7 @@ class QueueConfig(QueueOptions):
     """The options and what users cannot change."""
 
     #: How long a push waits for the broker's answer. Only this value may differ between users.
-    push_timeout_s: float = 1.0
+    push_timeout_s: float = 0.5
     #: The broker drops older jobs, pulled or not. Otherwise jobs of dead engines, and jobs with an
     #: ambiguous push, would count against `max_jobs` forever.
     max_age_s: float = 600.0
