@@ -43,8 +43,8 @@ def etcd(
         Path | None,
         typer.Option(
             help="Make the users at --etcd-url and turn authentication on, with the passwords of"
-            " this folder: a file USER:PASSWORD named as each user, and one named `root`. May be"
-            " repeated.",
+            " this folder: a file USER:PASSWORD named as each user, and one named `root`. The"
+            " command may be run again.",
         ),
     ] = None,
     etcd_url: EtcdUrl = None,
