@@ -7,8 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +25,7 @@ from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, u
 from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
+from tests.vllm.bench_serve import assert_every_token_came, bench_serve
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
@@ -327,44 +326,8 @@ async def tokens_of(
     return tokens
 
 
-#: `vllm bench serve`. The program `vllm` looks for package data that the CPU build does not have.
-_BENCH_SERVE = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
-
-
-@pytest.mark.parametrize("edge", ["python", "rust"])
-def test_vllms_load_generator_gets_every_token(
-    edge: str, rust: Graph, python: Graph, tiny_model: Path, tmp_path: Path
-):
-    graph = {"rust": rust, "python": python}[edge]
-    options = {
-        "backend": "openai-chat",
-        "endpoint": "/v1/chat/completions",
-        "base-url": graph.url,
-        "model": "tiny",
-        "tokenizer": tiny_model,
-        "dataset-name": "random",
-        "random-input-len": 64,
-        "random-output-len": 16,
-        "num-prompts": 12,
-        "max-concurrency": 4,
-        "result-dir": tmp_path,
-        "result-filename": "result.json",
-    }
-    flags = ["--ignore-eos", "--disable-tqdm", "--save-result"]
-    subprocess.run(
-        [sys.executable, "-c", _BENCH_SERVE, *flags, *(f"--{k}={v}" for k, v in options.items())],
-        check=True,
-        timeout=300,
-    )
-    result = json.loads((tmp_path / "result.json").read_bytes())
-    assert [result[key] for key in ("completed", "failed", "total_output_tokens")] == [12, 0, 192]
+def test_vllms_load_generator_gets_every_token(rust: Graph, tiny_model: Path, tmp_path: Path):
+    assert_every_token_came(bench_serve(rust.url, tiny_model, tmp_path))
 
 
 @pytest.mark.takes_workers
