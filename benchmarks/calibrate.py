@@ -175,10 +175,16 @@ def _most_sequences(engine: Engine) -> int:
     return engine.config.scheduler_config.max_num_seqs
 
 
-async def probe(url: str, timing: Timing, remote_tokens: int) -> Timing:
+def port_of(url: str) -> int:
+    """Raises ArgumentTypeError for another host: the network would be measured, too."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("127.0.0.1", "localhost") or parts.port is None:
+        raise argparse.ArgumentTypeError(f"{url} is not http://127.0.0.1:PORT")
+    return parts.port
+
+
+async def probe(port: int, timing: Timing, remote_tokens: int) -> Timing:
     """The timing with what an idle graph adds to the engine's own times, as medians."""
-    port = urlsplit(url).port
-    assert port is not None
     paces, short, long = [], [], []
     async with connect(port) as connection:
 
@@ -251,7 +257,9 @@ def main() -> None:
     )
     parser.add_argument("--start-s", type=float, default=60.0, help="start time of a worker")
     parser.add_argument("--bytes-per-s", type=float, default=25e9, help="of a network interface")
-    parser.add_argument("--url", help="an idle graph of this model, for what it adds")
+    parser.add_argument(
+        "--url", type=port_of, help="of an idle graph of this model on this host, for what it adds"
+    )
     parser.add_argument("--remote-tokens", type=int, default=1024, help="prompts for --url")
     parser.add_argument("--refit", type=Path, help="use these records; measure no engine")
     parser.add_argument("--limits-of", type=Path, help="with --refit: the rest of this timing file")

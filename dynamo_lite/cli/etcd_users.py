@@ -54,8 +54,15 @@ class _EtcdCtl:
         added = self._call(["user", "add", user, "--interactive=false"], typed=user)
         if "already exists" not in added.stderr:
             self._check(added)
-        elif self._call(["user", "get", user], as_user=user).returncode != 0:
+        elif not self._has_password(user):
             self._check(self._call(["user", "passwd", user, "--interactive=false"], typed=user))
+
+    def _has_password(self, user: str) -> bool:
+        """While authentication is off, etcd takes any password for right: False."""
+        status = self._call(["auth", "status"])
+        if "Status: false" in status.stdout:
+            return False
+        return self._call(["user", "get", user], as_user=user).returncode == 0
 
     def run(self, words: Sequence[str]) -> None:
         done = self._call(words)
@@ -98,4 +105,6 @@ def _password(path: Path, user: str) -> str:
         raise ConfigError([f"--make: {exc}"]) from exc
     if name != user or not password:
         raise ConfigError([f"--make: {path} is not the login of {user}: write {user}:PASSWORD"])
+    if any(character.isspace() for character in password):
+        raise ConfigError([f"--make: {path}: etcdctl reads a password to its first blank only"])
     return password

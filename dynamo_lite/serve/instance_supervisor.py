@@ -72,6 +72,9 @@ class InstanceSupervisor:
         self.spawned: Launch = launch
         #: Why an engine was not kept: what its process said, or what became of it here.
         self.not_kept = ""
+        #: Of its first process that was ready: whether it had changed its role, and the engine's
+        #: seconds for that.
+        self.began_kept, self.change_s = False, 0.0
         # What gets the process when it changes its role, and what it was given itself.
         self._successor: InstanceSupervisor | None = None
         self._taken: ChildProcess | None = None
@@ -134,11 +137,15 @@ class InstanceSupervisor:
                 self.launch.name, f"cannot be started; the graph continues without it\n{exc}"
             )
         finally:
-            self.drained.set()
-            self.done.set()
-            if not failed:
-                self.state.error = ""
-            self._change("failed" if failed else "stopped")
+            try:
+                # Stopped before its first process: nobody else would end the one that it got.
+                await self.end_taken()
+            finally:
+                self.drained.set()
+                self.done.set()
+                if not failed:
+                    self.state.error = ""
+                self._change("failed" if failed else "stopped")
 
     def stop(self) -> None:
         """Drains it (SIGTERM) without a restart. Idempotent."""
@@ -212,6 +219,8 @@ class InstanceSupervisor:
                 code = await child.run(self._on_report)
                 if self._successor is not None and not self._successor.took_over:
                     self.not_kept = self.not_kept or f"its process ended ({exit_text(code)})"
+                if self.took_over and not self.ready.is_set():
+                    self.not_kept = self.not_kept or f"its process ended ({exit_text(code)})"
                 if code != 0 and self.state.lease:
                     # A killed process has not revoked its lease itself. Others hear of its death
                     # now: until the memory of its killed engine is free, seconds may pass.
@@ -243,6 +252,9 @@ class InstanceSupervisor:
                 self.state.status_url = str(report.get("status_url", ""))
                 self.state.error = ""
                 self.facts = report
+                if not self.ready.is_set():
+                    self.began_kept = self.took_over
+                    self.change_s = float(report.get("change_s", 0.0))
                 self._change("ready")
                 self._progress.line(self.launch.name, "ready")
                 self.ready.set()

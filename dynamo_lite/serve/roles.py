@@ -27,6 +27,8 @@ from dynamo_lite.services.backend import KeptBackend
 
 logger = logging.getLogger(__name__)
 
+_END_S = 30.0
+
 
 class SwitchableComponent(Component, Protocol):
     """The worker of one role."""
@@ -64,7 +66,16 @@ async def run_roles(
             report({"state": "failed", "error": f"{type(exc).__name__}: {exc}"})
             return EXIT_START_FAILED
         finally:
-            await component.parts.end()
+            await _end(component.parts)
+
+
+async def _end(parts: KeptBackend) -> None:
+    """The exit code stays what it is, whatever becomes of the engine."""
+    try:
+        async with asyncio.timeout(_END_S):
+            await parts.end()
+    except Exception:
+        logger.exception("ending the engine failed or had a timeout")
 
 
 def _timed(report: Report, component: SwitchableComponent) -> Report:

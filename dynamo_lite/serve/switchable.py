@@ -32,15 +32,23 @@ def check_switchable(config: GraphConfig) -> None:
 def _differences(decode: ServiceConfig, prefill: ServiceConfig) -> list[str]:
     """What is decided when an engine's process starts."""
     why = "with switchable: true it must be the same, because a running engine cannot change it"
+    here, there = decode.service.name, prefill.service.name
     both = [
         *_unequal("", decode.flags, prefill.flags),
-        *_unequal("ServiceArgs.env.", decode.later_env, prefill.later_env),
         *_unequal("ServiceArgs.", {"devices": decode.devices}, {"devices": prefill.devices}),
     ]
     return [
-        f"{decode.service.name}.{name} is {here!r}, {prefill.service.name}.{name} is {there!r}:"
-        f" {why}"
-        for name, here, there in both
+        *(f"{here}.{name} is {a}, {there}.{name} is {b}: {why}" for name, a, b in both),
+        # Without values, which may be secrets.
+        *(
+            f"{here}.ServiceArgs.env.{name} and {there}.ServiceArgs.env.{name} differ: {why}"
+            for name, _, _ in _unequal("", decode.later_env, prefill.later_env)
+        ),
+        *(
+            f"{one.service.name}: {one.fixed_env}; {why}"
+            for one in (decode, prefill)
+            if one.fixed_env
+        ),
     ]
 
 
@@ -61,9 +69,13 @@ def _not_served(decode: ServiceConfig, prefill: ServiceConfig) -> list[str]:
 
 def _unequal(
     where: str, here: Mapping[str, Any], there: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
+) -> list[tuple[str, str, str]]:
     return [
-        (f"{where}{name}", here.get(name), there.get(name))
+        (f"{where}{name}", _shown(name, here.get(name)), _shown(name, there.get(name)))
         for name in sorted({*here, *there})
         if here.get(name) != there.get(name)
     ]
+
+
+def _shown(name: str, value: Any) -> str:
+    return "(a secret)" if value is not None and name.endswith("token") else repr(value)

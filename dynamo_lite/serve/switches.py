@@ -35,6 +35,12 @@ class RoleSwitch(BookedSwitch):
     def settled(self) -> bool:
         return self.settled_at is not None or self.successor.ready.is_set()
 
+    @property
+    def _kept(self) -> bool:
+        """What becomes of the successor later is no part of the switch."""
+        ready = self.successor.ready.is_set()
+        return self.successor.began_kept if ready else self.successor.took_over
+
     def state(self, now: float) -> SwitchState:
         return self.state_with(
             now,
@@ -43,9 +49,9 @@ class RoleSwitch(BookedSwitch):
             started=self.settled_at,
             failures=self.successor.state.restarts,
             error=self.successor.state.error,
-            level=2 if self.successor.took_over else 1,
+            level=2 if self._kept else 1,
             not_kept=self.worker.not_kept or self.successor.not_kept,
-            change_s=float(self.successor.facts.get("change_s", 0.0)),
+            change_s=self.successor.change_s,
         )
 
 

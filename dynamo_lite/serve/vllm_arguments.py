@@ -59,7 +59,7 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
 
 
 def _key_of(version: str, section: dict[str, Any]) -> str:
-    content = json.dumps(section, default=str, sort_keys=True)
+    content = json.dumps(section, default=str)
     return sha256(f"{version}\n{rules()}\n{content}".encode()).hexdigest()
 
 

@@ -13,7 +13,13 @@ FLAGS = {"model": "m", "max-num-seqs": 8, "enforce-eager": True}
 
 def service(name: str, **changes: Any) -> Any:
     options = {"switchable": True, "remote_prefill": True, "stream_layers": False}
-    given = {"flags": FLAGS, "later_env": {"A": "1"}, "devices": 1, "options": options}
+    given = {
+        "flags": FLAGS,
+        "later_env": {"A": "1"},
+        "fixed_env": "",
+        "devices": 1,
+        "options": options,
+    }
     return SimpleNamespace(service=SimpleNamespace(name=name), **{**given, **changes})
 
 
@@ -47,7 +53,6 @@ def test_both_roles_must_be_switchable():
     [
         ({"flags": {**FLAGS, "max-num-seqs": 16}}, "max-num-seqs is 16"),
         ({"flags": {"model": "m", "max-num-seqs": 8}}, "enforce-eager is None"),
-        ({"later_env": {"A": "2"}}, "ServiceArgs.env.A is '2'"),
         ({"devices": 2}, "ServiceArgs.devices is 2"),
     ],
 )
@@ -55,6 +60,19 @@ def test_what_a_running_engine_cannot_change_is_named(changed: dict[str, Any], n
     (mistake,) = mistakes(graph(VllmWorker=changed))
     assert mistake.startswith(f"VllmWorker.{name}, PrefillWorker.")
     assert "a running engine cannot change it" in mistake
+
+
+def test_no_message_has_the_value_of_a_variable_or_of_a_token():
+    mine = {"later_env": {"HF_TOKEN": "hf_1"}, "flags": {**FLAGS, "hf-token": "hf_2"}}
+    found = mistakes(graph(VllmWorker=mine))
+    assert not [mistake for mistake in found if "hf_" in mistake]
+    names = ("ServiceArgs.env.A ", "ServiceArgs.env.HF_TOKEN ", "hf-token is (a secret)")
+    assert all(any(name in mistake for mistake in found) for name in names)
+
+
+def test_a_variable_with_a_value_for_each_worker_is_named():
+    (mistake,) = mistakes(graph(VllmWorker={"fixed_env": "ServiceArgs.env has a list for X"}))
+    assert mistake.startswith("VllmWorker: ServiceArgs.env has a list for X; with switchable")
 
 
 def test_options_of_a_role_that_the_engine_cannot_serve():

@@ -112,8 +112,8 @@ async def run_process(
             except Exception as exc:
                 return process.failed(exc)
             code = await process.run()
-        if order is not None and stop.by_signal:
-            order.refuse("the process was asked to end")
+        if order is not None and (stop.by_signal or not process.follows_order):
+            order.refuse("the process was asked to end" if stop.by_signal else stop.reason)
         return code
 
 
@@ -137,6 +137,8 @@ class _Process:
         self._report = report
         self._stop = stop
         self._order = order
+        #: Whether the order, and nothing else, has ended the run.
+        self.follows_order = False
         #: "starting", "ready" or "draining"; shown in /health.
         self._state = "starting"
         self._draining_since: float | None = None
@@ -280,6 +282,7 @@ class _Process:
             ill = facts.get("trouble") or facts.get("error") or "it is not well"
             why = ill if self._state == "ready" else f"it is {self._state}"
             self._order.refuse(f"the engine is not kept: {why}")
+        self.follows_order = not self._stop.is_set
         self._stop.set(f"it goes on as {plan.stem}", EXIT_STOPPED)
 
     async def _await_loss(self) -> None:

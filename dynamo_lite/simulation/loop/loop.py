@@ -189,8 +189,10 @@ class VirtualLoop(Scheduler):
 
     def tasks_of(self, process: SimProcess) -> list[SimTask[Any]]:
         """Those of its tasks that are not done, oldest first."""
-        # A set of all the loop's tasks, as `asyncio.all_tasks` makes, would cost more.
-        known = (*asyncio.tasks._all_tasks, *self._dead_tasks)  # pyright: ignore[reportAttributeAccessIssue]
+        # A set of all the loop's tasks, as `asyncio.all_tasks` makes, costs more. From Python 3.12
+        # on there is nothing else.
+        alive = getattr(asyncio.tasks, "_all_tasks", None)
+        known = (*(asyncio.all_tasks(self) if alive is None else alive), *self._dead_tasks)
         tasks = (task for task in known if isinstance(task, SimTask))
         return sorted((t for t in tasks if t.process is process and not t.done()), key=hash)
 

@@ -16,7 +16,8 @@ class FollowedKvEvents:
 
     def __init__(self, events: VllmKvEvents):
         self._events = events
-        self._reader: asyncio.Queue[list[KvChange]] | None = None
+        self._reader: asyncio.Queue[list[KvChange] | Exception] | None = None
+        self._failure: Exception | None = None
 
     @property
     def block_size_tokens(self) -> int:
@@ -29,17 +30,29 @@ class FollowedKvEvents:
         return self._events.cuts()
 
     async def changes(self) -> AsyncIterator[list[KvChange]]:
-        self._reader = reader = asyncio.Queue[list[KvChange]]()
+        """Raises what has ended `follow`."""
+        self._reader = reader = asyncio.Queue[list[KvChange] | Exception]()
+        if self._failure is not None:
+            reader.put_nowait(self._failure)
         try:
             while True:
-                yield await reader.get()
+                item = await reader.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
         finally:
             self._reader = None
 
     async def follow(self) -> None:
-        async for changes in self._events.changes():
+        try:
+            async for changes in self._events.changes():
+                if self._reader is not None:
+                    self._reader.put_nowait(changes)
+        except Exception as exc:
+            self._failure = exc
             if self._reader is not None:
-                self._reader.put_nowait(changes)
+                self._reader.put_nowait(exc)
+            raise
 
 
 class KeptCore:

@@ -32,6 +32,8 @@ from dynamo_lite.vllm.first_token import FirstTokenRules
 logger = logging.getLogger(__name__)
 
 _ASK_S, _PAUSE_S = 1.0, 0.02
+#: While NATS is away, of which each question logs a warning.
+_AWAY_PAUSE_S = 1.0
 #: Beside a lease's time-to-live, after which the blocks of a lost writer are free.
 _MARGIN_S = 10.0
 
@@ -136,4 +138,5 @@ async def _asked(messaging: Messaging, subject: str, payload: bytes) -> bytes | 
         return None
     except Unavailable as exc:
         logger.warning("the engine could not be asked: %s", exc)
+        await asyncio.sleep(_AWAY_PAUSE_S)
         return None
