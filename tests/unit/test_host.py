@@ -581,3 +581,16 @@ async def test_a_process_that_leaves_already_does_not_go_on() -> None:
     leave.set()
     assert await task == 0
     assert order.refused == "the engine is not kept: it is draining"
+
+
+async def test_an_order_beside_another_end_changes_nothing() -> None:
+    """In one turn of the loop: its state is "ready" still."""
+    run = Run()
+    run.order = order = RoleOrder()
+    task = run.start()
+    await run.until("ready")
+    assert run.worker.host is not None
+    run.worker.host.stop("its task failed", 70)
+    order.give(Path("plans/Other-1.json"))
+    assert await task == 70
+    assert (order.stands, order.refused) == (False, "its task failed")

@@ -4,9 +4,10 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 
@@ -179,3 +180,56 @@ class Sleeper(_EmbeddedServer):
 
     async def _is_ready(self) -> bool:
         return True
+
+
+class Kept(Children):
+    """A process that goes on as this instance; then others are started."""
+
+    def __init__(self, *lives: Life):
+        super().__init__(*lives)
+        self.exits = 0
+
+    def hand_over(self, launch: Launch) -> Self:
+        return self
+
+    def terminate(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None:
+        self.exits += 1
+
+
+def successor(children: Kept, folder: Path, monkeypatch: pytest.MonkeyPatch) -> InstanceSupervisor:
+    monkeypatch.setattr(instance_supervisor, "ChildProcess", children)
+    launch = launch_in(folder)
+    revoker = LeaseRevoker("http://127.0.0.1:1")
+    one = InstanceSupervisor(
+        launch, Backoff(first_s=0.001), revoker, Progress(), lambda: None, first_start="again"
+    )
+    one.take_over(cast("ChildProcess", children), replace(launch, service="Other"))
+    return one
+
+
+async def test_a_process_that_was_handed_over_is_ended_if_the_stop_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    children = Kept((0, True))
+    one = successor(children, tmp_path, monkeypatch)
+    one.stop()
+    await one.keep()
+    assert children.exits == 1 and one.done.is_set()
+
+
+async def test_what_becomes_of_a_kept_process_later_does_not_change_that_it_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    one = successor(Kept((1, True), (0, True)), tmp_path, monkeypatch)
+    await one.keep()
+    assert not one.took_over and one.began_kept and one.not_kept == ""
+
+
+async def test_why_a_process_that_died_while_it_changed_its_role_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    one = successor(Kept((-9, False), (0, True)), tmp_path, monkeypatch)
+    await one.keep()
+    assert not one.began_kept and one.not_kept == "its process ended (signal 9)"

@@ -87,3 +87,14 @@ def test_many_graphs_of_one_folder_find_their_verdicts(
         config: Any = SimpleNamespace(services=[service])
         check_vllm_arguments(config, Document(source="x.yaml"), tmp_path / "verdicts.json")
     assert len(asked) == 100
+
+
+def test_a_mapping_may_have_keys_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm_arguments, "_ask_vllm", lambda question: [])
+    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
+    flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
+    service = SimpleNamespace(service=SimpleNamespace(name="Back", flags="engine"), flags=flags)
+    config: Any = SimpleNamespace(services=[service])
+    document = Document(source="x.yaml")
+    check_vllm_arguments(config, document, tmp_path / "verdicts.json")
+    assert document.mistakes == []
