@@ -3,15 +3,12 @@
 import signal
 from pathlib import Path
 
-import pytest
-
 from dynamo_lite.protocol.planner import Counts
 from tests.process.command import eventually, run, serving
 from tests.process.test_drain_cli import phases, results
 from tests.process.test_scaling import ask
-from tests.process.test_switch_cli import D, P, ready
+from tests.process.test_switch_cli import KEPT, D, P, ready
 
-KEPT = "tests.process.switch_graph:Kept"
 TWO_P = (f"--{P}.ServiceArgs.workers=2",)
 
 
@@ -61,21 +58,3 @@ def test_a_process_that_cannot_go_on_is_replaced_in_its_new_role(tmp_path: Path)
         assert (switch.level, switch.not_kept, switch.change_s) == (1, "told to fail", 0.0)
         entry = ready(graph, P)["PrefillWorker-1"]
         assert entry["pid"] not in pids and entry["log"].endswith("PrefillWorker-1.log")
-
-
-@pytest.mark.parametrize("moment", ["draining", "starting"])
-def test_a_graph_that_ends_meanwhile_ends_in_order(moment: str, tmp_path: Path):
-    leave_if, start_if, state = tmp_path / "leave", tmp_path / "start", tmp_path / "state"
-    start_if.touch()
-    files = (f"--{P}.leave-if={leave_if}", f"--{D}.start-if={start_if}")
-    with serving(state, "--Caller.requests=0", *files, *TWO_P, graph=KEPT) as graph:
-        graph.wait_line("ready Caller-0")
-        start_if.unlink()
-        if moment == "starting":
-            leave_if.touch()
-        assert run("switch", P, D, "--no-wait", "--state-dir", str(state)).returncode == 0
-        eventually(lambda: ask(graph, Counts()).switches[0].phase == moment, moment)
-        graph.signal(signal.SIGINT)
-        graph.wait_line("a second signal kills all")
-        leave_if.touch()
-        assert graph.end() == 0
