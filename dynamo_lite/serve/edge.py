@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
 from dynamo_lite.serve.document import Document
 from dynamo_lite.services.config import FrontendConfig, VllmWorkerConfig
@@ -86,12 +87,21 @@ def _obstacles(service: ServiceConfig) -> list[Obstacle]:
 
 
 def _other_answers(config: GraphConfig) -> list[Obstacle]:
-    """What the Rust frontend serves, but with other answers or traces."""
+    """What the Rust frontend serves, but with other answers or traces, or to strangers."""
     found = [
         Obstacle(f"{service.service.name}.{limit.key}", limit.reason)
         for service in config.services
         if service.service.config in (FrontendConfig, VllmWorkerConfig)
         for limit in configured_limits(service.options, asdict(service.service.config()))
+    ]
+    found += [
+        Obstacle(
+            f"{service.service.name}.host",
+            f"clients of {service.options['host']} could send vllm-rs a chat template of their own"
+            " that takes its CPU time and memory",
+        )
+        for service in config.services
+        if service.service.config is FrontendConfig and not is_loopback(service.options["host"])
     ]
     if config.shared.tracing is not None:
         found.append(Obstacle("Graph.otlp-endpoint", "a client's traceparent is not continued"))

@@ -130,6 +130,7 @@ def test_auto_takes_rust_where_it_can_and_says_why_not(tmp_path: Path):
     for option, reason in (
         ("--Frontend.ssl-ciphers=x", "ssl-ciphers: "),
         ("--Graph.otlp-endpoint=http://127.0.0.1:1", "a client's traceparent"),
+        ("--Frontend.host=0.0.0.0", "Frontend.host: clients of 0.0.0.0 could send vllm-rs a chat"),
         (f"--Frontend.edge-binary={tmp_path}/absent", "there is no file"),
     ):
         config, note, document = settled("--Frontend.edge=auto", binary, option)

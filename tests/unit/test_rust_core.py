@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -25,8 +27,9 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.trace import TraceContext, new_trace
-from dynamo_lite.vllm.frontend.rust_core import RustCore
+from dynamo_lite.vllm.frontend.rust_core import CheckGrammar, RustCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
+from tests.builders import eventually
 from tests.unit.frontend_core import CoreScene
 from tests.unit.recorder import Recorder
 
@@ -39,12 +42,24 @@ class Tracing(Recorder):
 
 
 class Scene(CoreScene):
-    def __init__(self, in_flight: int = 8, tracer: Any = None) -> None:
+    """check: what checks a grammar."""
+
+    def __init__(
+        self,
+        in_flight: int = 8,
+        tracer: Any = None,
+        *,
+        timeout_s: float = 60.0,
+        check: CheckGrammar | None = None,
+    ) -> None:
         super().__init__(in_flight, tracer)
         self.sent: list[list[bytes]] = []
-        self.core = RustCore(timeout_s=60.0, tracer=tracer)
+        self.core = RustCore(timeout_s=timeout_s, tracer=tracer)
         self.core.open(
-            self.intake, lambda frames: self.sent.append([bytes(f) for f in frames]), causal=True
+            self.intake,
+            lambda frames: self.sent.append([bytes(f) for f in frames]),
+            check or _no_grammar,
+            causal=True,
         )
 
     async def take(self, kind: EngineCoreRequestType, content: Any) -> None:
@@ -79,6 +94,14 @@ class Scene(CoreScene):
 
     def ends(self) -> dict[str, FinishReason | None]:
         return {o.request_id: o.finish_reason for step in self.steps() for o in step.outputs}
+
+
+async def _no_grammar(params: SamplingParams) -> None:
+    raise AssertionError("no request has a grammar")
+
+
+def grammar() -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 
 
 async def test_a_request_frame_becomes_a_request_to_a_worker():
@@ -207,6 +230,48 @@ async def test_a_malformed_delta_ends_its_request_and_no_other():
     await asyncio.sleep(0)
     assert scene.ends() == {"r1": FinishReason.ERROR, "r2": None}
     assert scene.failover.aborted == ["r1"]
+
+
+async def test_a_grammar_is_checked_before_a_worker_has_it():
+    async def check(params: SamplingParams) -> None:
+        assert params.structured_outputs is not None
+        if params.structured_outputs.regex == "(":
+            raise VLLMValidationError("no regex")
+        params.structured_outputs._backend = "chosen"
+
+    scene = Scene(check=check)
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    await scene.add("r1", sampling_params=bad)
+    await scene.add("r2", sampling_params=grammar())
+    [message] = scene.failover.submitted
+    checked = sampling_from_bytes(message.sampling).structured_outputs
+    assert message.request_id == "r2" and checked is not None and checked._backend == "chosen"
+    assert scene.ends() == {"r1": FinishReason.ERROR} and scene.core.in_flight == 1
+
+
+async def test_a_request_aborted_while_its_grammar_is_checked_reaches_no_worker():
+    ended: list[str] = []
+
+    async def check(params: SamplingParams) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("check")
+
+    scene = Scene(check=check)
+    await scene.add("r1", sampling_params=grammar())
+    await scene.take(EngineCoreRequestType.ABORT, ["r1"])
+    assert ended == ["check"] and scene.failover.submitted == [] and scene.sent == []
+
+
+async def test_a_request_whose_time_ends_while_its_grammar_is_checked_is_late():
+    async def check(params: SamplingParams) -> None:
+        await asyncio.Event().wait()
+
+    scene = Scene(check=check, timeout_s=0.01)
+    await scene.add("r1", sampling_params=grammar())
+    await eventually(lambda: scene.ends() == {"r1": FinishReason.ERROR})
+    assert scene.refused == {"late": 1} and scene.failover.submitted == []
 
 
 async def test_what_only_an_engine_can_do_is_refused():

@@ -1,9 +1,9 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `stock`, `disagg`, `slow`, `pair` and `agg` are shared,
-started when first asked for; a test that needs another takes `stage` and starts its own, before
-which the shared one is stopped. Tests of one graph follow each other, so that each
-is started once.
+Two cores carry one graph at a time. `stock`, `disagg`, `mixed`, `slow`, `pair` and `agg` are
+shared, started when first asked for; a test that needs another takes `stage` and starts its own,
+before which the shared one is stopped. Tests of one graph follow each other, so that each is
+started once.
 """
 
 import json
@@ -43,6 +43,8 @@ _DISAGG_OPTIONS = (
     "--Graph.trace-ratio=0",
 )
 
+_SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
@@ -56,12 +58,14 @@ def _turn(item: pytest.Item) -> int:
         return 1 + takes
     if "disagg" in names:
         return 3
-    if "slow" in names:
+    if "mixed" in names:
         return 5
+    if "slow" in names:
+        return 6
     if "pair" in names:
-        return 6 + takes
+        return 7 + takes
     if "agg" in names:
-        return 8 + takes
+        return 9 + takes
     return 4 if "stage" in names else 0
 
 
@@ -181,6 +185,13 @@ def stock(stage: Stage) -> StockPair:
     """Stock vLLM engines, for Forwarders and sidecars. A test that kills one for good is marked
     `takes_workers`."""
     return stage.stock()
+
+
+@pytest.fixture
+def mixed(stage: Stage) -> Graph:
+    """The prefill worker's model has another rope scaling. Nobody asks for a grammar through its
+    own Frontend."""
+    return stage.shared((f"--PrefillWorker.hf-overrides={json.dumps(_SCALED)}",))
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ BAD_REQUESTS: dict[str, tuple[str, object]] = {
         "chat/completions",
         CHAT | {"structured_outputs": {"grammar": "root ::= ("}},
     ),
+    "a regex that is none": ("completions", TEXT | {"structured_outputs": {"regex": "("}}),
     "empty prompt": ("completions", TEXT | {"prompt": []}),
     "tokens outside the vocabulary": ("completions", TEXT | {"prompt": [1, 99999]}),
     "negative tokens": ("completions", TEXT | {"prompt": [-5]}),

@@ -68,6 +68,10 @@ class Intake:
         if (busy := self.admission.busy(prompt_tokens=1, requests=n)) is not None:
             raise self._refusal(_overloaded(busy), "limit")
 
+    def late(self, context: RequestContext) -> DynamoLiteError:
+        """Counts a request whose time was over before it was submitted; returns its error."""
+        return self._refusal(DeadlineExceeded("the request", context.timeout_s), "late")
+
     async def submit(
         self, request: EngineCoreRequest, context: RequestContext | None, *, causal: bool
     ) -> None:
@@ -79,10 +83,9 @@ class Intake:
         NoWorkers, another Unavailable or DeadlineExceeded for one that is not taken.
         """
         request.priority = granted_priority(request.priority, self._client_priority)
-        try:
-            timeout_s = None if context is None else _time_left_s(context)
-        except DeadlineExceeded as exc:
-            raise self._refusal(exc, "late") from exc
+        timeout_s = None
+        if context is not None and (timeout_s := _time_left_s(context)) <= 0:
+            raise self.late(context)
         session = None if context is None else context.session
         message, plan = generate_request(request, timeout_s, session, causal=causal)
         verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))
@@ -147,11 +150,7 @@ class Intake:
 
 
 def _time_left_s(context: RequestContext) -> float:
-    """Raises DeadlineExceeded if none is left."""
-    left_s = context.deadline - asyncio.get_running_loop().time()
-    if left_s <= 0:
-        raise DeadlineExceeded("the request", context.timeout_s)
-    return left_s
+    return context.deadline - asyncio.get_running_loop().time()
 
 
 def _is_late(context: RequestContext | None) -> bool:

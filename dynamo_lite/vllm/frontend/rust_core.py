@@ -8,9 +8,10 @@ as it is: as msgpack, it is equal to vLLM's `EngineCoreOutput`.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
+from vllm import SamplingParams
 from vllm.exceptions import VLLMError
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 #: Sends one message to the Rust frontend.
 SendFrames = Callable[[Sequence[bytestr]], None]
 
+#: Checks a request's grammar and sets its backend, see `GrammarCheck`.
+CheckGrammar = Callable[[SamplingParams], Awaitable[None]]
+
 _ADD, _ABORT = EngineCoreRequestType.ADD.value, EngineCoreRequestType.ABORT.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
@@ -55,13 +59,19 @@ class RustCore:
         self._intake: Intake | None = None
         self._causal = False
         self._send: SendFrames = _drop
+        self._check_grammar: CheckGrammar | None = None
+        #: The tasks of requests whose grammar is being checked.
+        self._checking: dict[str, asyncio.Task[None]] = {}
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._arrays = MsgpackEncoder()
         self._tasks = OwnedTasks()
 
-    def open(self, intake: Intake, send: SendFrames, *, causal: bool) -> None:
+    def open(
+        self, intake: Intake, send: SendFrames, check_grammar: CheckGrammar, *, causal: bool
+    ) -> None:
         """Begins to take requests. send: never blocks. causal: whether the model is."""
         self._intake, self._send, self._causal = intake, send, causal
+        self._check_grammar = check_grammar
 
     async def __aenter__(self) -> "RustCore":
         return self
@@ -108,14 +118,33 @@ class RustCore:
             # The Rust frontend asks for a watermark in each request, whether or not the client
             # does. vLLM's Python frontend resolves this to False where none is configured.
             request.sampling_params.watermarking = False
+        context = self._context(request)
         try:
-            await self._intake.submit(request, self._context(request), causal=self._causal)
+            await self._checked(request, context)
+            await self._intake.submit(request, context, causal=self._causal)
         except (DynamoLiteError, VLLMError) as exc:
             logger.info("request %s was refused: %s", request_id, exc)
             self._fail(request_id)
         except Exception:
             logger.exception("request %s failed", request_id)
             self._fail(request_id)
+
+    async def _checked(self, request: EngineCoreRequest, context: RequestContext) -> None:
+        """Returns when the request's grammar has been checked. Raises VLLMValidationError, and
+        DeadlineExceeded."""
+        params = request.sampling_params
+        if params is None or params.structured_outputs is None:
+            return
+        task = asyncio.current_task()
+        assert self._intake is not None and self._check_grammar is not None and task is not None
+        self._checking[request.request_id] = task
+        try:
+            async with asyncio.timeout_at(context.deadline):
+                await self._check_grammar(params)
+        except TimeoutError as exc:
+            raise self._intake.late(context) from exc
+        finally:
+            del self._checking[request.request_id]
 
     def _context(self, request: EngineCoreRequest) -> RequestContext:
         now = asyncio.get_running_loop().time()
@@ -129,6 +158,9 @@ class RustCore:
 
     async def _abort(self, request_ids: list[str]) -> None:
         assert self._intake is not None
+        for request_id in request_ids:
+            if (task := self._checking.get(request_id)) is not None:
+                task.cancel()
         await self._intake.abort(request_ids)
 
     def _refuse_utility(self, body: bytes) -> None:

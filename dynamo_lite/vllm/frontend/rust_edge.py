@@ -23,6 +23,7 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.frontend.chat_check import check_chat
 from dynamo_lite.vllm.frontend.engine_link import EngineLink
+from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.rust_core import RustCore
@@ -87,7 +88,7 @@ async def open_rust_edge(
     args = parse_args(flags)
     # In a thread: a model from the hub may have to be downloaded first.
     config = await asyncio.to_thread(frontend_config, args)
-    with EngineLink() as link:
+    with EngineLink() as link, GrammarCheck(config) as grammars:
         sock.listen(_BACKLOG)
         process = RustProcess(
             binary,
@@ -98,7 +99,8 @@ async def open_rust_edge(
         )
         taking = running(link.run(core.take), name="requests of vllm-rs")
         async with core, process, taking as requests:
-            core.open(intake, link.send, causal=is_causal(config.model_config))
+            causal = is_causal(config.model_config)
+            core.open(intake, link.send, grammars.check, causal=causal)
             await link.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]

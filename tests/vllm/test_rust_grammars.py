@@ -1,0 +1,39 @@
+"""Grammars on a graph that only vLLM's Rust frontend has asked: the engine's first one is its."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.asking import assert_same
+from tests.vllm.graph import Graph, PlainServer
+from tests.vllm.test_edge import BAD_REQUESTS, post
+from tests.vllm.test_rust_edge import BINARY, CASES, CHAT, NEEDS_BINARY, ask
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), NEEDS_BINARY]
+
+SCHEMA = {
+    **CHAT,
+    "ignore_eos": False,
+    "max_tokens": 40,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "x",
+            "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    },
+}
+
+
+def test_grammars_get_the_verdict_and_the_tokens_of_vllms_python_server(
+    mixed: Graph, reference: PlainServer, tmp_path: Path
+):
+    options = [*mixed.servers, "--Frontend.edge=rust", f"--Frontend.edge-binary={BINARY}"]
+    with Graph(tmp_path, options=options, service="Frontend") as rust:
+        for name in ("a schema that is none", "a grammar that is none", "a regex that is none"):
+            got = post(rust.url, *BAD_REQUESTS[name])
+            assert got.status_code == 500, f"{name}: {got.text}"
+        for kind, request in (("chat", SCHEMA), CASES["regex"]):
+            got = ask(rust, kind, request, stream=False)
+            assert got["tokens"]
+            assert_same(got, ask(reference, kind, request, stream=False))

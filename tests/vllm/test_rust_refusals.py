@@ -1,0 +1,134 @@
+"""What clients of vLLM's Rust frontend get for refusals, over a failover client without workers."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from dynamo_lite.policy.migration import Plan
+from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.runtime.listening import bind
+from dynamo_lite.services.frontend.http import url_of
+from dynamo_lite.vllm.frontend.rust_core import RustCore
+from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
+from tests.unit.frontend_core import CoreScene, RecordingFailover
+from tests.vllm.graph import MODEL
+from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120), NEEDS_BINARY]
+
+TEXT = {"model": "tiny", "prompt": [70, 71], "max_tokens": 4}
+
+
+class Answering(RecordingFailover):
+    """Answers each request with one token. lost: raised after it, in place of the end."""
+
+    def __init__(self, core: RustCore):
+        super().__init__()
+        self._core = core
+        self.lost: WorkerLost | None = None
+
+    async def submit(self, message: GenerateRequest, movable: Plan) -> None:
+        await super().submit(message, movable)
+        reason = "length" if self.lost is None else None
+        self._core.on_deltas([TokenDelta(message.request_id, [72], finish_reason=reason)])
+        if self.lost is not None:
+            self._core.on_ended(message.request_id, self.lost)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Answering, CoreScene, httpx.AsyncClient]]:
+    assert BINARY is not None
+    core = RustCore(timeout_s=60.0)
+    scene, failover = CoreScene(in_flight=1), Answering(core)
+    scene.intake._failover = cast("Any", failover)
+    flags = [f"--model={MODEL}", "--served-model-name=tiny", "--dtype=float32"]
+    with bind("127.0.0.1", 0) as sock:
+        url = url_of(sock)
+        async with (
+            open_rust_edge(flags, BINARY, sock, url, core, scene.intake, grace_s=0),
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+        ):
+            yield failover, scene, http
+
+
+async def events(http: httpx.AsyncClient) -> tuple[int, list[str]]:
+    answer = await http.post("/v1/completions", json={**TEXT, "stream": True})
+    lines = answer.text.splitlines()
+    return answer.status_code, [line.removeprefix("data: ") for line in lines if line]
+
+
+async def test_refusals_losses_and_what_is_read_of_the_headers():
+    async with served() as (failover, scene, http):
+        for refusal in (NoWorkers("none"), Overloaded("busy"), DeadlineExceeded("it", 60.0)):
+            failover.refusal = refusal
+            answer = await http.post("/v1/completions", json=TEXT)
+            assert answer.status_code == 500 and "retry-after" not in answer.headers
+            assert answer.json()["error"]["message"] == "Internal server error"
+            status, data = await events(http)
+            assert (status, data[-1]) == (200, "[DONE]")
+            assert "error" in json.loads(data[-2])
+            assert not any(_text(event) for event in data[:-2])
+        failover.refusal = None
+        failover.lost = WorkerLost("gone")
+        status, data = await events(http)
+        assert (status, data[-1]) == (200, "[DONE]")
+        assert "error" in json.loads(data[-2]) and _text(data[0])
+        failover.lost = None
+
+        headers = {"x-session-id": "s", "x-request-id": "mine", "x-vllm-priority": "3"}
+        answer = await http.post("/v1/completions", json=TEXT, headers=headers)
+        assert answer.status_code == 200
+        message = failover.submitted[-1]
+        assert (message.session, message.priority) == ("s", 3)
+        assert message.request_id.startswith("cmpl-mine")
+        long = {"x-request-id": "r" * 300}
+        assert (await http.post("/v1/completions", json=TEXT, headers=long)).status_code == 500
+
+        scene.admission.enter("other", 1)
+        assert (await http.post("/v1/completions", json=TEXT)).status_code == 500
+        assert scene.refused["limit"] == 1
+
+
+def _text(event: str) -> str:
+    choices: Sequence[dict[str, Any]] = json.loads(event).get("choices") or ()
+    return "".join(choice["text"] for choice in choices)
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TEMPLATE = {"chat_template": "{{ 1 }}"}
+#: Path, body (None: GET) and status of requests that the Python edge answers otherwise.
+OTHER_STATUS: dict[str, tuple[str, Any, int]] = {
+    "a chat template": ("/v1/chat/completions", CHAT | TEMPLATE, 200),
+    "an empty list of tools": ("/v1/chat/completions", CHAT | {"tools": []}, 200),
+    "no choices wanted": ("/v1/completions", TEXT | {"n": 0}, 200),
+    "two choices": ("/v1/completions", TEXT | {"n": 2}, 400),
+    "two prompts": ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400),
+    "an empty bad word": ("/v1/completions", TEXT | {"bad_words": [""]}, 200),
+    "NUL in a regex": ("/v1/completions", TEXT | {"structured_outputs": {"regex": "a\0b"}}, 500),
+    "five stop strings": ("/v1/completions", TEXT | {"stop": ["1", "2", "3", "4", "5"]}, 400),
+    "a number as a string": ("/v1/completions", TEXT | {"temperature": "0"}, 400),
+    "a priority beyond 32 bits": ("/v1/completions", TEXT | {"priority": 2**31}, 400),
+    "a body of 3 MiB": ("/v1/completions", TEXT | {"user": "x" * (3 << 20)}, 200),
+    "a body of 33 MiB": ("/v1/completions", TEXT | {"user": "x" * (33 << 20)}, 400),
+    "/live": ("/live", None, 404),
+    "/ping": ("/ping", None, 404),
+    "/dashboard": ("/dashboard", None, 404),
+    "responses": ("/v1/responses", {"model": "tiny", "input": "hi"}, 404),
+    "a wrong method": ("/v1/completions", None, 405),
+}
+
+
+async def test_the_status_of_each_documented_difference():
+    async with served() as (failover, _, http):
+        for name, (path, body, status) in OTHER_STATUS.items():
+            got = await (http.get(path) if body is None else http.post(path, json=body))
+            assert got.status_code == status, f"{name}: {got.text[:200]}"
+        await http.post("/v1/completions", json=TEXT | {"kv_transfer_params": {"a": 1}})
+        assert b"kv_transfer_params" not in failover.submitted[-1].sampling
+        templated = [m for m in failover.submitted if len(m.prompt_token_ids) == 1]
+        assert len(templated) == 1, "the template is the whole prompt"
