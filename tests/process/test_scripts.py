@@ -68,12 +68,24 @@ def test_both_parts_run_and_the_last_lines_say_how_they_ended(
     assert second.startswith(f"part 2, tests with engines: {ends[1]}")
 
 
-def test_what_hosts_need_and_is_missing_is_said_at_the_end(script: Path):
-    for why, line in (("needs root", "tests/hosts is SKIPPED: needs root"), ("", "")):
-        env = {**os.environ, "NO_HOSTS": why}
+def test_what_is_skipped_is_said_at_the_end(script: Path):
+    for name in ("get_vllm_rs", "get_routers"):
+        (script.parent / name).write_text('#!/bin/sh\n[ -z "$NO_DOWNLOADS" ]\n')
+        (script.parent / name).chmod(0o755)
+
+    def before_the_ends(**environment: str) -> list[str]:
+        env = {**os.environ, "NO_DOWNLOADS": "", "NO_HOSTS": "", **environment}
         ran = subprocess.run([script], env=env, capture_output=True, text=True)
         assert ran.returncode == 0
-        assert ran.stdout.splitlines()[-3] == line
+        lines = ran.stdout.splitlines()
+        return lines[len(lines) - 1 - lines[::-1].index("") + 1 : -2]
+
+    assert before_the_ends() == []
+    assert before_the_ends(NO_HOSTS="needs root") == ["tests/hosts is SKIPPED: needs root"]
+    assert before_the_ends(NO_DOWNLOADS="1") == [
+        "the tests of the Rust edge are SKIPPED: no vllm-rs",
+        "the comparisons with routers are SKIPPED: no vllm-router, no sglang-router",
+    ]
 
 
 def test_arguments_go_to_one_run(script: Path):

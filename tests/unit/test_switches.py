@@ -23,7 +23,8 @@ class Instance:
         self.launch = SimpleNamespace(
             service=service, instance=number, name=f"{service}-{number}", switchable=False
         )
-        self.spawned, self.facts, self.not_kept = self.launch, dict[str, Any](), ""
+        self.spawned, self.not_kept = self.launch, ""
+        self.began_kept, self.change_s = False, 0.0
         self.devices = devices.get("CUDA_VISIBLE_DEVICES", "")
         self.state = ProcessState(service=service, instance=number, lease=f"{id(self):x}")
         self.ready, self.done = asyncio.Event(), asyncio.Event()
@@ -206,7 +207,8 @@ def test_a_kept_process_is_told_with_how_long_its_engine_took():
     assert switch.keeps
     giver.done.set()
     successor = switch.successor
-    successor.spawned, successor.facts = giver.launch, {"change_s": 0.25}
+    successor.spawned = giver.launch
+    successor.began_kept, successor.change_s = True, 0.25
     world.switches.hand_over(switch, starts=True)
     successor.ready.set()
     world.switches.settle(switch)
