@@ -5,20 +5,19 @@ disconnects. No web framework lies between a socket and the workflow.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import HttpVersion11, web
-from multidict import CIMultiDict
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
+from dynamo_lite.forward.http_client import HttpClient
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import StartupError
@@ -33,12 +32,9 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _MAX_FIELD_BYTES = 16 << 10
 _MAX_HEADERS = 128
-#: How long a refused body is still read, so that its client reads the answer, and how long a client
-#: has to read the rest of an answer that broke off.
+#: How long a refused body is still read, so that its client reads the answer.
 _LINGER_S = 2.0
 _NO_GRACE_S = 0.001
-#: How many bytes may wait for a slow client before reading its answer pauses.
-_FULL_BYTES = 64 << 10
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 #: Paths that the Forwarder answers itself. If they were passed on, any of the engines would
 #: answer.
@@ -155,7 +151,7 @@ class ForwardServer:
                 await send(client, error(500, "InternalServerError", "the Forwarder failed"))
         return client.response or web.Response(status=500)
 
-    async def _answer(self, request: web.BaseRequest, client: "HttpClient") -> None:
+    async def _answer(self, request: web.BaseRequest, client: HttpClient) -> None:
         path = request.raw_path
         if request.method not in _METHODS or not path.startswith("/"):
             refusal = error(405, "MethodNotAllowed", "expected a path and a usual method")
@@ -256,78 +252,3 @@ async def _continue(request: web.BaseRequest) -> None:
     expects = request.headers.get("expect", "").lower() == "100-continue"
     if expects and request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-class HttpClient:
-    """The `Client` of one HTTP request. idle_s: a client that makes no room for so long is
-    disconnected, because the engine's leg is open meanwhile."""
-
-    def __init__(self, request: web.BaseRequest, idle_s: float):
-        self.started = False
-        self._idle_s = idle_s
-        self.response: web.StreamResponse | None = None
-        self._request = request
-        self._chunked = False
-
-    async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None:
-        response = web.StreamResponse(status=status)
-        for name, value in headers.items():
-            response.headers.add(name, value)
-        if "content-length" not in headers:
-            no_body = status in (204, 304) or self._request.method == "HEAD"
-            if not no_body and self._request.version >= HttpVersion11:
-                response.enable_chunked_encoding()
-                self._chunked = True
-        if headers.get("connection") == "close":
-            response.force_close()
-        self.response, self.started = response, True
-        try:
-            await response.prepare(self._request)
-        except ConnectionError as exc:
-            raise ClientGone from exc
-
-    async def write(self, data: bytes) -> None:
-        assert self.response is not None
-        if not data:
-            return
-        async with self._waiting():
-            await self.response.write(data)
-
-    def push(self, data: bytes) -> bool:
-        """Writes directly to the socket. aiohttp's own path would be the largest part of a
-        token's cost."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ClientGone
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        return transport.get_write_buffer_size() < _FULL_BYTES
-
-    async def drained(self) -> None:
-        async with self._waiting():
-            await self._request.writer.drain()
-
-    async def finish(self) -> None:
-        assert self.response is not None
-        async with self._waiting():
-            await self.response.write_eof()
-
-    @contextlib.asynccontextmanager
-    async def _waiting(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._idle_s):
-                yield
-        except (ConnectionError, TimeoutError) as exc:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientGone from exc
-
-    def abort(self) -> None:
-        transport, response = self._request.transport, self.response
-        if transport is None:
-            return
-        if self._chunked or (response is not None and "content-length" in response.headers):
-            # Without the answer's end it is incomplete: the client still reads what was written.
-            transport.close()
-            asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
-        else:
-            transport.abort()

@@ -8,7 +8,7 @@ import socket
 import aiohttp
 import pytest
 
-from dynamo_lite.forward.http import HttpClient
+from dynamo_lite.forward.http_client import HttpClient
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault
