@@ -221,11 +221,14 @@ async def test_an_engine_is_of_one_role_after_the_other_on_the_same_memory(
 async def test_an_engine_with_blocks_in_use_keeps_its_role(
     engine: Engine, roles: Roles, client: Messaging, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(running_core, "_MARGIN_S", 0.5)
     held = engine.pool.get_new_blocks(2)
     old, new = engine.core.engine_config, roles.prefill(lease_ttl_s=1.0)
     assert old is not None
-    with pytest.raises(StartupError, match=r"within 1.5 s: 2 blocks of its KV are in use"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(StartupError, match=r"within 1.5 s: 2 blocks of its KV are in use"),
+    ):
+        patch.setattr(running_core, "_MARGIN_S", 0.5)
         await engine.core.change_role(new, roles.file(new), client)
     assert isinstance(engine.scheduler._scheduler, DecodeScheduler)
     subject = names.describe_subject(old.namespace, old.engine_id)

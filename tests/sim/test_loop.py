@@ -335,3 +335,30 @@ def test_a_run_leaves_the_interpreter_as_it_was(capfd: pytest.CaptureFixture[str
     assert gc.isenabled() and gc.get_freeze_count() == 0
     assert sys.unraisablehook is hook
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_end_of_a_run_closes_makes_no_loop():
+    ended: list[str] = []
+
+    async def main(loop: VirtualLoop) -> None:
+        async def gathers_nothing() -> None:
+            try:
+                await asyncio.sleep(10)
+            finally:
+                await asyncio.gather()
+                ended.append("gathered")
+
+        loop.add_process("p").spawn(gathers_nothing())
+        await asyncio.sleep(1)
+
+    # As in a thread that had no loop before.
+    before = asyncio.get_event_loop_policy()
+    fresh = asyncio.DefaultEventLoopPolicy()
+    asyncio.set_event_loop_policy(fresh)
+    try:
+        run(main)
+        assert ended == ["gathered"]
+        with pytest.raises(RuntimeError, match="no current event loop"):
+            fresh.get_event_loop()
+    finally:
+        asyncio.set_event_loop_policy(before)

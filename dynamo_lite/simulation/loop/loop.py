@@ -224,7 +224,7 @@ class VirtualLoop(Scheduler):
             self._processes.clear()
             self.world.ready.clear()
             self.network = None
-            bury(left)
+            bury(left, self)
         gc.unfreeze()
         if self._collecting:
             gc.enable()

@@ -35,13 +35,22 @@ def sweep() -> None:
         gc.collect()
 
 
-def bury(tasks: list[asyncio.Task[Any]]) -> None:
-    """Closes the coroutines of `tasks`, empties the list, and collects the garbage."""
-    for task in tasks:
-        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            task.get_coro().close()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        except BaseException:
-            continue
-    tasks.clear()
-    gc.collect()
+def bury(tasks: list[asyncio.Task[Any]], loop: asyncio.AbstractEventLoop) -> None:
+    """Closes the coroutines of `tasks`, empties the list, and collects the garbage.
+
+    loop: of the tasks. No loop is the thread's afterwards.
+    """
+    # A coroutine's `finally` that awaits `asyncio.gather()` of no tasks asks for the thread's loop,
+    # and asyncio would make one that nobody closes.
+    asyncio.set_event_loop(loop)
+    try:
+        for task in tasks:
+            task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+            try:
+                task.get_coro().close()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            except BaseException:
+                continue
+        tasks.clear()
+        gc.collect()
+    finally:
+        asyncio.set_event_loop(None)
