@@ -31,6 +31,8 @@ _REQUEST_S = 5.0
 #: How much later than its timeout a pull request may be answered.
 GRACE_S = 0.25
 _CLOSE_TIMEOUT_S = 1.0
+#: How long the answer to a job waits for the broker's confirmation.
+_CONFIRM_S = 1.0
 
 
 @dataclass(eq=False)
@@ -131,7 +133,7 @@ class LanePull:
                 self._client,
                 message,
                 loop_time(),
-                self._config.push_timeout_s,
+                _CONFIRM_S,
                 self._config.max_deliver,
                 self._on_end,
             )

@@ -26,7 +26,7 @@ def settle_edge(
     config: GraphConfig, document: Document, *, only: str | None = None
 ) -> tuple[GraphConfig, str]:
     """Returns the configuration with `edge: python` or `edge: rust` and the path of the program,
-    and why `auto` takes Python, "" otherwise.
+    and a note: why `auto` takes Python, or what `edge: rust` answers otherwise; "" for neither.
 
     What keeps `edge: rust` from serving is added to the document's mistakes. only: the service
     that is started alone; without a Frontend there is nothing to settle.
@@ -52,7 +52,7 @@ def _starts_here(service: ServiceConfig, only: str | None) -> bool:
 def _settle(
     service: ServiceConfig, document: Document, other_answers: list[Obstacle]
 ) -> tuple[ServiceConfig, str]:
-    """other_answers: what is no obstacle to `edge: rust`, but to `edge: auto`."""
+    """other_answers: obstacles to `edge: auto`; where `edge: rust` is asked for, they are told."""
     name, auto = service.service.name, service.options["edge"] == "auto"
     found = _obstacles(service)
     if auto:
@@ -65,7 +65,8 @@ def _settle(
         except StartupError as exc:
             found.append(Obstacle("edge", str(exc)))
     if program is not None and not found:
-        return _with(service, edge="rust", edge_binary=str(program)), ""
+        told = "" if auto else _told(name, other_answers)
+        return _with(service, edge="rust", edge_binary=str(program)), told
     if auto:
         key, reason = found[0].key, found[0].reason
         return _with(service, edge="python"), f"{name}.edge: auto takes Python: {key}: {reason}"
@@ -106,6 +107,12 @@ def _other_answers(config: GraphConfig) -> list[Obstacle]:
     if config.shared.tracing is not None:
         found.append(Obstacle("Graph.otlp-endpoint", "a client's traceparent is not continued"))
     return found
+
+
+def _told(name: str, other_answers: list[Obstacle]) -> str:
+    """A line for each."""
+    lines = (f"{name}.edge: rust: {other.key}: {other.reason}" for other in other_answers)
+    return "\n".join(lines)
 
 
 def _program(service: ServiceConfig) -> Path:

@@ -163,6 +163,7 @@ class InstanceSupervisor:
         done so is to be seen when this one is done: by the successor's `took_over`."""
         if self._stopping.is_set():
             return
+        self.not_kept = ""  # what it was belongs to the switch that began this worker
         child = self._child
         if child is None or not child.order(successor.launch.plan_path):
             self.not_kept = "its process takes no orders"
@@ -217,9 +218,9 @@ class InstanceSupervisor:
                 elif self._stopping.is_set():
                     child.terminate()
                 code = await child.run(self._on_report)
-                if self._successor is not None and not self._successor.took_over:
-                    self.not_kept = self.not_kept or f"its process ended ({exit_text(code)})"
-                if self.took_over and not self.ready.is_set():
+                changes = self._successor is not None and not self._successor.took_over
+                changed = self.took_over and not self.ready.is_set()
+                if changes or changed:
                     self.not_kept = self.not_kept or f"its process ended ({exit_text(code)})"
                 if code != 0 and self.state.lease:
                     # A killed process has not revoked its lease itself. Others hear of its death

@@ -8,7 +8,7 @@ can take them. Two processes never run at the same time. There is one switch at 
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dynamo_lite.policy.switch_book import BookedSwitch, SwitchBook
 from dynamo_lite.protocol.errors import Refused
@@ -25,6 +25,8 @@ class RoleSwitch(BookedSwitch):
     worker: InstanceSupervisor
     successor: InstanceSupervisor
     settled_at: float | None = None
+    #: Why its engine was not kept, once it has settled.
+    _told: str = field(default="", init=False)
 
     @property
     def keeps(self) -> bool:
@@ -41,6 +43,18 @@ class RoleSwitch(BookedSwitch):
         ready = self.successor.ready.is_set()
         return self.successor.began_kept if ready else self.successor.took_over
 
+    @property
+    def _not_kept(self) -> str:
+        if self.settled_at is not None:
+            return self._told
+        if self._kept or not self.keeps:
+            return ""
+        return self.worker.not_kept or self.successor.not_kept
+
+    def settle(self, now: float) -> None:
+        """The successor is ready or will never be. Either worker may be switched again."""
+        self.settled_at, self._told = now, self._not_kept
+
     def state(self, now: float) -> SwitchState:
         return self.state_with(
             now,
@@ -50,7 +64,7 @@ class RoleSwitch(BookedSwitch):
             failures=self.successor.state.restarts,
             error=self.successor.state.error,
             level=2 if self._kept else 1,
-            not_kept=self.worker.not_kept or self.successor.not_kept,
+            not_kept=self._not_kept,
             change_s=self.successor.change_s,
         )
 
@@ -105,7 +119,7 @@ class Switches:
 
     def settle(self, switch: RoleSwitch) -> None:
         """The successor is ready or will never be."""
-        switch.settled_at = time.monotonic()
+        switch.settle(time.monotonic())
 
     def cancel(self, component: str, lease_id: int) -> RoleSwitch | None:
         """Stops the successor of this worker, unless it was ready. None: there is none."""

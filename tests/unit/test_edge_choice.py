@@ -157,7 +157,24 @@ def test_auto_takes_python_for_a_limit_whose_refusals_rust_answers_with_500(
     key = limit.removeprefix("--").partition("=")[0]
     assert f"auto takes Python: {key}: what it refuses gets " in note and "500" in note
     config, note, document = settled("--Frontend.edge=rust", binary, limit)
-    assert (edge_of(config), note, document.mistakes) == ("rust", "", [])
+    assert (edge_of(config), document.mistakes) == ("rust", [])
+    assert note.startswith(f"Frontend.edge: rust: {key}: what it refuses gets ")
+
+
+def test_each_difference_is_told_where_rust_is_asked_for(tmp_path: Path):
+    config, note, _ = settled(
+        "--Frontend.edge=rust",
+        f"--Frontend.edge-binary={program(tmp_path)}",
+        "--Graph.otlp-endpoint=http://127.0.0.1:1",
+        "--Frontend.host=0.0.0.0",
+    )
+    assert edge_of(config) == "rust"
+    first, second = note.splitlines()
+    assert first.startswith("Frontend.edge: rust: Frontend.host: clients of 0.0.0.0 could send")
+    assert (
+        second
+        == "Frontend.edge: rust: Graph.otlp-endpoint: a client's traceparent is not continued"
+    )
 
 
 def test_limits_at_their_defaults_leave_auto_the_rust_edge(tmp_path: Path):

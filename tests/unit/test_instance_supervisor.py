@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
 import pytest
@@ -233,3 +233,6 @@ async def test_why_a_process_that_died_while_it_changed_its_role_is_not_kept(
     one = successor(Kept((-9, False), (0, True)), tmp_path, monkeypatch)
     await one.keep()
     assert not one.began_kept and one.not_kept == "its process ended (signal 9)"
+    one._child = cast("ChildProcess", SimpleNamespace(order=lambda _: True))
+    one.change_role(successor(Kept(), tmp_path, monkeypatch))
+    assert one.not_kept == "", "the next change of role is another one"

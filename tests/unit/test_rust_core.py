@@ -264,6 +264,22 @@ async def test_a_request_aborted_while_its_grammar_is_checked_reaches_no_worker(
     assert ended == ["check"] and scene.failover.submitted == [] and scene.sent == []
 
 
+async def test_requests_whose_grammar_is_being_checked_count_as_admitted():
+    go_on = asyncio.Event()
+
+    async def check(params: SamplingParams) -> None:
+        await go_on.wait()
+
+    scene = Scene(in_flight=1, check=check)
+    await scene.add("r1", sampling_params=grammar())
+    assert scene.core.in_flight == 1
+    await scene.add("r2", sampling_params=grammar())
+    assert scene.ends() == {"r2": FinishReason.ERROR} and scene.refused == {"limit": 1}
+    go_on.set()
+    await eventually(lambda: scene.failover.submitted_ids == ["r1"])
+    assert scene.core.in_flight == 1
+
+
 async def test_a_request_whose_time_ends_while_its_grammar_is_checked_is_late():
     async def check(params: SamplingParams) -> None:
         await asyncio.Event().wait()

@@ -220,11 +220,35 @@ def test_a_process_that_could_not_go_on_is_replaced_and_the_reason_is_told():
     world = World()
     giver = world.of(P)[0]
     switch = world.begin(giver, D)
+    giver.launch.switchable = switch.successor.launch.switchable = True
     giver.done.set()
     giver.not_kept = "the engine is not kept: silent"
     world.switches.hand_over(switch, starts=True)
     (state,) = world.switches.states()
     assert (state.phase, state.level, state.not_kept) == ("starting", 1, giver.not_kept)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_becomes_of_a_worker_in_its_next_switch_is_not_told_of_the_one_before(kept: bool):
+    world = World()
+    giver = world.of(P)[0]
+    first = world.begin(giver, D)
+    giver.launch.switchable = first.successor.launch.switchable = True
+    giver.done.set()
+    if kept:
+        first.successor.spawned, first.successor.began_kept = giver.launch, True
+    else:
+        giver.not_kept = "told to fail"
+    world.switches.hand_over(first, starts=True)
+    first.successor.ready.set()
+    world.switches.settle(first)
+    second = world.begin(first.successor, P)
+    second.successor.launch.switchable = True
+    first.successor.not_kept = "the engine is not kept: silent"
+    assert [(state.level, state.not_kept) for state in world.switches.states()] == [
+        (2, "") if kept else (1, "told to fail"),
+        (1, "the engine is not kept: silent"),
+    ]
 
 
 def test_the_number_of_a_process_that_writes_on_into_its_log_is_not_given_to_another():

@@ -89,7 +89,7 @@ def test_many_graphs_of_one_folder_find_their_verdicts(
     assert len(asked) == 100
 
 
-def test_a_mapping_may_have_keys_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mapping_may_have_keys_that_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm_arguments, "_ask_vllm", lambda question: [])
     monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
     flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}

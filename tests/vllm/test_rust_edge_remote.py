@@ -8,6 +8,7 @@ import pytest
 
 from tests.vllm.asking import assert_same, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually, together
+from tests.vllm.test_answers import CHATS, COMPLETIONS
 from tests.vllm.test_edge import BAD_REQUESTS, post
 from tests.vllm.test_first_token import DIFFERENT, arrivals, handed_over
 from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY, ask
@@ -48,6 +49,27 @@ def test_answers_begin_with_the_prefill_workers_token(
     # The decode engine's token may come first now and then.
     assert sum(since().values()) == 2 and since()["sent"] >= 1
     assert disagg.count("VllmWorker", DIFFERENT) == different
+
+
+#: Several choices and several prompts are a 400; a tool needs a parser (docs/edge.md).
+NOT_ANSWERED = {"two choices", "several prompts", "any tool", "this tool"}
+ANSWERED = [
+    (kind, name)
+    for kind, requests in (("chat", CHATS), ("completions", COMPLETIONS))
+    for name in requests
+    if name not in NOT_ANSWERED
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("kind", "name"), ANSWERED)
+def test_answers_are_those_of_plain_vllm(
+    rust: Graph, reference: PlainServer, kind: str, name: str, stream: bool
+):
+    request = (CHATS if kind == "chat" else COMPLETIONS)[name]
+    expected = ask(reference, kind, request, stream=stream)
+    assert expected["tokens"] and expected["choices"][0]["text"]
+    assert_same(ask(rust, kind, request, stream=stream), expected)
 
 
 #: Bad requests that are noticed behind `vllm-rs`, where nothing can be refused with another status.

@@ -8,6 +8,7 @@ from tests.vllm.asking import assert_same
 from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.test_edge import BAD_REQUESTS, post
 from tests.vllm.test_rust_edge import BINARY, CASES, CHAT, NEEDS_BINARY, ask
+from tests.vllm.test_rust_edge_remote import FOUND_BEHIND_IT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), NEEDS_BINARY]
 
@@ -30,7 +31,7 @@ def test_grammars_get_the_verdict_and_the_tokens_of_vllms_python_server(
 ):
     options = [*mixed.servers, "--Frontend.edge=rust", f"--Frontend.edge-binary={BINARY}"]
     with Graph(tmp_path, options=options, service="Frontend") as rust:
-        for name in ("a schema that is none", "a grammar that is none", "a regex that is none"):
+        for name in FOUND_BEHIND_IT:
             got = post(rust.url, *BAD_REQUESTS[name])
             assert got.status_code == 500, f"{name}: {got.text}"
         for kind, request in (("chat", SCHEMA), CASES["regex"]):

@@ -50,5 +50,6 @@ class GrammarCheck:
             )
         except VLLMError:
             raise
-        except ValueError as exc:
-            raise VLLMValidationError(str(exc)) from exc
+        # A panic of a grammar library in Rust is no Exception. Nothing cancels this thread.
+        except BaseException as exc:
+            raise VLLMValidationError(f"{type(exc).__name__}: {exc}") from exc

@@ -83,7 +83,7 @@ class RustCore:
     @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
-        return 0 if self._intake is None else self._intake.in_flight
+        return 0 if self._intake is None else self._intake.in_flight + len(self._checking)
 
     # From the Rust frontend
 
@@ -130,13 +130,17 @@ class RustCore:
             self._fail(request_id)
 
     async def _checked(self, request: EngineCoreRequest, context: RequestContext) -> None:
-        """Returns when the request's grammar has been checked. Raises VLLMValidationError, and
-        DeadlineExceeded."""
+        """Returns when the request's grammar has been checked. Requests whose grammar waits for
+        its check count as admitted.
+
+        Raises VLLMValidationError, DeadlineExceeded, NoWorkers and Overloaded.
+        """
         params = request.sampling_params
         if params is None or params.structured_outputs is None:
             return
         task = asyncio.current_task()
         assert self._intake is not None and self._check_grammar is not None and task is not None
+        self._intake.check(len(self._checking) + 1)
         self._checking[request.request_id] = task
         try:
             async with asyncio.timeout_at(context.deadline):
@@ -144,7 +148,7 @@ class RustCore:
         except TimeoutError as exc:
             raise self._intake.late(context) from exc
         finally:
-            del self._checking[request.request_id]
+            self._checking.pop(request.request_id, None)
 
     def _context(self, request: EngineCoreRequest) -> RequestContext:
         now = asyncio.get_running_loop().time()
