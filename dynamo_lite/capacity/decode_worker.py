@@ -18,22 +18,14 @@ from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.steal_back import StealBack
 from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.admission import Admission, Busy
-from dynamo_lite.policy.disagg import DecisionReason, Local, Remote, Verdict
+from dynamo_lite.policy.disagg import WANT_OF_ROOM, DecisionReason, Local, Remote, Verdict
 from dynamo_lite.policy.drain import Running
 from dynamo_lite.policy.kv_chain import ChainHash
 from dynamo_lite.policy.kv_routing import LoadReport
 from dynamo_lite.protocol.backlog import Lane
 
 #: Reasons for which a prompt is computed here although it should not be.
-WANTS_PREFILL = frozenset(
-    {
-        DecisionReason.QUEUE_FULL,
-        DecisionReason.QUEUE_TOKENS,
-        DecisionReason.TOO_LATE,
-        DecisionReason.NO_PREFILL_WORKER,
-        DecisionReason.CROWDED,
-    }
-)
+_WANTS_PREFILL = WANT_OF_ROOM | {DecisionReason.NO_PREFILL_WORKER}
 
 
 class Tally:
@@ -171,7 +163,7 @@ class DecodeWorker:
         self._tally.prompt_tokens += sequence.context
         self._tally.cached_tokens += cached
         if isinstance(verdict, Local):
-            if verdict.reason in WANTS_PREFILL:
+            if verdict.reason in _WANTS_PREFILL:
                 self._tally.unserved_tokens += tokens
             return True
         self._tally.remote_tokens += tokens

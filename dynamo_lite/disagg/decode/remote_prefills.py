@@ -1,4 +1,4 @@
-"""All prompts that a decode engine has decided about, one record for each.
+"""All prompts that a decode engine has decided about, one record for each decision.
 
 The scheduler half and the control session tell each event to `RemotePrefills` once.
 `explain`, spans, stage histograms, backlog and rates read the records.
