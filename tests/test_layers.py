@@ -1,7 +1,10 @@
-"""The layer rule: a package imports only packages to its left, siblings not each other."""
+"""The layer rule: a package imports only packages to its left, siblings not each other.
+
+Folders do not import each other in a circle, and neither do files.
+"""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -52,12 +55,42 @@ IMPURE = {
     *("aiohttp", "httpx", "requests", "uvloop"),
 }
 
+TYPE_CHECKS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 
 def imported_modules(file: Path) -> Iterator[tuple[int, str]]:
     """Line and absolute name of every import, also of those inside functions."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    return names_of(file, ast.walk(parsed(file)))
+
+
+def modules_loaded_with(file: Path) -> set[str]:
+    """Absolute names of the imports that run when the file itself is imported."""
+    return {module for _, module in names_of(file, run_at_import(parsed(file)))}
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes but those inside functions and under `if TYPE_CHECKING`."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKS:
+            pending.extend(node.orelse)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def names_of(file: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of each import among the nodes."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -100,38 +133,100 @@ def test_imports_go_left(file: Path):
     assert sorted(set(complaints(file))) == []
 
 
-def room_of(module: str) -> str | None:
-    """The folder of this package that `module`, or the module that it is in, lies in."""
+def file_of(module: str) -> Path | None:
+    """The file of this package that `module` is, or that it is in."""
     top, *names = module.split(".")
     if top != PACKAGE:
         return None
-    for end in range(len(names), 0, -1):
-        path = ROOT / PACKAGE / "/".join(names[:end])
-        if path.is_dir():
-            return "/".join(names[:end])
-        if path.with_suffix(".py").is_file():
-            return "/".join(names[: end - 1])
+    for end in range(len(names), -1, -1):
+        path = (ROOT / PACKAGE).joinpath(*names[:end])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
     return None
+
+
+def path_in_package(path: Path) -> str:
+    return path.relative_to(ROOT / PACKAGE).as_posix()
+
+
+def room_with(file: Path) -> str:
+    """The folder of this package that the file lies in; empty for the package's own."""
+    return path_in_package(file.parent).removeprefix(".")
+
+
+def room_of(module: str) -> str | None:
+    """The folder of this package that `module`, or the module that it is in, lies in."""
+    file = file_of(module)
+    return None if file is None else room_with(file)
 
 
 def arrows() -> dict[str, set[str]]:
     """For each folder, the folders that its files import from."""
     found: dict[str, set[str]] = {}
     for file in FILES:
-        own = file.parent.relative_to(ROOT / PACKAGE).as_posix().replace(".", "")
+        own = room_with(file)
         rooms = {room_of(module) for _, module in imported_modules(file)}
         found.setdefault(own, set()).update(room for room in rooms if room)
         found[own].discard(own)
     return found
 
 
-def test_no_two_folders_import_each_other():
-    graph = arrows()
-    assert "runtime/etcd" in graph["runtime/process"]
+def loads(files: Iterable[Path]) -> dict[str, set[str]]:
+    """For each file, the other files that are loaded when it is."""
+    found: dict[str, set[str]] = {}
+    for file in files:
+        loaded = {file_of(module) for module in modules_loaded_with(file)} - {file, None}
+        found[path_in_package(file)] = {path_in_package(other) for other in loaded if other}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> str:
+    """One circle of the graph, named; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as exc:
-        pytest.fail(" imports ".join(reversed(exc.args[1])))
+        return " imports ".join(reversed(exc.args[1]))
+    return ""
+
+
+def test_no_two_folders_import_each_other():
+    graph = arrows()
+    assert "runtime/etcd" in graph["runtime/process"]
+    assert circle(graph) == ""
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = loads(FILES)
+    assert "runtime/tracing/tracer.py" in graph["runtime/tracing/otlp.py"]
+    assert circle(graph) == ""
+
+
+@pytest.mark.parametrize(
+    ("back", "found"),
+    [
+        ("from dynamo_lite.policy import one\n", True),
+        ("import dynamo_lite.policy.one\n", True),
+        ("try:\n    from dynamo_lite.policy.one import a\nfinally:\n    pass\n", True),
+        ("class A:\n    from dynamo_lite.policy.one import a\n", True),
+        ("if TYPE_CHECKING:\n    b = 1\nelse:\n    from dynamo_lite.policy.one import a\n", True),
+        ("if TYPE_CHECKING:\n    from dynamo_lite.policy.one import a\n", False),
+        ("def b():\n    from dynamo_lite.policy.one import a\n", False),
+    ],
+)
+def test_a_circle_of_files_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: str, found: bool
+):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    folder = tmp_path / PACKAGE / "policy"
+    folder.mkdir(parents=True)
+    one, two, three = (folder / f"{name}.py" for name in ("one", "two", "three"))
+    one.write_text("from dynamo_lite.policy.two import b\n")
+    two.write_text("import dynamo_lite.policy.three\n")
+    three.write_text(back)
+    named = circle(loads([one, two, three]))
+    everyone = {"policy/one.py", "policy/two.py", "policy/three.py"}
+    assert set(named.split(" imports ")) == (everyone if found else {""})
 
 
 def test_both_sides_of_a_remote_prefill_know_only_what_they_share():

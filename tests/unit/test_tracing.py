@@ -25,11 +25,11 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from dynamo_lite.protocol.trace import TraceContext, new_trace
 from dynamo_lite.runtime.tracing import otlp
 from dynamo_lite.runtime.tracing import tracer as tracing
+from dynamo_lite.runtime.tracing.open import open_tracer
 from dynamo_lite.runtime.tracing.otlp import OtlpTracer
 from dynamo_lite.runtime.tracing.tracer import (
     TracingOptions,
     check_endpoint,
-    open_tracer,
     record_child,
     record_notes,
 )

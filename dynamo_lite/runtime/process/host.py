@@ -37,7 +37,8 @@ from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
+from dynamo_lite.runtime.tracing.open import open_tracer
+from dynamo_lite.runtime.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 

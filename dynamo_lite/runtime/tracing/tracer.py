@@ -5,9 +5,7 @@ span has ended, from processes that do not import such a library. Times are of t
 clock, which all processes of a host share. Without tracing there is no Tracer object.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -97,17 +95,3 @@ def check_endpoint(url: str) -> str | None:
     if parts.username is not None or parts.query or parts.fragment:
         return "user names, queries and fragments are not supported; see OTEL_EXPORTER_OTLP_HEADERS"
     return None
-
-
-@asynccontextmanager
-async def open_tracer(
-    options: TracingOptions, *, namespace: str, component: str, instance: str
-) -> AsyncIterator[Tracer]:
-    """Leaving the context sends the last spans, for a few seconds at most."""
-    # Importing the SDK and its exporters takes a while, so only with tracing and in a thread.
-    await asyncio.to_thread(__import__, "dynamo_lite.runtime.tracing.otlp")
-    from dynamo_lite.runtime.tracing.otlp import OtlpTracer
-
-    tracer = OtlpTracer(options, namespace=namespace, component=component, instance=instance)
-    async with tracer:
-        yield tracer
