@@ -14,8 +14,8 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
-from dynamo_lite.vllm.engine import rank_mover
-from dynamo_lite.vllm.engine.rank_mover import open_mover
+from dynamo_lite.vllm.engine import opened_rank
+from dynamo_lite.vllm.engine.opened_rank import open_mover
 from tests.unit.test_polled import Wire, eventually, write
 
 PREFILL = PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig())
@@ -31,7 +31,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Devices that threads have chosen. No agent is opened."""
     devices: list[Any] = []
-    monkeypatch.setattr(rank_mover, "NixlMover", lambda name: Wire())
+    monkeypatch.setattr(opened_rank, "NixlMover", lambda name: Wire())
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     return devices
 

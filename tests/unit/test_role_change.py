@@ -34,7 +34,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from dynamo_lite.vllm.engine.both_roles import ShortFirstAndArrivals, choose_scheduler
+from dynamo_lite.vllm.engine.engine_config import ShortFirstAndArrivals, choose_scheduler
 from dynamo_lite.vllm.engine.role_change import RoleChange
 from dynamo_lite.vllm.engine.short_first import AsyncShortFirst, ShortFirst
 from tests.builders import NAMESPACE, ManualClock, engine_metadata

@@ -1,4 +1,4 @@
-"""vLLM's configuration of one engine: its flags, and the connector."""
+"""vLLM's configuration of one engine: its flags, its scheduler, and the connector."""
 
 from pathlib import Path
 
@@ -8,9 +8,27 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
-from dynamo_lite.vllm.engine.both_roles import choose_scheduler
+from dynamo_lite.vllm.engine.arrivals import (
+    ArrivalScheduler,
+    may_wait_in_steps,
+    schedule_arrivals_at_once,
+)
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
+from dynamo_lite.vllm.engine.short_first import (
+    AsyncShortFirst,
+    ShortFirst,
+    ShortFirstMixin,
+    let_short_pass,
+)
 from dynamo_lite.vllm.engine.supported import check_args, check_config
+
+
+class ShortFirstAndArrivals(ShortFirstMixin, ArrivalScheduler):
+    """Of an engine that can be of either role while it runs, and whose steps do not overlap.
+
+    vLLM makes an engine's scheduler once. This one is composed of those of both roles, each of
+    which adds nothing in the other role.
+    """
 
 
 def vllm_config(
@@ -54,3 +72,16 @@ def transfer_config(engine_config: EngineConfig, engine_config_path: Path) -> KV
         kv_connector_extra_config={ENGINE_CONFIG_FILE: str(engine_config_path)},
         kv_load_failure_policy="recompute",
     )
+
+
+def choose_scheduler(config: VllmConfig, engine_config: EngineConfig | None) -> None:
+    """Sets the scheduler of the engine's role or roles, unless the user has set another one."""
+    if engine_config is None or not engine_config.switchable:
+        let_short_pass(config, engine_config)
+        schedule_arrivals_at_once(config, engine_config)
+    elif config.scheduler_config.scheduler_cls is None:
+        if may_wait_in_steps(config):
+            made = ShortFirstAndArrivals
+        else:
+            made = AsyncShortFirst if config.scheduler_config.async_scheduling else ShortFirst
+        config.scheduler_config.scheduler_cls = f"{made.__module__}.{made.__name__}"

@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,18 @@ import msgspec
 import torch
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.polled import PolledMover
+from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.transfer.scratch import ScratchMemory
 from dynamo_lite.vllm.engine.connector_types import RankHandshake
 from dynamo_lite.vllm.engine.kv_memory import rank_index, register
-from dynamo_lite.vllm.engine.rank_mover import open_mover
 from dynamo_lite.vllm.engine.scratch import make_scratch
 from dynamo_lite.vllm.engine.supported import refusal_recorded
 
@@ -104,3 +107,29 @@ def open_rank(
             rank = DecodeRank(mover, own, kv.read)
         on_failure.pop_all()
     return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch, fence)
+
+
+def open_mover(
+    config: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
+) -> Mover:
+    """Opens NIXL, with a polling thread if that is needed.
+
+    rank: this process's index. device: where its KV is. alive: whether the fence is open.
+
+    Without a GPU there is no thread by default: a write to shared memory is over when it was
+    posted, and a thread would only take time from the engine.
+    """
+    mover: Mover = NixlMover(f"{config.engine_id}-{rank}")
+    if config.secret_file is not None:
+        mover = AuthenticatedMover(mover, GraphSecret(Path(config.secret_file)))
+    on_gpu = device.type != "cpu"
+    if not (on_gpu if config.transfer_thread is None else config.transfer_thread):
+        return mover
+    return PolledMover(
+        mover,
+        alive=alive,
+        # A prefill rank gets no notifications: polling its own transfers is enough.
+        listen_s=LISTEN_S if isinstance(config.role, DecodeEngineConfig) else 0.0,
+        # UCX's CUDA transports work in the calling thread's context.
+        enter=partial(torch.cuda.set_device, device) if on_gpu else lambda: None,
+    )
