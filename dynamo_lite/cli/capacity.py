@@ -55,12 +55,12 @@ def simulate(
     shared_tokens: Annotated[
         int,
         typer.Option(
-            help="So many tokens are shared by the prompts of each of 32 groups.",
+            help="Number of tokens that the prompts of each of 32 groups share.",
             rich_help_panel=_LOAD,
         ),
     ] = 0,
     speed: Annotated[
-        float, typer.Option(help="Play --trace so many times faster.", rich_help_panel=_LOAD)
+        float, typer.Option(help="Play --trace this many times faster.", rich_help_panel=_LOAD)
     ] = 1.0,
     rate_scale: Annotated[
         float,
@@ -79,7 +79,7 @@ def simulate(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(help="Read at most so many requests of --trace.", rich_help_panel=_LOAD),
+        typer.Option(help="Read at most this many requests of --trace.", rich_help_panel=_LOAD),
     ] = None,
     hash_tokens: Annotated[
         int,
@@ -165,15 +165,15 @@ def simulate(
     max_local_prefill_length: Annotated[
         int,
         typer.Option(
-            help="Prompts of at most so many uncached tokens are prefilled locally.",
+            help="Prompts of at most this many uncached tokens are prefilled locally.",
             rich_help_panel=_GRAPH,
         ),
     ] = 512,
     max_prefill_queue_size: Annotated[
         int | None,
         typer.Option(
-            help="With so many jobs in the queue all prompts are prefilled locally; default: 4 per"
-            " prefill worker, at least 8.",
+            help="With this many jobs in the queue all prompts are prefilled locally; default: 4"
+            " per prefill worker, at least 8.",
             rich_help_panel=_GRAPH,
         ),
     ] = None,

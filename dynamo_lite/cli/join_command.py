@@ -70,7 +70,7 @@ def join(
     lease_ttl_s: Annotated[
         float,
         typer.Option(
-            min=2, help="If this process is killed, the engine leaves after so many seconds."
+            min=2, help="If this process is killed, the engine leaves after this many seconds."
         ),
     ] = 10.0,
     health_interval_s: Annotated[

@@ -47,9 +47,9 @@ from dynamo_lite.policy.planner_work import Work
 from dynamo_lite.policy.role_switch import Unfit, Wait, judge
 from dynamo_lite.protocol.options import PlannerOptions
 
-#: Without a tick for so many tick times the load counts as unknown in between.
+#: Without a tick for this many tick times the load counts as unknown in between.
 _MISSED_TICKS = 3
-#: A prefill worker with a backlog of so many seconds is busy.
+#: A prefill worker with a backlog of this many seconds is busy.
 _BUSY_S = 1.0
 #: Share of the difference to a lower rate that each tick believes, with and without a backlog.
 _BELIEVES, _FORGETS = 0.1, 0.005

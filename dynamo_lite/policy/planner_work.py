@@ -13,10 +13,10 @@ from dynamo_lite.policy.forecast import Line, Trend
 #: Weights of the earlier ticks when one is added. Output tokens come some seconds after their
 #: requests, so their mean must not follow a sudden load.
 _FAST_FADE, _FADE, _SLOW_FADE = 0.95, 0.98, 0.99
-#: Over so many seconds the change of the queue counts.
+#: Number of seconds over which the change of the queue counts.
 _QUEUE_S = 10.0
-#: A rate that differs from its level by more than so many standard deviations of a Poisson process
-#: is another load, and any other one is noise.
+#: A rate that differs from its level by more than this many standard deviations of a Poisson
+#: process is another load, and any other one is noise.
 _CHANCE = 3.0
 #: Gain of the level of the arrivals, small since they are noise for the most part. With it the
 #: standard deviations of level and slope (per second) are these shares of that of a rate, of which
@@ -81,7 +81,7 @@ class Work:
             # nothing here counts them. A lower rate tells nothing.
             return replace(self, queued=(*kept, (now, queued)))
         trend = self.trend.add(per_s, now)
-        # So many requests arrive by chance in the time of a rate.
+        # The standard deviation of a rate, for a Poisson process.
         chance = math.sqrt(max(per_s, trend.level, 0.0) / _QUEUE_S)
         away = per_s - trend.level
         jump = 0 if abs(away) <= _CHANCE * chance else 1 if away > 0 else -1
@@ -152,8 +152,8 @@ class Work:
         return 0.0 if self.falls else self.margin
 
     def growth(self, seconds: float) -> float:
-        """Factor on the arrivals, in so many seconds; at least 1. Falls are not expected: the load
-        may stay."""
+        """Factor on the arrivals after `seconds`; at least 1. Falls are not expected: the load may
+        stay."""
         if not self.per_s:
             return 1.0
         slope = self.trend.slope - _SURE * _SLOPE_CHANCE * self.chance

@@ -10,7 +10,8 @@ class PendingConnections:
     """Connections in their TLS handshake, or without a Hello or a request's head, oldest first.
 
     With more than `most` of them one is closed: the oldest of the address that has the most. So
-    who opens many of them displaces its own, and nobody else's. on_refused: called for each.
+    a client that opens many of them displaces its own, and no other client's. on_refused: called
+    for each.
     """
 
     def __init__(self, most: int, on_refused: Callable[[], None] = lambda: None):

@@ -10,7 +10,7 @@ from typing import Any, cast
 from dynamo_lite.runtime.pending_connections import PendingConnections
 
 #: Clients that open connections in advance use them sooner, or open others in their place. Without
-#: a limit connections that nobody uses would hold the process's file descriptors for good.
+#: a limit connections that no client uses would hold the process's file descriptors for good.
 HEAD_S = 30.0
 
 #: Connections of one server without a request's head, those in their TLS handshake among them. A

@@ -138,7 +138,7 @@ class InstanceSupervisor:
             )
         finally:
             try:
-                # Stopped before its first process: nobody else would end the one that it got.
+                # Stopped before its first process: nothing else would end the one that it got.
                 await self.end_taken()
             finally:
                 self.drained.set()

@@ -18,7 +18,7 @@ class Progress:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Prints a line. If nobody can read it any more (a closed terminal, or the end of a pipe), all
+    """Prints a line. If it can be read no more (a closed terminal, or the end of a pipe), all
     further output of the stream is dropped: the processes of a graph go on, or drain in order."""
     try:
         print(text, file=stream, flush=True)

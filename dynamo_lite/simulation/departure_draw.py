@@ -6,7 +6,7 @@ from dataclasses import replace
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
 
-#: One of so many seeds; none that has a planner.
+#: One of `_EVERY` seeds; none that has a planner.
 _EVERY, _AT = 20, 16
 _ASKS = 8
 #: Answers run for some tenths of a second, so that they have begun and not ended.

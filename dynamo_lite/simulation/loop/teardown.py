@@ -41,7 +41,7 @@ def bury(tasks: list[asyncio.Task[Any]], loop: asyncio.AbstractEventLoop) -> Non
     loop: of the tasks. No loop is the thread's afterwards.
     """
     # A coroutine's `finally` that awaits `asyncio.gather()` of no tasks asks for the thread's loop,
-    # and asyncio would make one that nobody closes.
+    # and asyncio would make one that nothing closes.
     asyncio.set_event_loop(loop)
     try:
         for task in tasks:

@@ -3,7 +3,7 @@
 It happens between two steps, when no request has blocks and the half has nothing open: no remote
 prefill, no transfer, no link test. The half's session ends first, so that nothing is granted any
 more; then all ranks open the other role's rank on the same KV memory, under a new NIXL agent; then
-the other half begins. Whatever was addressed to the old engine id reaches nobody.
+the other half begins. Whatever was addressed to the old engine id reaches no process.
 """
 
 from pathlib import Path
