@@ -102,7 +102,7 @@ class PrefillStep:
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
     #: Attempts whose blocks are about to be reused.
     preempted: list[str] = field(default_factory=list)
-    preflights: list[LinkTestOrder] = field(default_factory=list)
+    link_tests: list[LinkTestOrder] = field(default_factory=list)
 
 
 @dataclass

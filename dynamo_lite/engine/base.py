@@ -145,7 +145,7 @@ class PrefillEngine(Engine, Protocol):
         """
         ...
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         """Tests the link to a decode engine, which must listen: see `Listen`.
 
         `run_prefills` must be running. Raises IncompatiblePeer for a target that it must not write

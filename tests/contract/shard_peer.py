@@ -76,12 +76,12 @@ def write(
     ]
 
 
-def preflight(
+def link_tests(
     ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes
 ) -> list[object]:
     """By rank: the result of its link test."""
     step = PrefillStep(
-        preflights=[LinkTestOrder("1.1", engine_id)], targets={engine_id: target}, own=own
+        link_tests=[LinkTestOrder("1.1", engine_id)], targets={engine_id: target}, own=own
     )
     for rank in ranks:
         rank.step(step, lambda: True)
@@ -125,8 +125,8 @@ def main() -> None:
         say(ranks=[encode(own).hex() for own in engine.ranks])
         told = hear()
         own, target = (bytes.fromhex(told[name]) for name in ("own", "target"))
-        if told["preflight"]:
-            say(links=preflight(ranks, own, told["engine_id"], target))
+        if told["link_test"]:
+            say(links=link_tests(ranks, own, told["engine_id"], target))
         else:
             tokens = (shape.tokens, told["tokens"])
             say(ended=write(ranks, own, told["engine_id"], target, tokens))

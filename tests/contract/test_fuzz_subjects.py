@@ -35,9 +35,9 @@ from dynamo_lite.protocol.prefill import (
     decode_claim,
     decode_job,
     decode_leave,
+    decode_link_test,
     decode_listen,
     decode_notice,
-    decode_preflight,
     decode_writer_done,
     decode_writer_stays,
 )
@@ -78,7 +78,7 @@ DECODERS: dict[str, Decoder[Any]] = {
     "writer_stays": decode_writer_stays,
     "leave": decode_leave,
     "poll": decode_listen,
-    "preflight": decode_preflight,
+    "preflight": decode_link_test,
     "explain": decode_explain,
     "cancel": decode_cancel_attempt,
     "beat": decode_heartbeat,
@@ -123,8 +123,8 @@ class Attack:
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
         for where, message in FOREIGN:
             self._remember(where, encode_sealed(message))
-        preflight = LinkTest(order="foreign", target=metadata)
-        self._remember("preflight", encode_sealed(preflight))
+        link_test = LinkTest(order="foreign", target=metadata)
+        self._remember("preflight", encode_sealed(link_test))
         self._listen()
 
     def _remember(self, where: str, payload: bytes) -> None:

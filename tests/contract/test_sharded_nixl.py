@@ -73,12 +73,12 @@ class Peer:
         target: bytes,
         *,
         tokens: int = 0,
-        preflight: bool = False,
+        link_test: bool = False,
     ) -> None:
         """Its last engine writes into this one, which has `tokens` tokens per block, or tests
         the link to it."""
         described = {"own": own.hex(), "target": target.hex(), "tokens": tokens}
-        self.tell(engine_id=engine_id, preflight=preflight, **described)
+        self.tell(engine_id=engine_id, link_test=link_test, **described)
 
     def end(self) -> None:
         with self._process:
@@ -204,7 +204,7 @@ def test_the_way_to_an_idle_engine_is_found(peer, prefill, decode, lanes):
     own = peer.engine(prefill, 4)
     with decode_engine(engine_id, decode, 4) as target:
         ranks = [DecodeRank(mover) for mover in target.movers]
-        peer.meet(engine_id, own, metadata(engine_id, target.ranks, decode), preflight=True)
+        peer.meet(engine_id, own, metadata(engine_id, target.ranks, decode), link_test=True)
         links: list[dict] = []
         deadline = time.monotonic() + WAIT_S
         while not links:
@@ -227,6 +227,6 @@ def test_the_way_to_an_engine_that_has_left_is_not(peer):
     with decode_engine(engine_id, Shape(), 4) as target:
         described = metadata(engine_id, target.ranks, Shape())
     del target
-    peer.meet(engine_id, own, described, preflight=True)
+    peer.meet(engine_id, own, described, link_test=True)
     (link,) = peer.said.get(timeout=WAIT_S)["links"]
     assert link["failure"].startswith(("peer not usable: ", "rank 0: "))

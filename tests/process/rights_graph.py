@@ -56,7 +56,7 @@ class NullPrefillEngine:
             await asyncio.sleep(_LOOK_S)
         return AttemptOutcome(job.attempt, "written" if verdict is Verdict.GRANTED else "abandoned")
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         return LinkReport()
 
     def forget(self, engine_ids: Sequence[str]) -> None: ...

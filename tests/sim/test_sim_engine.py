@@ -251,13 +251,13 @@ def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
     play(script, wire=Wire(slowest_s=0.3), num_blocks=60)
 
 
-def test_idle_engines_step_for_a_preflight_and_no_longer():
+def test_idle_engines_step_for_a_link_test_and_no_longer():
     async def script(pair: Pair) -> None:
         assert pair.decode.metadata is not None
         cores = {name: engine.core for name, engine in pair.engines.items()}
         rested = {name: core.steps for name, core in cores.items()}
         await pair.decode.listen(Listen(writer_lease_id=2, for_s=1.0))
-        report = await pair.prefill.preflight(pair.decode.metadata)
+        report = await pair.prefill.test_link(pair.decode.metadata)
         assert report.failure is None and report.lanes == 1
         assert report.contact_s > 0 and report.round_trip_s > 0
         assert all(core.steps > rested[name] for name, core in cores.items())
@@ -267,16 +267,16 @@ def test_idle_engines_step_for_a_preflight_and_no_longer():
 
         other = msgspec.structs.replace(pair.decode.metadata, fingerprint={"model": "other"})
         with pytest.raises(IncompatiblePeer):
-            await pair.prefill.preflight(other)
+            await pair.prefill.test_link(other)
 
     play(script)
 
 
-def test_a_preflight_of_a_dead_engine_fails():
+def test_a_link_test_of_a_dead_engine_fails():
     async def script(pair: Pair) -> None:
         assert pair.decode.metadata is not None
         pair.engines["decode"].mover.die()
-        report = await pair.prefill.preflight(pair.decode.metadata)
+        report = await pair.prefill.test_link(pair.decode.metadata)
         assert report.failure == "rank 0: the peer does not answer"
 
     play(script)

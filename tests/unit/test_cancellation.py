@@ -813,7 +813,7 @@ class LinkTests:
     async def release(self, key: str) -> None:
         await self.store.delete(key)
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         self.testing += 1
         try:
             await asyncio.sleep(1.5)

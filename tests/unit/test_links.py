@@ -39,7 +39,7 @@ def short_waits(monkeypatch):
 
 class Engine:
     """A prefill engine. findings: by decode engine; the last one stays. may_end: unset, a
-    preflight goes on."""
+    link test goes on."""
 
     def __init__(self) -> None:
         self.findings: dict[str, list[LinkReport | DynamoLiteError]] = {}
@@ -51,7 +51,7 @@ class Engine:
     def forget(self, engine_ids: Sequence[str]) -> None:
         self.forgotten += engine_ids
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         self.tried.append(target.engine_id)
         await self.may_end.wait()
         findings = self.findings.get(target.engine_id, [GOOD])

@@ -630,7 +630,7 @@ GOLDEN = [
     ),
     (
         LinkTest(order="1f.1", target=ENGINE),
-        prefill.decode_preflight,
+        prefill.decode_link_test,
         b"\x82\xa5order\xa41f.1\xa6target" + ENGINE_PACKED,
     ),
     (

@@ -132,7 +132,7 @@ def test_a_prefill_engine_stays_until_a_stopped_read_is_over():
 
 def test_a_prefill_engine_stays_while_it_tests_a_link():
     half = Half()
-    half.half._preflights.ask(LinkTest(order="1.1", target=engine_metadata()))
+    half.half._link_tests.ask(LinkTest(order="1.1", target=engine_metadata()))
     assert half.half.unfinished == "it tests a link"
 
 

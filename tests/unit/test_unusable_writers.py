@@ -173,12 +173,12 @@ async def test_without_a_usable_worker_a_job_that_came_back_is_computed_here():
 
 
 class PrefillEngine:
-    """own: what its preflights compare a decode engine with."""
+    """own: what its link tests compare a decode engine with."""
 
     def __init__(self, own: EngineMetadata):
         self._own = own
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         check_peer(self._own, target)
         return LinkReport(None, 1, 0.1, 0.1)
 

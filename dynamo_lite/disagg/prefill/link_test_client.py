@@ -42,8 +42,8 @@ class LinkTestClient:
         ended: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
         self._waiting[order] = ended
         try:
-            preflight = encode_sealed(LinkTest(order=order, target=target))
-            await self._messaging.request(subject, preflight, timeout_s=_ASK_S)
+            link_test = encode_sealed(LinkTest(order=order, target=target))
+            await self._messaging.request(subject, link_test, timeout_s=_ASK_S)
             self._wake_soon()
             async with asyncio.timeout(_ANSWER_S):
                 return await ended

@@ -26,18 +26,18 @@ class LinkTestScheduler:
         """Whether the engine must make steps, even with nothing to compute."""
         return bool(self._asked or self._answers)
 
-    def ask(self, preflight: LinkTest) -> None:
-        self._asked.append(preflight)
+    def ask(self, link_test: LinkTest) -> None:
+        self._asked.append(link_test)
 
     def announce(self, step: PrefillStep) -> None:
         """Adds new orders to the step."""
         while self._asked:
-            preflight = self._asked.popleft()
-            engine_id = preflight.target.engine_id
-            self._answers[preflight.order] = {}
-            step.preflights.append(LinkTestOrder(preflight.order, engine_id))
+            link_test = self._asked.popleft()
+            engine_id = link_test.target.engine_id
+            self._answers[link_test.order] = {}
+            step.link_tests.append(LinkTestOrder(link_test.order, engine_id))
             # Sent again: a test must not depend on what the ranks remember.
-            target = encode(preflight.target)
+            target = encode(link_test.target)
             self._introductions.introduce(step, engine_id, target, again=True)
 
     def answered(self, links: Mapping[str, Mapping[int, RankLink]], ranks: int) -> None:

@@ -193,7 +193,7 @@ class PeerLinks:
         target, outcome = link.target, "failed"
         try:
             async with self._listening(target.engine_id):
-                report = await self._engine.preflight(target)
+                report = await self._engine.test_link(target)
             link.broken = 0 if report.failure is None else link.broken + 1
             outcome = "ok" if report.failure is None else "failed"
         except IncompatiblePeer as exc:

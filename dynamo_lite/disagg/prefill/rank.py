@@ -66,7 +66,7 @@ class PrefillRank:
             now=clock.monotonic,
         )
         self._reads = PrefixReads(mover, own, peers, verdict, alive, stats)
-        self._preflights = LinkTestRank(mover, own, rank, scratch, peers, alive, clock.monotonic)
+        self._link_tests = LinkTestRank(mover, own, rank, scratch, peers, alive, clock.monotonic)
         #: Reads of attempts whose claims are not answered.
         self._awaiting_claim: list[PrefixRead] = []
         #: Attempt -> request id, of finished requests whose writes are not reported as ended.
@@ -77,8 +77,8 @@ class PrefillRank:
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and ended requests, and starts what can start."""
         self._peers.update(step)
-        for order in step.preflights:
-            self._preflights.start(order)
+        for order in step.link_tests:
+            self._link_tests.start(order)
         for read in step.reads:
             self._peers.ensure_connected(read.target_engine)
             self._awaiting_claim.append(read)
@@ -103,7 +103,7 @@ class PrefillRank:
     def results(self) -> RankResults:
         """Returns requests whose writes have all ended, and those whose reads have, each once."""
         self._pump()
-        if (self._writes or self._reads or self._preflights) and self._alive():
+        if (self._writes or self._reads or self._link_tests) and self._alive():
             self._mover.notices()
         sent: set[str] = set()
         for attempt_id, request_id in list(self._ended.items()):
@@ -115,7 +115,7 @@ class PrefillRank:
             sent.add(request_id)
         if self._peers.left:
             users = {read.target_engine for read in self._awaiting_claim}
-            users |= self._writes.engines | self._reads.engines | self._preflights.engines
+            users |= self._writes.engines | self._reads.engines | self._link_tests.engines
             self._peers.forget_left(users)
         read = self._reads.take()
         return RankResults(sent=sent, received=read.received, lost=read.lost)
@@ -123,7 +123,7 @@ class PrefillRank:
     def report(self) -> WorkerReport | None:
         """Returns failures of the attempts in the last `results`, finished link tests, and engines
         whose metadata this rank lacks."""
-        links = {order: {self._rank: link} for order, link in self._preflights.take().items()}
+        links = {order: {self._rank: link} for order, link in self._link_tests.take().items()}
         unknown, self._peers.unknown = self._peers.unknown, set()
         if not (self._failures or links or unknown):
             return None
@@ -132,7 +132,7 @@ class PrefillRank:
 
     def close(self) -> None:
         # With a closed fence, transfers in flight must not be touched; they end with the process.
-        if self._alive() or not (self._writes.in_flight or self._preflights):
+        if self._alive() or not (self._writes.in_flight or self._link_tests):
             self._mover.close()
 
     def _pump(self) -> None:
@@ -143,5 +143,5 @@ class PrefillRank:
             else:
                 self._reads.start(read)
         self._reads.poll()
-        self._preflights.poll()
+        self._link_tests.poll()
         self._writes.pump()

@@ -29,7 +29,7 @@ from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.policy.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import EngineStatus, decode_preflight
+from dynamo_lite.protocol.prefill import EngineStatus, decode_link_test
 from dynamo_lite.protocol.records import EngineMetadata, check_engine
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -54,7 +54,7 @@ class PrefillScheduler:
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
         self._introductions = Introductions(self._own_metadata)
-        self._preflights = LinkTestScheduler(self.stats, self._introductions)
+        self._link_tests = LinkTestScheduler(self.stats, self._introductions)
         self.metadata: EngineMetadata | None = None
         self._block_ids: BlockIds | None = None
         self._pool: BlockPool | None = None
@@ -130,7 +130,7 @@ class PrefillScheduler:
         assert self._block_ids is not None
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
-        self._preflights.announce(step)
+        self._link_tests.announce(step)
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.preempted()
@@ -171,7 +171,7 @@ class PrefillScheduler:
             self._failures.update(report.failures)
             self._introductions.forget(report.unknown)
             assert self.metadata is not None
-            self._preflights.answered(report.links, len(self.metadata.ranks))
+            self._link_tests.answered(report.links, len(self.metadata.ranks))
         for request_id in sorted(results.received | results.lost):
             if (stopped := self._stopped.pop(request_id, None)) is not None:
                 self._report_end(stopped, "abandoned")
@@ -194,11 +194,11 @@ class PrefillScheduler:
         jobs = {*self._arrived, *self._jobs, *self._ending, *self._stopped}
         if jobs:
             return f"{len(jobs)} jobs are not over, or their transfers"
-        return "it tests a link" if self._preflights.busy else ""
+        return "it tests a link" if self._link_tests.busy else ""
 
     @property
     def busy(self) -> bool:
-        return bool(self._ending or self._stopped) or self._preflights.busy
+        return bool(self._ending or self._stopped) or self._link_tests.busy
 
     def _arrive(self, request: Prompt) -> PrefillJobParams | None:
         """The parameters of a job that has not begun, unpacked once; None for other requests."""
@@ -231,18 +231,18 @@ class PrefillScheduler:
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
         engine = self._config.namespace, self._config.engine_id
-        on_preflight = counted(self._on_preflight, "preflight", self.stats.drop)
+        on_link_test = counted(self._on_link_test, "preflight", self.stats.drop)
         async with (
             self._outside.messaging() as messaging,
             messaging.serve(names.describe_subject(*engine), self._on_describe),
-            messaging.serve(names.preflight_subject(*engine), on_preflight),
+            messaging.serve(names.preflight_subject(*engine), on_link_test),
         ):
             yield
 
-    async def _on_preflight(self, payload: bytes) -> bytes:
-        preflight = decode_preflight(payload)
-        check_engine(preflight.target)
-        self._preflights.ask(preflight)
+    async def _on_link_test(self, payload: bytes) -> bytes:
+        link_test = decode_link_test(payload)
+        check_engine(link_test.target)
+        self._link_tests.ask(link_test)
         return b""
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:

@@ -89,7 +89,7 @@ class SimEngine:
         self._first_tokens = assembly.first_tokens(setup)
         self._left: list[str] = []
         self._ids = RequestIds()
-        self._preflights = LinkTestClient(setup.engine_config, messaging, self._wake)
+        self._link_tests = LinkTestClient(setup.engine_config, messaging, self._wake)
         self._closing = False
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -113,7 +113,7 @@ class SimEngine:
         assert self._engine is not None and self._process is not None
         self._closing = True
         self._attempts.cancel()
-        self._preflights.close()
+        self._link_tests.close()
         self._engine.core.stop()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _STOP_S)
@@ -230,12 +230,12 @@ class SimEngine:
                 await on_first_token(token)
             return await attempt.ended
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         self._check_peer(target)
-        return await self._preflights.test(target)
+        return await self._link_tests.test(target)
 
     async def listen(self, listen: Listen) -> None:
-        await self._preflights.listen(listen)
+        await self._link_tests.listen(listen)
 
     async def abandon(self, attempt: str) -> None:
         if self._engine is not None:
@@ -298,7 +298,7 @@ class SimEngine:
             self._attempts.sampled(delta.request_id, delta.token_ids)
         if outputs.counts:
             self._attempts.apply({ENDED: outputs.counts.get(ENDED, ())})
-            self._preflights.resolve(outputs.counts.get(PREFLIGHT, ()))
+            self._link_tests.resolve(outputs.counts.get(PREFLIGHT, ()))
             self._on_counts(outputs.counts)
         return outputs
 

@@ -70,7 +70,7 @@ class VllmPrefillEngine(VllmEngine):
                 await on_first_token(token)
             return await attempt.ended
 
-    async def preflight(self, target: EngineMetadata) -> LinkReport:
+    async def test_link(self, target: EngineMetadata) -> LinkReport:
         assert self.metadata is not None and self._link_tests is not None
         check_peer(self.metadata, target)
         return await self._link_tests.test(target)

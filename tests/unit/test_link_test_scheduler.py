@@ -1,4 +1,4 @@
-"""Orders and answers of preflights, slots of scratch memory."""
+"""Orders and answers of link tests, slots of scratch memory."""
 
 from dynamo_lite.disagg.counters import PREFLIGHT, Counters
 from dynamo_lite.disagg.messages import PrefillStep, RankLink
@@ -19,7 +19,7 @@ def test_an_order_ends_when_all_ranks_have_answered():
     assert book.busy
     step = PrefillStep()
     book.announce(step)
-    assert [order.target_engine for order in step.preflights] == ["d"]
+    assert [order.target_engine for order in step.link_tests] == ["d"]
     assert list(step.targets) == ["d"] and step.own == b"own" and book.busy
     book.answered({"1.1": {1: RankLink("rank 0: broken", 1, 0.5, 0.0)}}, 2)
     assert book.busy and stats.take() == {}

@@ -92,7 +92,7 @@ class Prefill(Engine):
 
     def start(self, target: Engine, order: str = "1.1") -> None:
         step = PrefillStep(
-            preflights=[LinkTestOrder(order, target.name)],
+            link_tests=[LinkTestOrder(order, target.name)],
             targets={target.name: encode(target.metadata())},
             own=encode(self.metadata()),
         )
@@ -236,7 +236,7 @@ def test_a_silent_peer_is_given_up_and_its_slots_stay_out_of_use(fabric):
     own.time = link_test_rank.LIMIT_S + 1
     failure = own.ended()["1.1"][0].failure
     assert failure == f"no answer of rank 0 within {link_test_rank.LIMIT_S:g} s"
-    tries = own.ranks[0]._preflights
+    tries = own.ranks[0]._link_tests
     assert len(tries._free) == own.scratch[0].region.slots - 2
     own.movers[0].held = False
     own.ended()
@@ -245,7 +245,7 @@ def test_a_silent_peer_is_given_up_and_its_slots_stay_out_of_use(fabric):
 
 def test_more_peers_than_slots_take_turns(fabric, monkeypatch):
     own = Prefill(fabric, Shape())
-    tries = own.ranks[0]._preflights
+    tries = own.ranks[0]._link_tests
     tries._free = deque(list(tries._free)[:4])
     own.movers[0].held = True
     targets = [Engine(fabric, f"d{i}", Shape()) for i in range(5)]
@@ -293,4 +293,4 @@ def test_a_broken_transfer_beside_good_ones_fails_the_engine(fabric):
     own.start(target)
     assert own.ended()["1.1"][0].failure == "rank 1: connection reset"
     own.ended()
-    assert len(own.ranks[0]._preflights._free) == own.scratch[0].region.slots
+    assert len(own.ranks[0]._link_tests._free) == own.scratch[0].region.slots
