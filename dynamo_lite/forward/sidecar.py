@@ -69,7 +69,7 @@ class Prefillers:
         self._checks: dict[int, asyncio.Task[None]] = {}
         #: When an engine that does not fit was last asked, by its number.
         self._misfits: dict[int, float] = {}
-        #: Until when engines get no leg after a failure, by their numbers.
+        #: Since when an engine gets no leg after a failure, by its number.
         self._avoided: dict[int, float] = {}
         self._tasks = OwnedTasks()
 
@@ -106,11 +106,12 @@ class Prefillers:
         return now - self._misfits.setdefault(engine.number, now) >= MISFIT_S
 
     def avoids(self, engine: Engine) -> bool:
-        return asyncio.get_running_loop().time() < self._avoided.get(engine.number, 0.0)
+        since = self._avoided.get(engine.number)
+        return since is not None and asyncio.get_running_loop().time() - since < AVOIDED_S
 
     def avoid(self, engine: Engine) -> None:
         """The engine has refused a leg, or was late."""
-        self._avoided[engine.number] = asyncio.get_running_loop().time() + AVOIDED_S
+        self._avoided[engine.number] = asyncio.get_running_loop().time()
 
     def answered(self, engine: Engine) -> None:
         self._avoided.pop(engine.number, None)

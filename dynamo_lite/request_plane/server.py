@@ -22,7 +22,7 @@ from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.own_certificate import OwnCertificate
 from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,9 @@ class GenerateServer:
         self._owners = self._owned.owners
         #: Requests that the engine is still accepting.
         self._submitting: set[str] = set()
-        #: Requests that the engine is aborting, by the task that waits for it.
-        self._aborts: dict[asyncio.Task[None], list[str]] = {}
+        #: Requests that the engine is aborting, and the tasks that wait for it.
+        self._aborting: set[str] = set()
+        self._aborts = OwnedTasks(on_end=self._update_idle)
         #: Why all new requests are refused; None while they are not.
         self._refusal: str | None = None
         self._idle = asyncio.Event()
@@ -92,7 +93,7 @@ class GenerateServer:
                 _CLOSE_TIMEOUT_S,
             )
         await self._receiver.end()
-        await end_tasks(*self._aborts)
+        await self._aborts.end()
 
     @property
     def stream_address(self) -> str:
@@ -263,23 +264,20 @@ class GenerateServer:
         return (
             request_id in self._owners
             or request_id in self._submitting
-            or any(request_id in ids for ids in self._aborts.values())
+            or request_id in self._aborting
         )
 
     def _abort_soon(self, request_ids: list[str]) -> None:
-        task = asyncio.create_task(self._abort(request_ids), name="generate-abort")
-        self._aborts[task] = request_ids
-        task.add_done_callback(self._abort_done)
+        self._aborting.update(request_ids)
+        self._aborts.start(self._abort(request_ids), name="generate-abort")
 
     async def _abort(self, request_ids: list[str]) -> None:
         try:
             await self._handler.abort(request_ids)
         except Exception:
             logger.exception("the engine failed to abort %s", request_ids)
-
-    def _abort_done(self, task: asyncio.Task[None]) -> None:
-        del self._aborts[task]
-        self._update_idle()
+        finally:
+            self._aborting.difference_update(request_ids)
 
     def _update_idle(self) -> None:
         if self._owners or self._submitting or self._aborts:

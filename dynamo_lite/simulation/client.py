@@ -24,6 +24,7 @@ from dynamo_lite.request_plane.flight_costs import FlightCosts
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.simulation.engine.model import sampling_to_bytes
 from dynamo_lite.simulation.scenario import Ask
@@ -72,6 +73,7 @@ class SimFrontend:
         self._spec, self._on_story, self._shipped = spec, on_story, shipped
         self._stack = AsyncExitStack()
         self._open: dict[str, tuple[Story, asyncio.Future[None]]] = {}
+        #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
         self.client: FailoverClient | None = None
@@ -113,9 +115,7 @@ class SimFrontend:
 
     async def close(self) -> None:
         self._accepting = False
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:

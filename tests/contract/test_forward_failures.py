@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,20 @@ async def slow(engine: ScriptedEngine, **fault: Any) -> AsyncIterator[None]:
         yield
     finally:
         hold.set()
+
+
+@contextlib.contextmanager
+def handover_begins() -> Iterator[asyncio.Event]:
+    """Set when the Forwarder has a prefill engine's answer, and looks whether that engine stays."""
+    begun, stays = asyncio.Event(), Legs.stays
+
+    def noted(legs: Legs, *args: Any, **options: Any) -> None:
+        stays(legs, *args, **options)
+        begun.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Legs, "stays", noted)
+        yield begun
 
 
 # The prefill engine fails.
@@ -671,11 +685,13 @@ async def _ends_after_its_answer(r: Rig, hold: asyncio.Event, stream: bool) -> N
         return answer
 
     r.decode[0].handover = waits
-    asked = asyncio.create_task(r.stream() if stream else r.text())
-    await met.wait()
-    one = next(one for one in r.prefill if one.legs)
-    await eventually(lambda: one.legs[0].ended is not None, 5)
-    await asyncio.sleep(0.1)
+    with handover_begins() as begun:
+        asked = asyncio.create_task(r.stream() if stream else r.text())
+        await met.wait()
+        one = next(one for one in r.prefill if one.legs)
+        await eventually(lambda: one.legs[0].ended is not None, 5)
+        async with asyncio.timeout(5):
+            await begun.wait()
     await one.stop()
     await r.check()
     async with asyncio.timeout(5):
@@ -695,20 +711,22 @@ async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The decode engine has the KV by then."""
-    monkeypatch.setattr("dynamo_lite.forward.legs._WHOLE_S", 0.1)
-    async with rig("mooncake", health_interval_s=0.05) as r:
+    monkeypatch.setattr("dynamo_lite.forward.legs._WHOLE_S", 0.05)
+    async with rig("mooncake", health_interval_s=0.01) as r:
         await warm(r)
         one = r.prefill[0]
         async with slow(r.decode[0]):
-            asked = asyncio.create_task(r.text())
-            await until(r, 1, r.decode[0])
-            await eventually(lambda: bool(one.legs) and one.legs[0].ended is not None, 5)
-            await asyncio.sleep(0.4)
+            with handover_begins() as begun:
+                asked = asyncio.create_task(r.text())
+                await until(r, 1, r.decode[0])
+                async with asyncio.timeout(5):
+                    await begun.wait()
+            await asyncio.sleep(0.2)  # four times as long as it depends on the engine
             one.bootstrap_ids = {"0": {"engine_id": "another"}}
             await r.check()
             await one.stop()
             await r.check()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)  # ten looks whether it stays
             assert not r.decode[0].legs[0].aborted.is_set()
         assert await asked == TEXT
         assert not r.forwarding.stats.failures

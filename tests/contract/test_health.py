@@ -281,6 +281,7 @@ async def test_whoever_was_held_up_itself_listens_before_it_judges(held_up_s: fl
     async with Graph(MemoryMessaging()).open() as graph, graph.beating(A):
         await graph.join(A)
         for _ in range(2):
+            # Really blocked: a virtual clock would call each timer in its time.
             asyncio.get_running_loop().call_soon(time.sleep, held_up_s)
             await asyncio.sleep(0.02)
         await graph.hear(6)

@@ -228,6 +228,7 @@ async def test_a_lease_expires_by_the_local_clock(etcd_server) -> None:
 
 
 async def test_a_stalled_event_loop_costs_no_lease(etcd_server) -> None:
+    # Real time: etcd ends leases by its own clock, and counts them in whole seconds.
     async with EtcdStore(etcd_server.url) as store, store.lease(2) as lease:
         await store.put("n/own", b"1", lease=lease)
         time.sleep(lease.ttl_s * 2)  # the stall

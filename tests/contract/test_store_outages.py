@@ -159,7 +159,8 @@ async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
         assert time.monotonic() - back_at < 1.0
         await put_when_back(watcher, "n/end", b"")
         assert await take(events) == Put("n/end", b"")
-        # A lease that etcd had not prolonged would end in this time, and be reported.
+        # A lease that etcd had not prolonged would end in this time, and be reported. It ends by
+        # etcd's own clock.
         await asyncio.sleep(2.0)
         for member in members:
             assert member.lease.loss is None

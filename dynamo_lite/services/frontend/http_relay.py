@@ -10,6 +10,7 @@ import httptools
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo_lite.protocol.errors import Unavailable
+from dynamo_lite.runtime.tasks import end_tasks
 
 _HEAD_BYTES = 64 << 10
 
@@ -59,9 +60,7 @@ class HttpRelay:
                 await send({"type": "http.response.start", "status": status, "headers": []})
                 await send({"type": "http.response.body", "body": body})
         finally:
-            asked.cancel()
-            gone.cancel()
-            await asyncio.wait({asked, gone})
+            await end_tasks(asked, gone)
 
     async def _ask(self, scope: Scope, body: bytes) -> tuple[int, bytes]:
         """Raises Unavailable, OSError. A cancel closes the connection, which aborts the request."""

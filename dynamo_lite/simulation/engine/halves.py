@@ -23,6 +23,7 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.policy.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.simulation.engine.mover import SimMover
 from dynamo_lite.simulation.engine.plan import Plan
 from dynamo_lite.simulation.engine.request import SimRequest
@@ -37,6 +38,7 @@ class TaskBridge:
 
     def __init__(self, session: Session):
         self._session = session
+        #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
@@ -45,9 +47,7 @@ class TaskBridge:
             try:
                 yield
             finally:
-                for task in list(self._tasks):
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await end_tasks(*self._tasks)
 
     def start(self, timeout_s: float) -> None:
         raise NotImplementedError("a coroutine cannot be waited for here")

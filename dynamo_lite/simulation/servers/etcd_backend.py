@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.simulation.network.grpc import SimChannel
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.servers.etcd import PORT
@@ -29,13 +30,11 @@ class _LoopPortal:
     """Implements Portal in the caller's own event loop: a simulation has no threads."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks = OwnedTasks()
 
     def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        task = asyncio.get_running_loop().create_task(_run(func, args, future))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task = self.tasks.start(_run(func, args, future), name="portal")
         future.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
         return future
 
@@ -62,4 +61,4 @@ async def _open_portal() -> AsyncIterator[_LoopPortal]:
     try:
         yield portal
     finally:
-        await asyncio.gather(*portal.tasks, return_exceptions=True)
+        await portal.tasks.join()

@@ -9,6 +9,7 @@ from typing import Self
 
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.simulation.servers.memory_lease import MemoryLease
 
 
@@ -151,8 +152,7 @@ class MemoryStore:
         try:
             yield lease
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)
             self.end_lease(lease, LeaseLoss.CLOSED)
 
     @contextlib.asynccontextmanager

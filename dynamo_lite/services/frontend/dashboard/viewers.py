@@ -47,6 +47,8 @@ class Viewers:
         self._left_at = 0.0
         self._frame: bytes | None = None
         self._new_frame = asyncio.Event()
+        #: The observer's. `looking` asks the task itself: OwnedTasks notice an end a turn later,
+        #: and a viewer that joined in that turn would get no observer.
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
