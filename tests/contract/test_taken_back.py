@@ -156,7 +156,7 @@ async def test_a_granted_job_is_not_taken_back(scene: Scene):
     engine = await scene.work()
     engine.holds = True
     attempt = await decode.ask("r1", 100)
-    await eventually(lambda: decode.half._book.ledger.writer(attempt) == WRITER)
+    await eventually(lambda: decode.ledger.writer(attempt) == WRITER)
     decode.clock.now += LONG_S
     assert looks(decode) == []
     engine.ends[attempt].set_result("written")

@@ -58,7 +58,7 @@ class Scene:
     def __init__(self) -> None:
         self.decode = Decode(LoopClock())  # type: ignore[arg-type]
         self.store = MemoryStore()
-        self.decode.net._outside = Twins(self.decode, self.store)
+        self.decode.outside.servers = Twins(self.decode, self.store)
         self.verdicts: dict[int, tuple[bool, str]] = {}
         self.beats: dict[int, asyncio.Task[None]] = {}
         self.given_up: dict[str, str] = {}
@@ -130,7 +130,7 @@ class Scene:
         began = loop_time()
         while not set(attempts) <= set(self.given_up):
             await asyncio.sleep(0.01)
-            assert loop_time() - began <= seconds, self.decode.half._book.ledger
+            assert loop_time() - began <= seconds, self.decode.ledger
         return loop_time() - began
 
 

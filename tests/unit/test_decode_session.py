@@ -333,7 +333,7 @@ def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
         scene = Scene()
         with pytest.raises(Broken):
             async with scene.open(WRITER):
-                monkeypatch.setattr(scene.decode.half._book.ledger, event, broken)
+                monkeypatch.setattr(scene.decode.ledger, event, broken)
                 if event == "writer_silent":
                     about.append(f"writer {WRITER:x} is silent")
                     await scene.hush(WRITER)

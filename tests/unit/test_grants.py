@@ -303,11 +303,13 @@ async def test_the_grant_of_an_attempt_that_has_ended_is_not_told(decode: Decode
     assert decode.half.build_step().grants == {}
 
 
-async def test_an_engine_with_the_secret_seals_its_grants(decode: Decode, tmp_path: Path):
+async def test_an_engine_with_the_secret_seals_its_grants(tmp_path: Path):
     secret = graph_secret(tmp_path / "secret")
-    decode.writer_events._granting._seals = GrantSeals(secret)
-    attempt = await decode.ask()
-    grant = await granted(decode, Claim(attempt=attempt, writer_lease_id=WRITER))
+    decode = Decode(ManualClock(), secret_file=str(tmp_path / "secret"))
+    async with decode.queue:
+        attempt = await decode.ask()
+        grant = await granted(decode, Claim(attempt=attempt, writer_lease_id=WRITER))
+        await decode.network()
     assert GrantSeals(secret).authentic(grant)
 
 

@@ -60,8 +60,7 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     await decode.network()
     clock.now += 2 + 4
     decode.half.prefills.claimed(attempt, held_s=4)
-    with decode.half._book.lock:
-        assert decode.half._book.ledger.claim(attempt, WRITER, clock.now) is None
+    assert decode.ledger.claim(attempt, WRITER, clock.now) is None
     return attempt
 
 
