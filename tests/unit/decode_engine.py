@@ -257,7 +257,7 @@ class Decode:
 
     async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
-        reply = decode_claim_reply(await self.writer_events._on_claim(encode_sealed(claim)))
+        reply = decode_claim_reply(await self.writer_events.on_claim(encode_sealed(claim)))
         if isinstance(reply, ClaimRefused):
             return reply
         assert reply.granted_at == self.clock.wall()
@@ -267,13 +267,13 @@ class Decode:
         self, attempt: str, writer: int = WRITER, number: int = 0
     ) -> StayAccepted | StayRefused:
         stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
-        return decode_stay_reply(await self.writer_events._on_stays(encode_sealed(stays)))
+        return decode_stay_reply(await self.writer_events.on_stays(encode_sealed(stays)))
 
     async def done(
         self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
     ) -> None:
         done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
-        await self.writer_events._on_done(encode_sealed(done))
+        await self.writer_events.on_done(encode_sealed(done))
 
     async def cancels(self, *attempts: str) -> None:
         """Waits until the writer has got cancels for these attempts, in this order."""

@@ -255,7 +255,7 @@ async def decode():
 
 
 async def answer(decode: Decode, claim: Claim) -> Granted | ClaimRefused:
-    return decode_claim_reply(await decode.writer_events._on_claim(encode_sealed(claim)))
+    return decode_claim_reply(await decode.writer_events.on_claim(encode_sealed(claim)))
 
 
 async def granted(decode: Decode, claim: Claim) -> Grant:

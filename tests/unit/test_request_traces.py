@@ -48,7 +48,7 @@ def noted(half: Any) -> Recorder:
 
 async def say_written(decode: Decode, attempt: str, took_s: float | None) -> None:
     done = WriterDone(attempt=attempt, outcome="written", writer_lease_id=WRITER, took_s=took_s)
-    await decode.writer_events._on_done(encode_sealed(done))
+    await decode.writer_events.on_done(encode_sealed(done))
 
 
 async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
