@@ -35,7 +35,9 @@ class LoopClock:
 
 
 class Twins:
-    """Outside, as the engine opens it."""
+    """Outside, as the engine opens it. The engine's jobs go to the queue that it opens."""
+
+    kind: type[MemoryQueue] = MemoryQueue
 
     def __init__(self, decode: Decode, store: MemoryStore):
         self._decode, self._store = decode, store
@@ -49,7 +51,9 @@ class Twins:
         yield self._store
 
     def queue(self, config: QueueConfig) -> MemoryQueue:
-        return MemoryQueue(self._decode.broker, stream="s", subject="s.jobs", config=config)
+        broker = self._decode.broker
+        self._decode.queue = queue = self.kind(broker, stream="s", subject="s.jobs", config=config)
+        return queue
 
 
 class Scene:

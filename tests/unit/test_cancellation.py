@@ -35,7 +35,7 @@ from dynamo_lite.protocol.records import (
     encode_engine,
 )
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
-from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -985,9 +985,7 @@ class SlowQueue(MemoryQueue):
 
 
 class SlowTwins(Twins):
-    def queue(self, config: QueueConfig) -> MemoryQueue:
-        broker = self._decode.broker
-        return SlowQueue(broker, stream="s", subject="s.jobs", config=config)
+    kind = SlowQueue
 
 
 class CountedStore(MemoryStore):

@@ -367,7 +367,6 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
                 raise Broken
             return True
 
-        assert scene.decode.net.events._queue is not None
-        scene.decode.net.events._queue.delete = delete  # type: ignore[method-assign]
+        scene.decode.queue.delete = delete  # type: ignore[method-assign]
         await scene.decode.net.events.carry_out([DeleteJob(1), DeleteJob(2)])
         assert deleted == [1, 2]
