@@ -206,8 +206,8 @@ async def test_a_grant_that_is_replayed_for_the_next_claim_of_the_same_attempt()
 
 @pytest.mark.parametrize("sealed", [True, False])
 async def test_a_worker_with_the_secret_writes_under_sealed_grants_only(tmp_path: Path, sealed):
-    async with working() as rig:
-        rig.jobs._claims._seals = seals = GrantSeals(graph_secret(tmp_path / "secret"))
+    seals = GrantSeals(graph_secret(tmp_path / "secret"))
+    async with working(seals=seals) as rig:
         grant = grant_for(Claim(attempt="a1", writer_lease_id=LEASE, number=1), prefill_job())
         rig.verdicts = [Granted(grant=seals.sealed(grant) if sealed else grant)]
         await rig.push(prefill_job())
