@@ -88,13 +88,14 @@ class _Worker:
 
 
 def play_many(
-    seeds: range, *, jobs: int | None = None, mutant: str | None = None
+    seeds: range, *, jobs: int | None = None, mutant: str | None = None, portion: int = _PORTION
 ) -> Generator[Played | Lost, None, None]:
     """The outcomes in the order of the seeds. Close it to stop before the end.
 
-    jobs: processes; as many as there are cores if None. Raises StartupError.
+    jobs: processes; as many as there are cores if None. portion: seeds that one of them gets at a
+    time. Raises StartupError.
     """
-    crew = _Crew(seeds, min(jobs or os.cpu_count() or 1, len(seeds)), mutant)
+    crew = _Crew(seeds, min(jobs or os.cpu_count() or 1, len(seeds)), mutant, portion)
     with closing(crew):
         for seed in seeds:
             while seed not in crew.ended:
@@ -105,13 +106,13 @@ def play_many(
 class _Crew:
     """The workers of one run."""
 
-    def __init__(self, seeds: range, jobs: int, mutant: str | None):
+    def __init__(self, seeds: range, jobs: int, mutant: str | None, portion: int):
         #: Outcomes that `play_many` has not given yet, by seed.
         self.ended: dict[int, Played | Lost] = {}
         self._mutant = mutant
         self._portions = deque(
-            range(at, min(at + _PORTION, seeds.stop))
-            for at in range(seeds.start, seeds.stop, _PORTION)
+            range(at, min(at + portion, seeds.stop))
+            for at in range(seeds.start, seeds.stop, portion)
         )
         self._workers: list[_Worker] = []
         try:

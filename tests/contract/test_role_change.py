@@ -32,7 +32,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.fence import FenceHolder
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.open import open_messaging
-from dynamo_lite.vllm.engine import connector, kv_memory, running_core
+from dynamo_lite.vllm.engine import connector, kv_memory
 from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.running_core import RunningCore
@@ -219,17 +219,13 @@ async def test_an_engine_is_of_one_role_after_the_other_on_the_same_memory(
 
 
 async def test_an_engine_with_blocks_in_use_keeps_its_role(
-    engine: Engine, roles: Roles, client: Messaging, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, roles: Roles, client: Messaging
 ):
     held = engine.pool.get_new_blocks(2)
     old, new = engine.core.engine_config, roles.prefill(lease_ttl_s=1.0)
     assert old is not None
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(StartupError, match=r"within 1.5 s: 2 blocks of its KV are in use"),
-    ):
-        patch.setattr(running_core, "_MARGIN_S", 0.5)
-        await engine.core.change_role(new, roles.file(new), client)
+    with pytest.raises(StartupError, match=r"within 1.5 s: 2 blocks of its KV are in use"):
+        await engine.core.change_role(new, roles.file(new), client, margin_s=0.5)
     assert isinstance(engine.scheduler._scheduler, DecodeScheduler)
     subject = names.describe_subject(old.namespace, old.engine_id)
     reply = await client.request(subject, b"", timeout_s=5.0)

@@ -10,7 +10,6 @@ from dynamo_lite.protocol.errors import DeadlineExceeded
 from dynamo_lite.protocol.names import endpoint_prefix
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.members import roster as roster_module
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
@@ -110,14 +109,11 @@ async def test_two_waiters_see_the_same_change(store: Store, namespace: str) -> 
     assert [wait.result() for wait in waits] == [(member,), (member,)]
 
 
-async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(roster_module, "_RETURN_S", 0.2)
-    store = MemoryStore()
+async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data() -> None:
+    store, prefix = MemoryStore(), endpoint_prefix("n", "Worker", "generate")
     members = [await put(store, "n", lease_id) for lease_id in (1, 2, 3)]
     left: list[set[int]] = []
-    async with Roster(store, endpoint_prefix("n", "Worker", "generate")) as roster:
+    async with Roster(store, prefix, return_s=0.2) as roster:
         roster.on_change(lambda joined, gone: left.append(set(gone)))
         store.set_available(False)
         store.wipe()

@@ -61,11 +61,11 @@ class Scene:
         async def claim(payload: bytes) -> bytes:
             self.claims += 1
             await self.may_claim.wait()
-            return await decode.writer_events._on_claim(payload)
+            return await decode.writer_events.on_claim(payload)
 
         for subject, handler in (
             (names.claim_subject(NAMESPACE, ENGINE), claim),
-            (names.writer_done_subject(NAMESPACE, ENGINE), decode.writer_events._on_done),
+            (names.writer_done_subject(NAMESPACE, ENGINE), decode.writer_events.on_done),
         ):
             await self.stack.enter_async_context(messaging.serve(subject, handler))
 
@@ -156,7 +156,7 @@ async def test_a_granted_job_is_not_taken_back(scene: Scene):
     engine = await scene.work()
     engine.holds = True
     attempt = await decode.ask("r1", 100)
-    await eventually(lambda: decode.half._book.ledger.writer(attempt) == WRITER)
+    await eventually(lambda: decode.ledger.writer(attempt) == WRITER)
     decode.clock.now += LONG_S
     assert looks(decode) == []
     engine.ends[attempt].set_result("written")

@@ -28,11 +28,8 @@ def test_a_mutant_is_played():
     assert any(isinstance(outcome, Played) and outcome.violations for outcome in outcomes)
 
 
-def test_a_process_that_dies_costs_the_seed_that_it_played_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("dynamo_lite.simulation.runner._PORTION", 1000)
-    with closing(play_many(range(1000), jobs=1)) as outcomes:
+def test_a_process_that_dies_costs_the_seed_that_it_played_and_no_other():
+    with closing(play_many(range(1000), jobs=1, portion=1000)) as outcomes:
         played = [next(outcomes), next(outcomes)]
         [child] = multiprocessing.active_children()
         os.kill(child.pid or 0, signal.SIGKILL)

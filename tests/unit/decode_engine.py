@@ -5,7 +5,8 @@ by the test, over the queue's and the messaging's in-process twins.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.options import DisaggOptions
@@ -58,14 +60,20 @@ class Bridge:
         self.submitted.append(coroutine)
 
 
-class NoServers:
-    """No servers: the tests put twins in their place."""
+class Outside:
+    """The servers that a session connects to: those that a test puts here before it opens one."""
 
-    def messaging(self) -> Any: ...
+    def __init__(self) -> None:
+        self.servers: Any = None
 
-    def store(self) -> Any: ...
+    def messaging(self) -> Any:
+        return self.servers.messaging()
 
-    def queue(self, config: QueueConfig) -> Any: ...
+    def store(self) -> Any:
+        return self.servers.store()
+
+    def queue(self, config: QueueConfig) -> Any:
+        return self.servers.queue(config)
 
 
 class FakePool:
@@ -137,7 +145,12 @@ class Decode:
     """A decode engine: its scheduler half, its pool, and the network that it sees."""
 
     def __init__(
-        self, clock: ManualClock, max_local: int = LIMIT, *, hash_block_size: int | None = BLOCK
+        self,
+        clock: ManualClock,
+        max_local: int = LIMIT,
+        *,
+        hash_block_size: int | None = BLOCK,
+        secret_file: str | None = None,
     ):
         self.clock, self.pool, self.taken = clock, FakePool(), {}
         self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
@@ -145,6 +158,8 @@ class Decode:
         self.queue = MemoryQueue(
             self.broker, stream="s", subject="s.jobs", config=self.queue_config
         )
+        self.outside, self.ledger = Outside(), Ledger(writer_grace_s=TTL_S)
+        self.new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex
         role = DecodeEngineConfig(
             options=DisaggOptions(
                 max_local_prefill_length=max_local,
@@ -164,11 +179,14 @@ class Decode:
                 nats_url="",
                 etcd_url="",
                 role=role,
+                secret_file=secret_file,
             ),
             BLOCK,
-            outside=NoServers(),
+            outside=self.outside,
             open_bridge=Bridge,
             clock=clock,  # type: ignore[arg-type]
+            ledger=self.ledger,
+            new_attempt=lambda: self.new_attempt(),
             hash_block_size=hash_block_size,
         )
         self.half.bind_block_pool(self.pool)
@@ -239,7 +257,7 @@ class Decode:
 
     async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
-        reply = decode_claim_reply(await self.writer_events._on_claim(encode_sealed(claim)))
+        reply = decode_claim_reply(await self.writer_events.on_claim(encode_sealed(claim)))
         if isinstance(reply, ClaimRefused):
             return reply
         assert reply.granted_at == self.clock.wall()
@@ -249,13 +267,13 @@ class Decode:
         self, attempt: str, writer: int = WRITER, number: int = 0
     ) -> StayAccepted | StayRefused:
         stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
-        return decode_stay_reply(await self.writer_events._on_stays(encode_sealed(stays)))
+        return decode_stay_reply(await self.writer_events.on_stays(encode_sealed(stays)))
 
     async def done(
         self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
     ) -> None:
         done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
-        await self.writer_events._on_done(encode_sealed(done))
+        await self.writer_events.on_done(encode_sealed(done))
 
     async def cancels(self, *attempts: str) -> None:
         """Waits until the writer has got cancels for these attempts, in this order."""
@@ -289,7 +307,6 @@ class Decode:
 
     def assert_clean(self) -> None:
         assert not self.half.prefills
-        ledger = self.half._book.ledger
-        assert repr(ledger) == "<Ledger empty>" and ledger.waiting == 0
+        assert repr(self.ledger) == "<Ledger empty>" and self.ledger.waiting == 0
         assert not self.half.busy
         assert self.pool.used == 0

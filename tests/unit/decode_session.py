@@ -35,7 +35,9 @@ class LoopClock:
 
 
 class Twins:
-    """Outside, as the engine opens it."""
+    """Outside, as the engine opens it. The engine's jobs go to the queue that it opens."""
+
+    kind: type[MemoryQueue] = MemoryQueue
 
     def __init__(self, decode: Decode, store: MemoryStore):
         self._decode, self._store = decode, store
@@ -49,7 +51,9 @@ class Twins:
         yield self._store
 
     def queue(self, config: QueueConfig) -> MemoryQueue:
-        return MemoryQueue(self._decode.broker, stream="s", subject="s.jobs", config=config)
+        broker = self._decode.broker
+        self._decode.queue = queue = self.kind(broker, stream="s", subject="s.jobs", config=config)
+        return queue
 
 
 class Scene:
@@ -58,7 +62,7 @@ class Scene:
     def __init__(self) -> None:
         self.decode = Decode(LoopClock())  # type: ignore[arg-type]
         self.store = MemoryStore()
-        self.decode.net._outside = Twins(self.decode, self.store)
+        self.decode.outside.servers = Twins(self.decode, self.store)
         self.verdicts: dict[int, tuple[bool, str]] = {}
         self.beats: dict[int, asyncio.Task[None]] = {}
         self.given_up: dict[str, str] = {}
@@ -130,7 +134,7 @@ class Scene:
         began = loop_time()
         while not set(attempts) <= set(self.given_up):
             await asyncio.sleep(0.01)
-            assert loop_time() - began <= seconds, self.decode.half._book.ledger
+            assert loop_time() - began <= seconds, self.decode.ledger
         return loop_time() - began
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import AttemptOutcome, OnFirstToken
@@ -148,6 +150,8 @@ class Rig:
         redeliver_s: float,
         links: PeerLinks | None = None,
         tracer: Tracer | None = None,
+        seals: GrantSeals | None = None,
+        waits: JobWaits,
     ):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
         cells = [0] * (16 * CELLS_OF_PERMIT)
@@ -170,6 +174,8 @@ class Rig:
             registry=self.registry,
             links=links,
             tracer=tracer,
+            seals=seals,
+            waits=waits,
             clock=Clock(
                 wall=lambda: time.time() + self.wall_ahead_s,
                 boottime=lambda: self.boottime_s,
@@ -245,10 +251,19 @@ async def working(
     redeliver_s: float = 30.0,
     links: PeerLinks | None = None,
     tracer: Tracer | None = None,
+    seals: GrantSeals | None = None,
+    waits: JobWaits = USUAL_WAITS,
 ) -> AsyncIterator[Rig]:
     """ack_wait_s: what the worker believes. redeliver_s: what the broker does. pulls: from the
     beginning."""
-    rig = Rig(ack_wait_s=ack_wait_s, redeliver_s=redeliver_s, links=links, tracer=tracer)
+    rig = Rig(
+        ack_wait_s=ack_wait_s,
+        redeliver_s=redeliver_s,
+        links=links,
+        tracer=tracer,
+        seals=seals,
+        waits=waits,
+    )
     serve = rig.messaging.serve
     await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
     async with contextlib.AsyncExitStack() as stack:

@@ -35,7 +35,7 @@ from dynamo_lite.protocol.records import (
     encode_engine,
 )
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
-from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -940,7 +940,7 @@ async def test_the_push_of_a_decode_engine(cancel: Cancel):
     """The prompt is not parked for ever, and a job that is queued after all gets no claim."""
     scene = Scene()
     scene.decode.messaging = SlowMessaging()
-    scene.decode.net._outside = SlowTwins(scene.decode, scene.store)
+    scene.decode.outside.servers = SlowTwins(scene.decode, scene.store)
     async with scene.open(WRITER):
         decode = scene.decode
         assert decode.admit(prompt("a", 10)) > 0
@@ -985,9 +985,7 @@ class SlowQueue(MemoryQueue):
 
 
 class SlowTwins(Twins):
-    def queue(self, config: QueueConfig) -> MemoryQueue:
-        broker = self._decode.broker
-        return SlowQueue(broker, stream="s", subject="s.jobs", config=config)
+    kind = SlowQueue
 
 
 class CountedStore(MemoryStore):
@@ -1038,7 +1036,7 @@ def test_the_session_of_a_decode_engine(woken: bool, caplog: pytest.LogCaptureFi
     async def script(cancel: Cancel) -> None:
         scene, store, messaging = Scene(), CountedStore(), SlowMessaging()
         scene.store, scene.decode.messaging = store, messaging
-        scene.decode.net._outside = Twins(scene.decode, store)
+        scene.decode.outside.servers = Twins(scene.decode, store)
         await scene.join(WRITER)
 
         async def session() -> None:

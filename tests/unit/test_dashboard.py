@@ -226,8 +226,7 @@ async def test_closing_ends_the_streams():
 
 
 async def test_a_store_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.services.frontend.dashboard.viewers._RETRY_S", 0.01)
-    async with serving() as page, page.events() as lines:
+    async with serving(retry_s=0.01) as page, page.events() as lines:
         await looks_of(lines, 1)
         page.counting.broken = True
         monkeypatch.setattr(page.counting, "look", page.counting.open().__aenter__)

@@ -333,7 +333,7 @@ def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
         scene = Scene()
         with pytest.raises(Broken):
             async with scene.open(WRITER):
-                monkeypatch.setattr(scene.decode.half._book.ledger, event, broken)
+                monkeypatch.setattr(scene.decode.ledger, event, broken)
                 if event == "writer_silent":
                     about.append(f"writer {WRITER:x} is silent")
                     await scene.hush(WRITER)
@@ -367,7 +367,6 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
                 raise Broken
             return True
 
-        assert scene.decode.net.events._queue is not None
-        scene.decode.net.events._queue.delete = delete  # type: ignore[method-assign]
+        scene.decode.queue.delete = delete  # type: ignore[method-assign]
         await scene.decode.net.events.carry_out([DeleteJob(1), DeleteJob(2)])
         assert deleted == [1, 2]

@@ -206,8 +206,8 @@ async def test_a_grant_that_is_replayed_for_the_next_claim_of_the_same_attempt()
 
 @pytest.mark.parametrize("sealed", [True, False])
 async def test_a_worker_with_the_secret_writes_under_sealed_grants_only(tmp_path: Path, sealed):
-    async with working() as rig:
-        rig.jobs._claims._seals = seals = GrantSeals(graph_secret(tmp_path / "secret"))
+    seals = GrantSeals(graph_secret(tmp_path / "secret"))
+    async with working(seals=seals) as rig:
         grant = grant_for(Claim(attempt="a1", writer_lease_id=LEASE, number=1), prefill_job())
         rig.verdicts = [Granted(grant=seals.sealed(grant) if sealed else grant)]
         await rig.push(prefill_job())
@@ -255,7 +255,7 @@ async def decode():
 
 
 async def answer(decode: Decode, claim: Claim) -> Granted | ClaimRefused:
-    return decode_claim_reply(await decode.writer_events._on_claim(encode_sealed(claim)))
+    return decode_claim_reply(await decode.writer_events.on_claim(encode_sealed(claim)))
 
 
 async def granted(decode: Decode, claim: Claim) -> Grant:
@@ -303,11 +303,13 @@ async def test_the_grant_of_an_attempt_that_has_ended_is_not_told(decode: Decode
     assert decode.half.build_step().grants == {}
 
 
-async def test_an_engine_with_the_secret_seals_its_grants(decode: Decode, tmp_path: Path):
+async def test_an_engine_with_the_secret_seals_its_grants(tmp_path: Path):
     secret = graph_secret(tmp_path / "secret")
-    decode.writer_events._granting._seals = GrantSeals(secret)
-    attempt = await decode.ask()
-    grant = await granted(decode, Claim(attempt=attempt, writer_lease_id=WRITER))
+    decode = Decode(ManualClock(), secret_file=str(tmp_path / "secret"))
+    async with decode.queue:
+        attempt = await decode.ask()
+        grant = await granted(decode, Claim(attempt=attempt, writer_lease_id=WRITER))
+        await decode.network()
     assert GrantSeals(secret).authentic(grant)
 
 

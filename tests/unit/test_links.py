@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.disagg.prefill import peer_links
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.policy.backoff import Backoff
@@ -29,12 +28,6 @@ from tests.builders import engine_metadata, eventually, rank_metadata
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 GOOD = LinkReport(None, 2, 0.5, 0.0625)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(peer_links, "_BACKOFF", Backoff(first_s=0.01, longest_s=0.01))
-    monkeypatch.setattr(peer_links, "_STORE_PAUSE_S", 0.01)
 
 
 class Engine:
@@ -65,7 +58,13 @@ class Rig:
     def __init__(self, host: Host, store: MemoryStore, messaging: MemoryMessaging):
         self.host, self.store, self.messaging = host, store, messaging
         self.engine, self.directory = Engine(), MetadataDirectory(store, "t")
-        self.peer_links = PeerLinks(host, self.engine, self.directory)
+        self.peer_links = PeerLinks(
+            host,
+            self.engine,
+            self.directory,
+            backoff=Backoff(first_s=0.01, longest_s=0.01),
+            store_pause_s=0.01,
+        )
         self.heard: dict[str, list[float]] = {}
 
     async def add(self, engine_id: str, lease_id: int = 7) -> EngineMetadata:

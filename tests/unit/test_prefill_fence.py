@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.prefill import fence_updater
 from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -21,7 +20,7 @@ from dynamo_lite.protocol.prefill import (
     WriterStays,
     decode_writer_stays,
 )
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK, boottime
+from dynamo_lite.runtime.clock import Clock, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import eventually, prefill_job
@@ -32,11 +31,6 @@ ACCEPTED = encode(StayAccepted())
 NUMBER = 7
 TTL_S = 1.0
 PROMISE_S = 1.5
-
-
-@pytest.fixture(autouse=True)
-def short_promises(monkeypatch):
-    monkeypatch.setattr(fence_updater, "_PROMISE_S", PROMISE_S)
 
 
 class NotedFence(FenceHolder):
@@ -56,10 +50,11 @@ class NotedFence(FenceHolder):
 
 
 class Worker:
-    """A prefill worker with `working` jobs; `now` is the store's clock."""
+    """A prefill worker with `working` jobs; `now` is the store's clock. ahead_s: how far the
+    worker's own clock has jumped."""
 
     def __init__(self, tmp_path):
-        self.now = 1000.0
+        self.now, self.ahead_s = 1000.0, 0.0
         self.store = MemoryStore(clock=lambda: self.now)
         self.messaging = MemoryMessaging()
         self.fence = NotedFence(tmp_path / "fence")
@@ -96,10 +91,10 @@ class Worker:
         host: Any = SimpleNamespace(
             lease=self.lease,
             messaging=self.messaging,
-            clock=SYSTEM_CLOCK,
+            clock=Clock(boottime=lambda: boottime() + self.ahead_s),
             spec=SimpleNamespace(namespace="t"),
         )
-        self.keeper = FenceUpdater(host, self.fence)
+        self.keeper = FenceUpdater(host, self.fence, promise_s=PROMISE_S)
         self.keeper.jobs = self
         self.keeping = asyncio.create_task(self.keeper.keep())
 
@@ -149,7 +144,7 @@ async def test_a_worker_that_stood_still_until_its_fence_closed_abandons_what_it
     """Its lease lives on in a thread of its own; decode engines may have given up on it."""
     worker.work("a1")
     await eventually(worker.reader.open)
-    worker.keeper._now = lambda: boottime() + 2 * TTL_S
+    worker.ahead_s = 2 * TTL_S
     await eventually(lambda: worker.abandoned == ["a1"])
     await eventually(worker.reader.open)
     assert worker.abandoned == ["a1"]

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.prefill import claims, jobs
+from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.policy.cost import FadingMean
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
@@ -36,23 +38,15 @@ from tests.builders import (
     prefill_job,
     process_spec,
 )
-from tests.unit.prefill_rig import (
-    LEASE,
-    POOL,
-    Rig,
-    ScriptedLinks,
-    working,
-)
+from tests.unit import prefill_rig
+from tests.unit.prefill_rig import LEASE, POOL, Rig, ScriptedLinks
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(jobs, "_RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(claims, "_REPORT_S", 0.1)
-    monkeypatch.setattr(jobs, "_BROKER_PAUSE_S", 0.01)
-    monkeypatch.setattr(jobs, "_LEFT_DELAY_S", 0.01)
+SHORT = JobWaits(retry_delay_s=0.01, report_s=0.1, broker_pause_s=0.01, left_delay_s=0.01)
+
+working = partial(prefill_rig.working, waits=SHORT)
 
 
 async def cancel(rig: Rig, attempt: str) -> None:
@@ -132,10 +126,9 @@ async def test_a_claim_refused_for_now_is_tried_again():
         assert (rig.counted("retry"), rig.counted("written")) == (1, 1)
 
 
-async def test_an_unanswered_claim_is_taken_back(monkeypatch):
-    monkeypatch.setattr(claims, "_CLAIM_S", 0.05)
+async def test_an_unanswered_claim_is_taken_back():
     never = asyncio.Event()
-    async with working() as rig:
+    async with working(waits=replace(SHORT, claim_s=0.05)) as rig:
         rig.on_claim = never.wait
         await rig.push(prefill_job())
         await rig.answered("ack")
@@ -163,10 +156,9 @@ async def test_a_claim_whose_answer_a_lost_connection_swallows_is_taken_back(mon
         assert rig.done[0].number == rig.claims[0].number
 
 
-async def test_a_claim_that_is_answered_late_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr(claims, "_CLAIM_S", 0.2)
+async def test_a_claim_that_is_answered_late_is_asked_for_again():
     late = asyncio.Event()
-    async with working() as rig:
+    async with working(waits=replace(SHORT, claim_s=0.2)) as rig:
         rig.on_claim = late.wait
         await rig.push(prefill_job())
         await eventually(lambda: len(rig.claims) == 2)
@@ -233,9 +225,8 @@ async def test_clocks_may_differ_a_little(ahead_s, caplog):
 # Jobs that are used up
 
 
-async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_over(monkeypatch):
-    monkeypatch.setattr(jobs, "_RETRY_DELAY_S", 0.02)
-    async with working() as rig:
+async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_over():
+    async with working(waits=replace(SHORT, retry_delay_s=0.02)) as rig:
         rig.verdicts = [ClaimRefused(reason="no such prefill worker", elsewhere=True)] * 3
         await rig.push(prefill_job())
         await rig.answered("nak", "nak", "term")
@@ -249,9 +240,8 @@ async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_ove
         assert await rig.total() == 0
 
 
-def test_a_job_waits_longer_before_each_delivery_but_not_for_ever(monkeypatch):
-    monkeypatch.undo()
-    delays = [jobs._retry_delay_s(n) for n in (1, 2, 3, 4, 5, 1000)]
+def test_a_job_waits_longer_before_each_delivery_but_not_for_ever():
+    delays = [USUAL_WAITS.before_retry_s(n) for n in (1, 2, 3, 4, 5, 1000)]
     assert delays == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
 
 
@@ -312,9 +302,8 @@ async def test_the_rest_of_its_work_is_known_once_a_job_was_written():
         await rig.answered("ack", "ack", "ack")
 
 
-async def test_an_end_waits_for_the_broker_before_it_is_told(monkeypatch):
-    monkeypatch.setattr(claims, "_REPORT_S", 10.0)
-    async with working() as rig:
+async def test_an_end_waits_for_the_broker_before_it_is_told():
+    async with working(waits=replace(SHORT, report_s=10.0)) as rig:
         rig.engine.holds = True
         await rig.push(prefill_job())
         await eventually(lambda: rig.engine.ends)
@@ -530,9 +519,8 @@ async def test_a_job_whose_engine_is_gone_before_the_grant_stops_computing(monke
         assert rig.engine.written == ["a1"]
 
 
-async def test_a_grant_that_is_lost_or_late_writes_nothing(monkeypatch):
-    monkeypatch.setattr(claims, "_CLAIM_S", 0.05)
-    async with working() as rig:
+async def test_a_grant_that_is_lost_or_late_writes_nothing():
+    async with working(waits=replace(SHORT, claim_s=0.05)) as rig:
         rig.engine.holds = True
         rig.on_claim = held = HeldClaim()
         await rig.push(prefill_job())

@@ -230,7 +230,7 @@ async def test_an_older_reading_replaces_no_newer_one_and_another_queue_is_looke
 async def test_an_engine_that_comes_first_reads_the_queue_for_this_one():
     async with Scene().open(WRITER) as scene:
         reads: list[float] = []
-        queue, messaging = scene.decode.net._queue, scene.decode.messaging
+        queue, messaging = scene.decode.queue, scene.decode.messaging
         depth = queue.depth
 
         async def counted() -> QueueDepth:
@@ -261,12 +261,12 @@ async def test_after_a_push_that_failed_only_readings_of_its_own_count():
     async with Scene().open(WRITER) as scene:
         doubts: list[None] = []
         scene.decode.net.queue_watch.doubt = lambda: doubts.append(None)
-        scene.decode.net._queue.push = failing(QueueFull("full"))
+        scene.decode.queue.push = failing(QueueFull("full"))
         assert scene.decode.admit(prompt("r1", 10)) > 0
         await asyncio.sleep(0.1)
         assert scene.counted("refused") == 1 and not doubts
         for count, error in enumerate((BrokerUnavailable("gone"), PushAmbiguous("late")), 1):
-            scene.decode.net._queue.push = failing(error)
+            scene.decode.queue.push = failing(error)
             assert scene.decode.admit(prompt(f"s{count}", 10)) > 0
             await asyncio.sleep(0.1)
             assert len(doubts) == count

@@ -1,5 +1,6 @@
 """The two worker halves against each other, over the mover's in-process twin."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,6 @@ from dynamo_lite.disagg.counters import (
     MISMATCH,
     SECONDS,
 )
-from dynamo_lite.disagg.decode import rank as decode_rank
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_GRANTED,
@@ -26,6 +26,7 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.permits import (
     CELLS_OF_PERMIT,
     Permit,
@@ -133,7 +134,14 @@ class Decode:
 class Prefill:
     """A prefill engine of one rank; block i is filled with 100 + i."""
 
-    def __init__(self, fabric: MemoryFabric, rank: int = 0, *, checksum_rate: float = 0.0):
+    def __init__(
+        self,
+        fabric: MemoryFabric,
+        rank: int = 0,
+        *,
+        checksum_rate: float = 0.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ):
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.alive = True
@@ -144,6 +152,7 @@ class Prefill:
             self.memory.rank,
             rank,
             lambda: self.alive,
+            clock,
             verdict=lambda p: verdict(self.cells, p) if p.number else Verdict.GRANTED,
             grant_of=lambda p: grant_of(self.cells, p) if p.number else 0,
             checksum_rate=checksum_rate,
@@ -554,15 +563,9 @@ def test_a_commit_that_preemption_took_away_is_a_failure(prefill, decode):
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
-def test_a_write_that_outlasts_preemption_ends_the_engine(prefill, decode):
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            self.now += 1.0
-            return self.now
-
-    prefill.rank._writes._now = Clock().monotonic
+def test_a_write_that_outlasts_preemption_ends_the_engine(fabric, decode):
+    ticks = itertools.count(1.0)
+    prefill = Prefill(fabric, clock=Clock(monotonic=lambda: next(ticks)))
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     with pytest.raises(TransferError, match="does not end"):
@@ -653,9 +656,8 @@ def test_an_idle_engine_is_not_polled(decode):
     assert decode.mover.polls == 3
 
 
-def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode, monkeypatch):
-    monkeypatch.setattr(decode_rank, "_MAX_EARLY", 3)
-    monkeypatch.setattr(decode_rank, "_MAX_ENDED", 3)
+def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode):
+    decode.rank = DecodeRank(decode.mover, max_early=3, max_ended=3)
     decode.mover.inbox += [notice(f"s{i}") for i in range(5)]
     decode.settle()
     expected = {f"s{i}": f"r{i}" for i in range(5)}

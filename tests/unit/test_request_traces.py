@@ -48,7 +48,7 @@ def noted(half: Any) -> Recorder:
 
 async def say_written(decode: Decode, attempt: str, took_s: float | None) -> None:
     done = WriterDone(attempt=attempt, outcome="written", writer_lease_id=WRITER, took_s=took_s)
-    await decode.writer_events._on_done(encode_sealed(done))
+    await decode.writer_events.on_done(encode_sealed(done))
 
 
 async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
@@ -60,8 +60,7 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     await decode.network()
     clock.now += 2 + 4
     decode.half.prefills.claimed(attempt, held_s=4)
-    with decode.half._book.lock:
-        assert decode.half._book.ledger.claim(attempt, WRITER, clock.now) is None
+    assert decode.ledger.claim(attempt, WRITER, clock.now) is None
     return attempt
 
 

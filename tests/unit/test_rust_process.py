@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.services.frontend.http import url_of
-from dynamo_lite.vllm.frontend import rust_process
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
 from tests.builders import eventually
 
@@ -44,13 +44,13 @@ def sockets() -> Iterator[list[socket.socket]]:
         yield found
 
 
-def process(folder: Path, text: str, sockets: list[socket.socket]) -> RustProcess:
+def process(folder: Path, text: str, sockets: list[socket.socket], **options: Any) -> RustProcess:
     path = folder / "vllm-rs"
     path.write_text(text)
     path.chmod(0o755)
     http, inputs, outputs = sockets
     return RustProcess(
-        path, http=http, inputs=inputs, outputs=outputs, arguments={"model_tag": "m"}
+        path, http=http, inputs=inputs, outputs=outputs, arguments={"model_tag": "m"}, **options
     )
 
 
@@ -109,13 +109,11 @@ RESET = (
 async def test_a_health_request_that_breaks_fails_the_start(
     tmp_path: Path,
     sockets: list[socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
     last: str,
     said: str,
 ):
-    if "pause" in last:
-        monkeypatch.setattr(rust_process, "_END_S", 0.1)
-    async with process(tmp_path, BREAKS.replace("LAST", last), sockets) as rust:
+    options = {"end_s": 0.1} if "pause" in last else {}
+    async with process(tmp_path, BREAKS.replace("LAST", last), sockets, **options) as rust:
         with pytest.raises(StartupError, match=said):
             await rust.wait_ready(url_of(sockets[0]))
 
@@ -136,18 +134,14 @@ async def test_its_death_is_a_failure_and_its_drain_is_none(
         await running
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rust_process, "_PERIOD_S", 0.1)
-    monkeypatch.setattr(rust_process, "_ANSWER_S", 0.5)
+QUICK = {"period_s": 0.1, "answer_s": 0.5}
 
 
-@pytest.mark.usefixtures("quick")
 async def test_a_stopped_process_is_unhealthy_until_it_goes_on(
-    tmp_path: Path, sockets: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sockets: list[socket.socket]
 ):
-    monkeypatch.setattr(rust_process, "_MOST_FAILURES", 1000)
-    async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets) as rust:
+    patient = {**QUICK, "most_failures": 1000}
+    async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets, **patient) as rust:
         await rust.wait_ready(url_of(sockets[0]))
         running = asyncio.create_task(rust.run(url_of(sockets[0])))
         os.kill(rust.pid, signal.SIGSTOP)
@@ -158,9 +152,8 @@ async def test_a_stopped_process_is_unhealthy_until_it_goes_on(
         await running
 
 
-@pytest.mark.usefixtures("quick")
 async def test_a_process_that_stays_stopped_is_killed(tmp_path: Path, sockets: list[socket.socket]):
-    async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets) as rust:
+    async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets, **QUICK) as rust:
         await rust.wait_ready(url_of(sockets[0]))
         running = asyncio.create_task(rust.run(url_of(sockets[0])))
         os.kill(rust.pid, signal.SIGSTOP)
@@ -169,11 +162,10 @@ async def test_a_process_that_stays_stopped_is_killed(tmp_path: Path, sockets: l
         await eventually(lambda: rust.ended)
 
 
-@pytest.mark.usefixtures("quick")
 async def test_a_process_that_reports_an_error_is_unhealthy(
     tmp_path: Path, sockets: list[socket.socket]
 ):
-    async with process(tmp_path, SERVER.replace("STATUS", "503"), sockets) as rust:
+    async with process(tmp_path, SERVER.replace("STATUS", "503"), sockets, **QUICK) as rust:
         with pytest.raises(RuntimeError, match="vllm-rs was killed: it answered b'503'"):
             await rust.run(url_of(sockets[0]))
 

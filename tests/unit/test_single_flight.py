@@ -199,7 +199,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     assert decode.admit(second) == 39
     assert asks(decode, third) == WAITS
     assert decode.counted("single_flight/miss") == 2
-    attempt = decode.half._book.ledger._by_request["r2"].id
+    attempt = decode.half.prefills.by_request["r2"].attempt
     await decode.network()
     await decode.claim(attempt)
     await decode.done(attempt, "failed")
@@ -291,7 +291,7 @@ class Lives:
         name = self.rng.choice(sorted(self.external))
         fate = self.rng.choice(("written", "failed", "cancelled"))
         if self.external.pop(name) and fate != "cancelled":
-            attempt = self.decode.half._book.ledger._by_request[name].id
+            attempt = self.decode.half.prefills.by_request[name].attempt
             await self.decode.claim(attempt)
             await self.decode.done(attempt, fate)
             self.decode.half.build_step()

@@ -31,7 +31,7 @@ LONG_S = 3.0
 async def knows_its_costs(decode: Decode) -> None:
     """A prompt of 100 tokens takes 0.1 s here, and a remote one was claimed at once."""
     # Coins follow from the attempts' ids.
-    decode.half._jobs._new_attempt = map("a{}".format, itertools.count()).__next__
+    decode.new_attempt = map("a{}".format, itertools.count()).__next__
     decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
     assert decode.admit(prompt("here", 100)) == 0
     decode.half.build_step(scheduled={"here": 100})
@@ -57,8 +57,8 @@ def looks(decode: Decode, times: int = 12, **scheduled: int) -> list[tuple[str, 
     given_up: list[tuple[str, str]] = []
     for _ in range(times):
         decode.clock.now += 0.2
+        decode.net.queue_watch.workers_changed()
         decode.sees()
-        decode.half._steals._news.set()
         given_up += decode.half.build_step(scheduled=scheduled).give_up
         if given_up:
             break
@@ -218,12 +218,11 @@ async def test_a_claim_that_comes_first_is_not_touched(decode: Decode, clock: Ma
     await knows_its_costs(decode)
     attempt = await decode.ask("r1", 100)
     clock.now += LONG_S
-    ledger = decode.half._book.ledger
     # The bridge's thread is between the grant and its report to the records.
-    assert ledger.claim(attempt, WRITER, clock.now) is None
+    assert decode.ledger.claim(attempt, WRITER, clock.now) is None
     assert looks(decode) == []
     assert looked(decode)["gone"] > 0
-    assert ledger.state(attempt) is AttemptState.CLAIMED
+    assert decode.ledger.state(attempt) is AttemptState.CLAIMED
     assert await decode.claim(attempt) == Granted()
     before = looked(decode)
     assert looks(decode) == [] and looked(decode) == before, "it is not looked at any more"

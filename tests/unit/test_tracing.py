@@ -142,23 +142,21 @@ async def test_a_span_does_not_end_before_it_begins():
     assert span.start == span.end
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a collector that is away is waited for, made short."""
-    monkeypatch.setattr(otlp, "_FLUSH_S", 0.2)
+#: How long a collector that is away is waited for.
+FLUSH_S = 0.2
 
 
-async def test_a_dead_collector_harms_nothing(quiet: None, caplog: pytest.LogCaptureFixture):
+async def test_a_dead_collector_harms_nothing(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG, "opentelemetry")
-    endpoint = f"http://127.0.0.1:{reserved_port()}"
-    async with open_tracer(TracingOptions(endpoint=endpoint), **NAMES) as tracer:
+    options = TracingOptions(endpoint=f"http://127.0.0.1:{reserved_port()}")
+    async with OtlpTracer(options, **NAMES, flush_s=FLUSH_S) as tracer:
         for _ in range(5000):  # more than the queue takes
             tracer.record("lost", new_trace(), "", 0.0, 1.0)
     tracer.record("late", new_trace(), "", 0.0, 1.0)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
-async def test_telling_a_span_does_not_wait_for_the_collector(quiet: None):
+async def test_telling_a_span_does_not_wait_for_the_collector():
     """It is up, and never answers."""
     done = asyncio.Event()
 
@@ -170,7 +168,8 @@ async def test_telling_a_span_does_not_wait_for_the_collector(quiet: None):
     async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
         options = TracingOptions(endpoint=f"http://127.0.0.1:{port}")
-        async with asyncio.timeout(30), open_tracer(options, **NAMES) as tracer:
+        tracer = OtlpTracer(options, **NAMES, flush_s=FLUSH_S)
+        async with asyncio.timeout(30), tracer:
             for _ in range(5000):
                 tracer.record("lost", new_trace(), "", 0.0, 1.0)
         done.set()

@@ -24,10 +24,7 @@ from dynamo_lite.transfer.digest import ReadMemory, read_dram
 
 logger = logging.getLogger(__name__)
 
-#: For how many unknown attempts notifications are kept: the step that names them may still come.
-_MAX_EARLY = 1024
-#: How many ended attempts are remembered, so that their late notifications are counted.
-_MAX_ENDED = 1024
+_MAX_EARLY = _MAX_ENDED = 1024
 
 
 @dataclass
@@ -41,13 +38,24 @@ class _Awaited:
 
 
 class DecodeRank:
-    """own: this rank's memory. read: reads from it.
+    """own: this rank's memory. read: reads from it. max_early: for how many unknown attempts
+    notifications are kept; the step that names them may still come. max_ended: how many ended
+    attempts are remembered, so that their late notifications are counted.
 
     A commit counts as lost if the blocks do not hold what its writer sent, or if a part of
     the blocks is missing.
     """
 
-    def __init__(self, mover: Mover, own: RankMetadata | None = None, read: ReadMemory = read_dram):
+    def __init__(
+        self,
+        mover: Mover,
+        own: RankMetadata | None = None,
+        read: ReadMemory = read_dram,
+        *,
+        max_early: int = _MAX_EARLY,
+        max_ended: int = _MAX_ENDED,
+    ):
+        self._max_early, self._max_ended = max_early, max_ended
         self._mover, self._own, self._read = mover, own, read
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
@@ -113,7 +121,7 @@ class DecodeRank:
             self.stats.add(LATE)
         else:
             self._early.setdefault(notice.attempt, GrantedCommits()).add(notice)
-            if len(self._early) > _MAX_EARLY:
+            if len(self._early) > self._max_early:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)
 
@@ -131,7 +139,7 @@ class DecodeRank:
                     dropped,
                 )
         self._ended[attempt] = None
-        if len(self._ended) > _MAX_ENDED:
+        if len(self._ended) > self._max_ended:
             self._ended.popitem(last=False)
 
     def _finish(self, attempt: str, awaited: _Awaited) -> None:

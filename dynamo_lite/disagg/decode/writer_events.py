@@ -72,9 +72,9 @@ class WriterEvents:
         self._messaging = messaging
         async with contextlib.AsyncExitStack() as stack:
             for name, where, handler in (
-                (names.claim_subject, "claim", self._on_claim),
-                (names.writer_done_subject, "writer_done", self._on_done),
-                (names.writer_stays_subject, "writer_stays", self._on_stays),
+                (names.claim_subject, "claim", self.on_claim),
+                (names.writer_done_subject, "writer_done", self.on_done),
+                (names.writer_stays_subject, "writer_stays", self.on_stays),
             ):
                 subject = name(self._namespace, self._engine_id)
                 handler = counted(handler, where, self._on_drop)
@@ -103,7 +103,8 @@ class WriterEvents:
             )
         self._on_usable_change()
 
-    async def _on_claim(self, payload: bytes) -> bytes:
+    async def on_claim(self, payload: bytes) -> bytes:
+        """A writer claims an attempt. Returns the encoded grant, or why there is none."""
         claim = decode_claim(payload)
         if not self._workers.is_registered(claim.writer_lease_id):
             # Nothing would report when it is gone. Its record may only be late.
@@ -122,7 +123,8 @@ class WriterEvents:
         self._backlog.changed()
         return encode(Granted(granted_at=self._clock.wall(), grant=grant))
 
-    async def _on_done(self, payload: bytes) -> None:
+    async def on_done(self, payload: bytes) -> None:
+        """A writer reports that it is done. Raises ProtocolError if another holds the attempt."""
         done = decode_writer_done(payload)
         written = done.outcome == "written"
         with self._book.lock:
@@ -153,6 +155,22 @@ class WriterEvents:
                 *about,
             )
 
+    async def on_stays(self, payload: bytes) -> bytes:
+        """A writer promises that it stays. If it gets a refusal, or no answer, it stops writing."""
+        stays = decode_writer_stays(payload)
+        writer = stays.writer_lease_id
+        with self._book.lock:
+            ledger, now = self._book.ledger, self._clock.monotonic()
+            request_id, holder = ledger.request(stays.attempt), ledger.writer(stays.attempt)
+            refusal = ledger.writer_stays(stays.attempt, writer, stays.for_s, now, stays.number)
+        if refusal is None:
+            return encode(StayAccepted())
+        if holder not in (None, writer):
+            self._on_drop("writer_stays")
+        what = request_id, stays.attempt, writer, refusal.reason
+        logger.info("request %s: attempt %s: writer %x must stop writing: %s", *what)
+        return encode(StayRefused(reason=refusal.reason))
+
     def _check_writer(self, attempt: str, writer_lease_id: int) -> None:
         """Raises ProtocolError if another writer holds the attempt."""
         with self._book.lock:
@@ -168,22 +186,6 @@ class WriterEvents:
         if self._workers.link_trouble(done.writer_lease_id):
             return Outcome.WRITER_UNUSABLE
         return Outcome.WRITER_ABANDONED if done.outcome == "abandoned" else Outcome.WRITER_FAILED
-
-    async def _on_stays(self, payload: bytes) -> bytes:
-        """A writer that gets a refusal, or no answer, stops writing."""
-        stays = decode_writer_stays(payload)
-        writer = stays.writer_lease_id
-        with self._book.lock:
-            ledger, now = self._book.ledger, self._clock.monotonic()
-            request_id, holder = ledger.request(stays.attempt), ledger.writer(stays.attempt)
-            refusal = ledger.writer_stays(stays.attempt, writer, stays.for_s, now, stays.number)
-        if refusal is None:
-            return encode(StayAccepted())
-        if holder not in (None, writer):
-            self._on_drop("writer_stays")
-        what = request_id, stays.attempt, writer, refusal.reason
-        logger.info("request %s: attempt %s: writer %x must stop writing: %s", *what)
-        return encode(StayRefused(reason=refusal.reason))
 
     async def _check_ended(self, writer_lease_id: int) -> None:
         """Tells a dead writer from a leaving one, which has a while to promise that it stays."""

@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.disagg.prefill.job_waits import JobWaits
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.policy.grants import GrantWanted, check_grant
 from dynamo_lite.protocol import names
@@ -30,12 +31,8 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
-#: Timeout of one try; see `ask_claim`.
-_CLAIM_S = 2.0
-#: With 2 s each, about the time after which an engine counts as unresponsive.
+#: How often a claim is sent that is not answered.
 TRIES = 3
-#: How long the report of an outcome waits for the broker.
-_REPORT_S = 5.0
 #: Two hosts' wall clocks that differ by more than this are reported.
 _CLOCK_SKEW_S = 5.0
 
@@ -66,8 +63,9 @@ class Claims:
         registry: CollectorRegistry,
         clock: Clock,
         on_drop: OnDrop,
+        waits: JobWaits,
     ):
-        self._namespace, self._lease_id = namespace, lease_id
+        self._namespace, self._lease_id, self._waits = namespace, lease_id, waits
         self._messaging, self._seals, self._on_drop = messaging, seals, on_drop
         self._wall, self._now, self._boottime = clock.wall, clock.monotonic, clock.boottime
         self._log_limit = LogLimit(every_s=60.0)
@@ -114,7 +112,7 @@ class Claims:
         asked, asked_wall, since = self._now(), self._wall(), self._boottime()
         try:
             answer = await ask_claim(
-                self._messaging, subject, claim, timeout_s=_CLAIM_S, wanted=wanted
+                self._messaging, subject, claim, timeout_s=self._waits.claim_s, wanted=wanted
             )
         except ProtocolError:
             self._on_drop("claim_reply")
@@ -164,7 +162,7 @@ class Claims:
         )
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:
-            await self._messaging.wait_connected(_REPORT_S)
+            await self._messaging.wait_connected(self._waits.report_s)
             await self._messaging.publish(subject, encode_sealed(done))
         except Unavailable as exc:
             about = request_id, ended.attempt, exc

@@ -30,9 +30,11 @@ _PROMISE_S = 3.0
 
 
 class FenceUpdater:
-    """Runs `keep` for the whole life of a prefill worker."""
+    """Runs `keep` for the whole life of a prefill worker. promise_s: for how long it promises at a
+    time, while it leaves, that it stays."""
 
-    def __init__(self, host: Host, fence: Fence):
+    def __init__(self, host: Host, fence: Fence, *, promise_s: float = _PROMISE_S):
+        self._promise_s = promise_s
         self._host, self._fence, self._now = host, fence, host.clock.boottime
         self._open_until = 0.0
         #: Set by the worker when it begins to leave.
@@ -60,8 +62,8 @@ class FenceUpdater:
             asked_at = self._now()
             accepted = await asyncio.gather(*(self._promise(*claim) for claim in self._claimed()))
             if all(accepted) and self._now() < self._open_until:
-                self._open(asked_at + _PROMISE_S)
-            await asyncio.sleep(_PROMISE_S / 6)
+                self._open(asked_at + self._promise_s)
+            await asyncio.sleep(self._promise_s / 6)
         self._fence.open_until(0.0)
         self.closed.set()
 
@@ -83,13 +85,13 @@ class FenceUpdater:
         stays = WriterStays(
             attempt=request.attempt,
             writer_lease_id=self._host.lease.id,
-            for_s=_PROMISE_S,
+            for_s=self._promise_s,
             number=number,
         )
         subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
         try:
             reply = await self._host.messaging.request(
-                subject, encode_sealed(stays), timeout_s=_PROMISE_S / 6
+                subject, encode_sealed(stays), timeout_s=self._promise_s / 6
             )
             answer = decode_stay_reply(reply)
         except (Unavailable, DeadlineExceeded, ProtocolError) as exc:

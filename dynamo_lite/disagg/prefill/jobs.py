@@ -17,6 +17,7 @@ from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.claims import Claims
 from dynamo_lite.disagg.prefill.job_runner import JobRunner
 from dynamo_lite.disagg.prefill.job_trace import trace_job
+from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.cost import FadingMean
@@ -35,13 +36,6 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 logger = logging.getLogger(__name__)
 
 _PULL_S = 2.0
-#: Delay before a job that could not be claimed is delivered again; doubles up to the limit.
-_RETRY_DELAY_S, _LONGEST_RETRY_DELAY_S = 0.5, 4.0
-#: Delay before a job that was left to other workers is delivered again. The first time there is no
-#: delay, because other workers may be waiting for a job. If this worker gets it again, no other
-#: one was waiting.
-_LEFT_DELAY_S = 0.25
-_BROKER_PAUSE_S = 0.2
 _UNFIT_PAUSE_S = 0.2
 
 
@@ -69,7 +63,9 @@ class PrefillJobs:
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
         tracer: Tracer | None = None,
+        waits: JobWaits = USUAL_WAITS,
     ):
+        self._waits = waits
         self._tracer, self._now, self._ack_wait_s = tracer, clock.monotonic, ack_wait_s
         self._queue, self._fit, self._on_drop = queue, fit, on_drop
         self._claims = Claims(
@@ -80,6 +76,7 @@ class PrefillJobs:
             registry=registry,
             clock=clock,
             on_drop=on_drop,
+            waits=waits,
         )
         self._ended = Counter(
             "dynamo_lite_prefill_jobs",
@@ -118,7 +115,7 @@ class PrefillJobs:
                 job = await self._queue.pull(timeout_s=_PULL_S, lanes=lanes)
             except Unavailable as exc:
                 logger.debug("no job pulled: %s", exc)
-                await asyncio.sleep(_BROKER_PAUSE_S)
+                await asyncio.sleep(self._waits.broker_pause_s)
                 continue
             if job is not None:
                 await self._run_job(job)
@@ -188,9 +185,10 @@ class PrefillJobs:
         if trace is not None:
             trace.ended(end.outcome, self._now())
         if end.outcome == "retry":
-            await _answer(job.nak(delay_s=_retry_delay_s(job.deliveries)))
+            await _answer(job.nak(delay_s=self._waits.before_retry_s(job.deliveries)))
         elif end.outcome == "left":
-            await _answer(job.nak(delay_s=0.0 if job.deliveries == 1 else _LEFT_DELAY_S))
+            delay_s = 0.0 if job.deliveries == 1 else self._waits.left_delay_s
+            await _answer(job.nak(delay_s=delay_s))
         elif end.outcome in ("used_up", "malformed"):
             await _answer(job.term())
         else:
@@ -205,11 +203,6 @@ class PrefillJobs:
 def _tokens(job: RemotePrefillRequest) -> int:
     """Prompt tokens that the decode engine does not have."""
     return len(job.prompt_token_ids) - job.num_computed_tokens
-
-
-def _retry_delay_s(deliveries: int) -> float:
-    """Delay before the next delivery, after this many."""
-    return min(_RETRY_DELAY_S * 2 ** min(deliveries - 1, 16), _LONGEST_RETRY_DELAY_S)
 
 
 async def _answer(answer: Awaitable[None]) -> None:

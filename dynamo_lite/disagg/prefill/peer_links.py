@@ -61,9 +61,19 @@ class _PeerLink:
 
 
 class PeerLinks:
-    """host: runs the tasks and holds the link records in the store."""
+    """host: runs the tasks and holds the link records in the store. backoff: between the tests of
+    a link that fails in the engine. store_pause_s: between the tries to record a result."""
 
-    def __init__(self, host: Host, engine: PrefillEngine, directory: MetadataDirectory):
+    def __init__(
+        self,
+        host: Host,
+        engine: PrefillEngine,
+        directory: MetadataDirectory,
+        *,
+        backoff: Backoff = _BACKOFF,
+        store_pause_s: float = _STORE_PAUSE_S,
+    ):
+        self._backoff, self._store_pause_s = backoff, store_pause_s
         self._host, self._engine, self._directory = host, engine, directory
         self._namespace, self._lease_id = host.spec.namespace, host.lease.id
         self._prefix = names.nixl_metadata_prefix(self._namespace)
@@ -180,7 +190,7 @@ class PeerLinks:
             await self._record(link, report)
             link.recorded.set()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_pause_s(link)):
+                async with asyncio.timeout(self._pause_s(link)):
                     await link.again.wait()
         link.failure = link.failure or "the engine has left"
         link.tested.set()
@@ -251,16 +261,15 @@ class PeerLinks:
             except LeaseLost:
                 return  # the process is shutting down
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STORE_PAUSE_S):
+                async with asyncio.timeout(self._store_pause_s):
                     await link.again.wait()
 
     def _key(self, link: _PeerLink) -> str:
         return names.link_key(self._namespace, self._lease_id, link.target.engine_id)
 
-
-def _pause_s(link: _PeerLink) -> float | None:
-    """Delay before the next test; None: no further test. A test without an answer (NATS may be
-    disconnected) does not count as broken and is repeated soon."""
-    if link.final or link.failure is None:
-        return None
-    return _BACKOFF.after_exit(max(0, link.broken - 1), 0.0).delay_s
+    def _pause_s(self, link: _PeerLink) -> float | None:
+        """Delay before the next test; None: no further test. A test without an answer (NATS may be
+        disconnected) does not count as broken and is repeated soon."""
+        if link.final or link.failure is None:
+            return None
+        return self._backoff.after_exit(max(0, link.broken - 1), 0.0).delay_s

@@ -35,7 +35,7 @@ class Roster:
     Malformed records, records at a key of another member, and members whose version does not fit
     are logged, counted and skipped.
     While the store is unavailable the last known members stay. When the store has lost its
-    data, they stay for a few seconds, in which they put their keys back.
+    data, they stay for `return_s` seconds, in which they put their keys back.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class Roster:
         prefix: str,
         on_drop: OnDrop = uncounted,
         on_failure: OnFailure = log_failure,
+        *,
+        return_s: float = _RETURN_S,
     ):
-        self._store = store
+        self._store, self._return_s = store, return_s
         self._on_failure = on_failure
         self._on_drop = on_drop
         self._prefix = prefix
@@ -159,7 +161,8 @@ class Roster:
         """Keeps all members for a few seconds although the store does not have them."""
         self._lost_keys = set(self._records)
         self._forget_timer()
-        self._timer = asyncio.get_running_loop().call_later(_RETURN_S, self._remove_lost_keys)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._return_s, self._remove_lost_keys)
 
     def _remove_lost_keys(self) -> None:
         for key in self._lost_keys:

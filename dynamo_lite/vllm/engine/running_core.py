@@ -74,8 +74,16 @@ class RunningCore:
         self.engine_config = engine_config
         self.client = await self.in_thread(lambda: self._load(engine_config, file))
 
-    async def change_role(self, new: EngineConfig, file: Path, messaging: Messaging) -> None:
+    async def change_role(
+        self,
+        new: EngineConfig,
+        file: Path,
+        messaging: Messaging,
+        *,
+        margin_s: float = _MARGIN_S,
+    ) -> None:
         """The running engine becomes that of another role, with another id. file: for `new`.
+        margin_s: how much longer than the lease's time-to-live it may take.
 
         Raises StartupError when the engine does not, or has ended.
         """
@@ -86,7 +94,7 @@ class RunningCore:
         order = encode_sealed(ChangeRole(engine_id=new.engine_id, config_file=file.name))
         subject = names.role_subject(old.namespace, old.engine_id)
         described = names.describe_subject(new.namespace, new.engine_id)
-        limit_s, refused = new.lease_ttl_s + _MARGIN_S, "it does not answer"
+        limit_s, refused = new.lease_ttl_s + margin_s, "it does not answer"
         try:
             async with asyncio.timeout(limit_s):
                 while not await self._answers(messaging, described):

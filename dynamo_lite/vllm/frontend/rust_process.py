@@ -49,6 +49,8 @@ class RustProcess:
 
     binary: `vllm-rs`. http: the bound socket of the HTTP server. inputs, outputs: listening
     sockets for the engine-core protocol. arguments: of `vllm serve`, by name in snake_case.
+    period_s, answer_s: pause between two health requests, and timeout of one. most_failures: how
+    many of them may fail in a row. end_s: how long it may take to end.
     """
 
     def __init__(
@@ -59,7 +61,13 @@ class RustProcess:
         inputs: socket.socket,
         outputs: socket.socket,
         arguments: Mapping[str, Any],
+        period_s: float = _PERIOD_S,
+        answer_s: float = _ANSWER_S,
+        most_failures: int = _MOST_FAILURES,
+        end_s: float = _END_S,
     ):
+        self._period_s, self._answer_s, self._end_s = period_s, answer_s, end_s
+        self._most_failures = most_failures
         self._sockets = (http, inputs, outputs)
         self._command = [
             str(binary),
@@ -132,7 +140,7 @@ class RustProcess:
             if answered.done() and answered.exception() is not None:
                 # The connection was accepted and then broke. If the process is ending, its code
                 # and its last lines say more.
-                await asyncio.wait({ended}, timeout=_END_S)
+                await asyncio.wait({ended}, timeout=self._end_s)
             if self.ended:
                 raise StartupError(f"vllm-rs ended with code {self._process.returncode}: {self}")
             if not answered.done():
@@ -170,11 +178,11 @@ class RustProcess:
     async def _check_health(self, url: str) -> None:
         """Returns in a drain, and when too many health requests have failed."""
         failures = 0
-        while failures < _MOST_FAILURES:
-            await asyncio.sleep(_PERIOD_S)
+        while failures < self._most_failures:
+            await asyncio.sleep(self._period_s)
             if self._draining:
                 return
-            before, self.unhealthy = self.unhealthy, await _failure(url)
+            before, self.unhealthy = self.unhealthy, await _failure(url, self._answer_s)
             failures = failures + 1 if self.unhealthy else 0
             if self.unhealthy and not before:
                 logger.warning("vllm-rs is unhealthy: %s", self.unhealthy)
@@ -189,10 +197,10 @@ class RustProcess:
             return
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(grace_s + _END_S):
+            async with asyncio.timeout(grace_s + self._end_s):
                 await self._process.wait()
         except TimeoutError:
-            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + _END_S)
+            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + self._end_s)
 
     def __str__(self) -> str:
         return "; ".join(self._last_lines) or "it has logged nothing"
@@ -214,13 +222,13 @@ class RustProcess:
                 logger.log(level, "vllm-rs: %s", line if found is None else found[2])
 
 
-async def _failure(url: str) -> str:
+async def _failure(url: str, answer_s: float) -> str:
     """Why a health request failed; empty if it did not."""
     try:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(answer_s):
             status = await _get_health(url)
     except TimeoutError:
-        return f"timeout: it has not answered a health request within {_ANSWER_S:g} s"
+        return f"timeout: it has not answered a health request within {answer_s:g} s"
     except (OSError, ValueError) as exc:  # ValueError: a line without an end
         return f"its health request failed: {exc}"
     return "" if status == b"200" else f"it answered {status!r} on /health"

@@ -31,6 +31,7 @@ class Viewers:
         most: viewers at a time.
         period_s: time between two frames.
         linger_s: how long the observer runs on without viewers.
+        retry_s: pause after an error.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Viewers:
         most: int = _MOST,
         period_s: float = _PERIOD_S,
         linger_s: float = _LINGER_S,
+        retry_s: float = _RETRY_S,
     ):
         self._open_observer = open_observer
         self._most, self._period_s, self._linger_s = most, period_s, linger_s
+        self._retry_s = retry_s
         self._count = 0
         self._left_at = 0.0
         self._frame: bytes | None = None
@@ -111,13 +114,15 @@ class Viewers:
                     await self._make_frames(observer)
             except DynamoLiteError as exc:
                 logger.warning(
-                    "the dashboard cannot observe the graph: %s; retry in %g s", exc, _RETRY_S
+                    "the dashboard cannot observe the graph: %s; retry in %g s", exc, self._retry_s
                 )
             except Exception:
-                logger.exception("the dashboard cannot observe the graph; retry in %g s", _RETRY_S)
+                logger.exception(
+                    "the dashboard cannot observe the graph; retry in %g s", self._retry_s
+                )
             self._frame = None
             if self._wanted():
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(self._retry_s)
 
     async def _make_frames(self, observer: Observer) -> None:
         loop = asyncio.get_running_loop()
