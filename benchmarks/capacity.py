@@ -25,9 +25,9 @@ import msgspec
 from benchmarks.client import complete
 from benchmarks.command import parser_of, write_json
 from dynamo_lite.capacity.compare import parse_counts
-from dynamo_lite.capacity.options import GraphOptions, Slo
+from dynamo_lite.capacity.options import GraphModelOptions, Slo
 from dynamo_lite.capacity.report import percentiles, summary
-from dynamo_lite.capacity.request import Request, tokens_of
+from dynamo_lite.capacity.request import TraceRequest, tokens_of
 from dynamo_lite.capacity.run import Run
 from dynamo_lite.capacity.scaling import Bounds, Static
 from dynamo_lite.capacity.timing import Timing, read_timing
@@ -42,11 +42,11 @@ _VOCABULARY = 400
 
 
 def simulated(
-    requests: Sequence[Request], timing: Timing, workers: str, router: Any, queue_size: int
+    requests: Sequence[TraceRequest], timing: Timing, workers: str, router: Any, queue_size: int
 ) -> dict[str, Any]:
     """The summary of a run, with its cost."""
     counts = parse_counts(workers)
-    options = GraphOptions(
+    options = GraphModelOptions(
         router=router,
         thresholds=DecisionThresholds(max_prefill_queue_size=queue_size),
         max_jobs=max(64, 2 * queue_size),
@@ -90,7 +90,7 @@ def speed(given: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def prompt_ids(number: int, request: Request) -> list[int]:
+def prompt_ids(number: int, request: TraceRequest) -> list[int]:
     """Equal blocks have equal tokens, all others are random."""
     shared = tokens_of(request.blocks, BLOCK_TOKENS)
     rng = random.Random(number)
@@ -98,7 +98,7 @@ def prompt_ids(number: int, request: Request) -> list[int]:
     return ids + [10 + rng.randrange(_VOCABULARY) for _ in range(request.prompt_tokens - len(ids))]
 
 
-async def replay(url: str, model: str, requests: Sequence[Request]) -> dict[str, Any]:
+async def replay(url: str, model: str, requests: Sequence[TraceRequest]) -> dict[str, Any]:
     """Sends the requests at their times. TTFT and mean times between tokens, in seconds."""
     port = urlsplit(url).port
     if port is None:
@@ -108,7 +108,7 @@ async def replay(url: str, model: str, requests: Sequence[Request]) -> dict[str,
     total: list[float] = []
     began = time.perf_counter()
 
-    async def one(number: int, request: Request) -> None:
+    async def one(number: int, request: TraceRequest) -> None:
         await asyncio.sleep(max(request.arrival_s - (time.perf_counter() - began), 0.0))
         answer = await complete(port, prompt_ids(number, request), request.output_tokens, model)
         ttft.append(answer.first_s)
@@ -126,7 +126,7 @@ async def replay(url: str, model: str, requests: Sequence[Request]) -> dict[str,
     }
 
 
-def on_engine(requests: Sequence[Request], arguments: Sequence[str]) -> dict[str, Any]:
+def on_engine(requests: Sequence[TraceRequest], arguments: Sequence[str]) -> dict[str, Any]:
     """Plays the requests on an engine core. Its clock stands still while nothing runs."""
     from benchmarks.calibrate import TINY_ARGS, Engine
     from benchmarks.graph import TINY_MODEL
@@ -139,7 +139,7 @@ def on_engine(requests: Sequence[Request], arguments: Sequence[str]) -> dict[str
             engine.step(keep=False)
     engine.records.clear()
     now, number = 0.0, 0
-    by_name: dict[str, Request] = {}
+    by_name: dict[str, TraceRequest] = {}
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     while number < len(requests) or engine.busy():

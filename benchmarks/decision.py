@@ -14,7 +14,7 @@ from collections.abc import Callable
 from benchmarks.command import parser_of, write_json
 from dynamo_lite.policy.cost_policy import CostPolicy
 from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
-from dynamo_lite.policy.prefill_costs import Engine
+from dynamo_lite.policy.prefill_costs import EngineState
 from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds
 
@@ -40,7 +40,7 @@ class Bench:
             (rng.randrange(2, 16_000), QueueView(rng.randrange(20), 4, self.now, 9000, 0.3, 0.4))
             for _ in range(_PROMPTS)
         ]
-        self.heres = [Engine(one, PromptWork(), 8192, 500_000, 0.5) for one in self.loads]
+        self.heres = [EngineState(one, PromptWork(), 8192, 500_000, 0.5) for one in self.loads]
         for (tokens, queue), here in zip(self.prompts[:300], self.heres, strict=False):
             costs = self.policy.costs.of(tokens, 0, here, queue, self.now)
             took_s = 0.31 + tokens * rng.uniform(2e-5, 3e-5)

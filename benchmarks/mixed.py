@@ -15,9 +15,9 @@ from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.load import prompt_of
 from dynamo_lite.capacity.compare import parse_counts
-from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.regret import Play as SimulatedPlay
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.timing import read_timing
 from dynamo_lite.protocol.options import PrefillPolicy
 
@@ -149,9 +149,9 @@ def simulated(seconds: float, seed: int) -> Pair:
     ]
     first = sum(one.at_s < _TEACHING_PLAYS * each_s for one in plan)
     load = SimulatedPlay(
-        requests=[Request(one.at_s, one.prompt_tokens, _TOKENS) for one in plan],
+        requests=[TraceRequest(one.at_s, one.prompt_tokens, _TOKENS) for one in plan],
         timing=read_timing("tiny_cpu"),
-        options=GraphOptions(),
+        options=GraphModelOptions(),
         counts=parse_counts("1P1D"),
     )
     pair: Pair = {}

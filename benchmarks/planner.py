@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.command import parser_of, write_json
 from dynamo_lite.capacity.compare import Setting, run_variant, variant
-from dynamo_lite.capacity.options import Counts, GraphOptions, Slo
+from dynamo_lite.capacity.options import GraphModelOptions, Slo, WorkerCounts
 from dynamo_lite.capacity.picture import picture
 from dynamo_lite.capacity.report import summary
 from dynamo_lite.capacity.timing import read_timing
@@ -74,13 +74,13 @@ class Case:
         setting = Setting(
             requests=generate(shape, block_tokens=512, seed=self.seed).requests,
             timing=timing,
-            options=GraphOptions(
+            options=GraphModelOptions(
                 router="kv",
                 thresholds=DecisionThresholds(max_prefill_queue_size=16),
                 slo=SLO,
                 seed=self.seed,
             ),
-            counts=Counts(2, 2),
+            counts=WorkerCounts(2, 2),
             most_workers=24,
             start_s=self.start_s,
         )

@@ -24,9 +24,9 @@ from benchmarks import intervals
 from benchmarks.command import parser_of, until_interrupted, write_json
 from dynamo_lite.capacity.compare import parse_counts
 from dynamo_lite.capacity.group_regret import Group, GroupGains, group_gains
-from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.regret import Play, waiting_s
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.timing import Timing, read_timing
 from dynamo_lite.capacity.traces import Shape, generate
 from dynamo_lite.protocol.options import DecisionThresholds
@@ -37,7 +37,7 @@ LENGTHS, QUEUES = (1, 512, 2000, 10**8), (4, 8, 32, 10**6)
 MOST, MOST_MORE = 0.10, 0.02
 
 
-def load(kind: str, seconds: float, seed: int) -> list[Request]:
+def load(kind: str, seconds: float, seed: int) -> list[TraceRequest]:
     """About what 2P4D can take at its peak with the timing `gpu_like`; mixed: many short prompts
     beside a burst of long ones."""
 
@@ -188,7 +188,7 @@ def main() -> None:
             play = Play(
                 requests=load(kind, seconds, given.seed),
                 timing=timing,
-                options=GraphOptions(),
+                options=GraphModelOptions(),
                 counts=parse_counts(given.workers),
             )
             report[kind] = measured(play, samples)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.forward.engines import Engines
+from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
@@ -38,7 +38,7 @@ class Rig:
     fleet: Fleet
     prefill: list[ScriptedEngine]
     decode: list[ScriptedEngine]
-    engines: Engines
+    engines: KnownEngines
     monitor: EngineMonitor
     forwarding: Forwarding
     placer: Placer
@@ -141,7 +141,7 @@ async def rig(
             **options,
         )
         kind = PROTOCOLS[protocol]
-        engines = Engines(config.engines, kind)
+        engines = KnownEngines(config.engines, kind)
         upstream = await stack.enter_async_context(
             Upstream(connect_s=config.connect_timeout_s, idle_s=config.idle_timeout_s)
         )

@@ -1,6 +1,7 @@
 """The layer rule: a package imports only packages to its left, siblings not each other.
 
 Folders do not import each other in a circle, and neither do files.
+And the rule of names: a public class name has one meaning in the whole package.
 """
 
 import ast
@@ -56,6 +57,18 @@ IMPURE = {
 }
 
 TYPE_CHECKS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+#: Class names of several modules that have one meaning all the same: each is a protocol in its
+#: first module, and in the second one what has this role in the simulation.
+ROLES = {
+    # An engine's blocks: the connector's view of vLLM's pool; the simulated engine has its own.
+    "Block": ["disagg/engine_api.py", "simulation/engine/pool.py"],
+    "BlockPool": ["disagg/engine_api.py", "simulation/engine/pool.py"],
+    # What the event loop needs of the network, so that the network can import the loop.
+    "Network": ["simulation/loop/loop.py", "simulation/network/network.py"],
+    # What the simulated planners need of the world that makes them.
+    "World": ["simulation/planning.py", "simulation/world.py"],
+}
 
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
@@ -255,6 +268,22 @@ def reads_environment(tree: ast.AST) -> bool:
 def test_only_the_configuration_reads_the_environment():
     readers = [f for f in FILES if reads_environment(ast.parse(f.read_text(encoding="utf-8")))]
     assert [f.relative_to(ROOT / PACKAGE).as_posix() for f in readers] == ["serve/config.py"]
+
+
+def homes_of_classes(files: list[Path]) -> dict[str, list[str]]:
+    """For each public class name, the files that define it at their top level."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                home = file.relative_to(ROOT / PACKAGE).as_posix()
+                found.setdefault(node.name, []).append(home)
+    return found
+
+
+def test_a_class_name_has_one_meaning():
+    homes = homes_of_classes(FILES)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == ROLES
 
 
 def test_the_rule_sees_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,15 +5,15 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dynamo_lite.capacity.engine import Engine
-from dynamo_lite.capacity.jobs import BacklogView, Job
-from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.engine import EngineModel
+from dynamo_lite.capacity.jobs import BacklogView, JobModel
+from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.phase import Phase
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.cost_policy import CostPolicy, Opinion, Side, regret_s, side_of
 from dynamo_lite.policy.disagg import DecisionReason, Local, Remote, Verdict, decide
-from dynamo_lite.policy.prefill_costs import Engine as EngineState
+from dynamo_lite.policy.prefill_costs import EngineState
 from dynamo_lite.policy.step_time import StepLoad
 from dynamo_lite.protocol.backlog import Lane
 
@@ -50,11 +50,11 @@ class _Chosen:
     pause_s: float = 0.0
 
 
-class Choice:
+class PrefillChoices:
     """The choices of one decode worker. now: simulated seconds."""
 
     def __init__(
-        self, timing: Timing, options: GraphOptions, backlog: BacklogView, tally: ChoiceTally
+        self, timing: Timing, options: GraphModelOptions, backlog: BacklogView, tally: ChoiceTally
     ):
         self._timing, self._options = timing, options
         self._backlog, self._tally = backlog, tally
@@ -68,7 +68,7 @@ class Choice:
         cached: int,
         lane: Lane,
         own: "deque[tuple[float, Lane, int]]",
-        engine: Engine,
+        engine: EngineModel,
         now: float,
     ) -> Verdict:
         """own: see `BacklogView.view`."""
@@ -139,7 +139,7 @@ class Choice:
         if costs is not None:
             self._realised(chosen, took_s + chosen.pause_s + costs.behind_s)
 
-    def received(self, job: Job, engine: Engine, now: float) -> None:
+    def received(self, job: JobModel, engine: EngineModel, now: float) -> None:
         """The KV of a remote prefill is here."""
         chosen = self._chosen.pop(str(job.sequence.note), None)
         if chosen is None:
@@ -151,7 +151,7 @@ class Choice:
         costs.add_remote(predicted, job.tokens, took_s, now)
         self._realised(chosen, took_s + predicted.queue_s + predicted.memory_s)
 
-    def lost(self, job: Job, now: float) -> None:
+    def lost(self, job: JobModel, now: float) -> None:
         """A remote prefill has failed: its prompt is computed here."""
         self._chosen.pop(str(job.sequence.note), None)
         self._policy.costs.computes_here(now)
@@ -162,7 +162,7 @@ class Choice:
         self._tally.cost_s += cost_s
         self._tally.regret_s += regret_s(chosen.opinion.costs, chosen.side, cost_s)
 
-    def _state(self, engine: Engine) -> EngineState:
+    def _state(self, engine: EngineModel) -> EngineState:
         limits = self._timing.engine
         return EngineState(
             StepLoad(0, 0.0, *engine.load),

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from dynamo_lite.capacity.options import Counts, GraphOptions
-from dynamo_lite.capacity.planner import Planner
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.options import GraphModelOptions, WorkerCounts
+from dynamo_lite.capacity.planner import PlannerScaler
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.run import Result, Run
 from dynamo_lite.capacity.scaling import ORACLE_SHARES, Bounds, Oracle, Scaler, Scripted, Static
 from dynamo_lite.capacity.timing import Timing
@@ -30,10 +30,10 @@ ACCEPTED = (
 )
 
 
-def parse_counts(text: str) -> Counts:
+def parse_counts(text: str) -> WorkerCounts:
     """Parses `2P3D`. Raises ConfigError."""
     found = _COUNTS.fullmatch(text.strip())
-    counts = Counts(int(found[1]), int(found[2])) if found else None
+    counts = WorkerCounts(int(found[1]), int(found[2])) if found else None
     if counts is None or not (counts.prefill <= MOST_WORKERS and 0 < counts.decode <= MOST_WORKERS):
         raise ConfigError(
             [
@@ -48,10 +48,10 @@ def parse_counts(text: str) -> Counts:
 class Setting:
     """What all runs of a comparison share. most_workers: see `Bounds`."""
 
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     timing: Timing
-    options: GraphOptions
-    counts: Counts
+    options: GraphModelOptions
+    counts: WorkerCounts
     most_workers: int
     start_s: float
     #: Options of `planner`; None: its defaults, with `most_workers` as the budget, and `start_s`.
@@ -63,7 +63,7 @@ class Variant:
     """One run of a comparison. prefill_policy: None: that of the setting."""
 
     scaler: Scaler
-    counts: Counts
+    counts: WorkerCounts
     bounds: Bounds
     prefill_policy: PrefillPolicy | None = None
 
@@ -71,7 +71,7 @@ class Variant:
 def variant(name: str, setting: Setting) -> Variant:
     """Raises ConfigError for an unknown name."""
     kind, _, rest = name.strip().partition(":")
-    fixed = Bounds(least=Counts(0, 1), most=2 * MOST_WORKERS)
+    fixed = Bounds(least=WorkerCounts(0, 1), most=2 * MOST_WORKERS)
     for policy in _POLICIES:
         if name.strip() == f"prefill-policy={policy}":
             scaler = Static(setting.counts)
@@ -81,7 +81,7 @@ def variant(name: str, setting: Setting) -> Variant:
         counts = parse_counts(rest)
         return Variant(Static(counts), counts, fixed)
     if kind == "local-only" and not rest:
-        counts = Counts(0, setting.counts.total)
+        counts = WorkerCounts(0, setting.counts.total)
         scaler = Static(counts)
         scaler.name = f"local-only:{counts.decode}D"
         return Variant(scaler, counts, fixed)
@@ -89,7 +89,7 @@ def variant(name: str, setting: Setting) -> Variant:
         steps = [_step(name, part) for part in rest.split("+")]
         return Variant(Scripted(steps), min(steps, key=lambda step: step[0])[1], fixed)
     if kind == "oracle":
-        least = Counts(1 if setting.counts.prefill else 0, 1)
+        least = WorkerCounts(1 if setting.counts.prefill else 0, 1)
         bounds = Bounds(least=least, most=max(setting.most_workers, least.total))
         scaler = Oracle(
             setting.requests,
@@ -128,8 +128,8 @@ def _planner(name: str, changes: str, setting: Setting) -> Variant:
     if mistakes := contradictions(limits):
         raise ConfigError([f"--compare: {name!r}: {mistake}" for mistake in mistakes])
     counts = setting.counts
-    scaler = Planner(limits, has_prefill=counts.prefill > 0, name=name)
-    least = Counts(min(limits.prefill_min, counts.prefill), limits.decode_min)
+    scaler = PlannerScaler(limits, has_prefill=counts.prefill > 0, name=name)
+    least = WorkerCounts(min(limits.prefill_min, counts.prefill), limits.decode_min)
     most = max(limits.budget_devices, counts.total)
     return Variant(scaler, counts, Bounds(least=least, most=most))
 
@@ -153,7 +153,7 @@ def planner_limits(name: str, changes: str, setting: Setting) -> PlannerOptions:
         raise ConfigError([f"--compare: {name!r}: {exc}; accepted: {ACCEPTED}"]) from exc
 
 
-def _step(name: str, part: str) -> tuple[float, Counts]:
+def _step(name: str, part: str) -> tuple[float, WorkerCounts]:
     at, _, counts = part.partition("=")
     try:
         at_s = float(at)

@@ -4,22 +4,22 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo_lite.capacity.choice import Choice, ChoiceTally
-from dynamo_lite.capacity.engine import Engine
+from dynamo_lite.capacity.choice import ChoiceTally, PrefillChoices
+from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.histogram import Histogram
-from dynamo_lite.capacity.jobs import BacklogView, Job
+from dynamo_lite.capacity.jobs import BacklogView, JobModel
 from dynamo_lite.capacity.kv_pool import KvPool
-from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.phase import Phase
 from dynamo_lite.capacity.prefill_worker import Nic
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.sequence import Sequence
-from dynamo_lite.capacity.steal_back import StealBack
+from dynamo_lite.capacity.steal_back import StealBackModel
 from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.admission import Admission, Busy
 from dynamo_lite.policy.disagg import WANT_OF_ROOM, DecisionReason, Local, Remote, Verdict
-from dynamo_lite.policy.drain import Running
+from dynamo_lite.policy.drain import RunningRequest
 from dynamo_lite.policy.kv_chain import ChainHash
 from dynamo_lite.policy.kv_routing import LoadReport
 from dynamo_lite.protocol.backlog import Lane
@@ -28,7 +28,7 @@ from dynamo_lite.protocol.backlog import Lane
 _WANTS_PREFILL = WANT_OF_ROOM | {DecisionReason.NO_PREFILL_WORKER}
 
 
-class Tally:
+class DecodeTally:
     """Counts over all decode workers."""
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class Tally:
         self.remote_tokens = self.unserved_tokens = 0
 
 
-class Listener(Protocol):
+class RequestListener(Protocol):
     """The receiver of a request's events."""
 
     def answered(self, sequence: Sequence) -> None:
         """The client has the first token."""
         ...
 
-    def ended(self, worker: "DecodeWorker", sequence: Sequence) -> None: ...
+    def ended(self, worker: "DecodeWorkerModel", sequence: Sequence) -> None: ...
 
 
-class DecodeWorker:
+class DecodeWorkerModel:
     """lease_id: its name. phase_s: when its load is reported first. on_change: called when its
     load differs from its last report, once per report, with the time of the next report."""
 
@@ -62,11 +62,11 @@ class DecodeWorker:
         self,
         lease_id: int,
         timing: Timing,
-        options: GraphOptions,
+        options: GraphModelOptions,
         events: Events,
         backlog: BacklogView,
-        tally: Tally,
-        listener: Listener,
+        tally: DecodeTally,
+        listener: RequestListener,
         *,
         phase_s: float,
         on_stored: Callable[[list[ChainHash]], None],
@@ -80,9 +80,9 @@ class DecodeWorker:
         self._asked: deque[tuple[float, Lane, int]] = deque()
         self._report, self._next_report_s = LoadReport(0, 0, 0.0), phase_s
         self._on_change, self._changed = on_change, False
-        self._choice = Choice(timing, options, backlog, tally.choices)
+        self._choice = PrefillChoices(timing, options, backlog, tally.choices)
         self.parked_tokens = 0
-        self.engine = Engine(
+        self.engine = EngineModel(
             timing.step,
             timing.engine,
             KvPool(
@@ -100,9 +100,9 @@ class DecodeWorker:
             on_steps=self._stepped,
         )
 
-        self._steals: StealBack | None = None
+        self._steals: StealBackModel | None = None
         if options.steal_back:
-            self._steals = StealBack(
+            self._steals = StealBackModel(
                 str(lease_id),
                 timing,
                 events,
@@ -120,9 +120,9 @@ class DecodeWorker:
     def running(self) -> int:
         return len(self.engine.running)
 
-    def unfinished(self) -> list[Running]:
+    def unfinished(self) -> list[RunningRequest]:
         """Its requests. What they have generated does not matter: their length is not known."""
-        return [Running(prompt_tokens=0, output_tokens=0, limit_tokens=None, how="stay")] * (
+        return [RunningRequest(prompt_tokens=0, output_tokens=0, limit_tokens=None, how="stay")] * (
             self.in_flight
         )
 
@@ -131,7 +131,7 @@ class DecodeWorker:
         self._report_if_due()
         return self._report
 
-    def submit(self, name: str, request: Request) -> Busy | None:
+    def submit(self, name: str, request: TraceRequest) -> Busy | None:
         """Returns None if the worker took the request."""
         self._changes()
         said = self._admission.enter(name, request.prompt_tokens)
@@ -140,14 +140,14 @@ class DecodeWorker:
         self.engine.add(Sequence(request, request.prompt_tokens, request.output_tokens, note=name))
         return None
 
-    def received(self, job: Job) -> None:
+    def received(self, job: JobModel) -> None:
         """The KV of a remote prefill is here."""
         self.parked_tokens -= job.sequence.context
         self._tally.outcomes["committed"] += 1
         self._choice.received(job, self.engine, self._events.now)
         self.engine.arrived(job.sequence)
 
-    def first_token(self, job: Job) -> None:
+    def first_token(self, job: JobModel) -> None:
         """The prefill worker has sent the first token."""
         job.sequence.first_at = self._events.now
         self._answered(job.sequence)
@@ -167,7 +167,7 @@ class DecodeWorker:
                 self._tally.unserved_tokens += tokens
             return True
         self._tally.remote_tokens += tokens
-        job = Job(sequence, self, lane, cached, tokens)
+        job = JobModel(sequence, self, lane, cached, tokens)
         now = self._events.now
         if self._steals is not None:
             self._steals.asks(job)
@@ -188,17 +188,17 @@ class DecodeWorker:
     def _stepped(self, phase: Phase) -> None:
         self._choice.stepped(phase, self._events.now)
 
-    def _push(self, job: Job) -> None:
+    def _push(self, job: JobModel) -> None:
         if not self._backlog.queue.push(job):
             job.ended = True
             self._computes(job, "queue_full")
 
-    def _too_late(self, job: Job) -> None:
+    def _too_late(self, job: JobModel) -> None:
         if not job.ended:
             self._backlog.queue.withdraw(job)
             self._computes(job, "timed_out")
 
-    def _computes(self, job: Job, outcome: str) -> None:
+    def _computes(self, job: JobModel, outcome: str) -> None:
         self.parked_tokens -= job.sequence.context
         self._tally.outcomes[outcome] += 1
         self._choice.lost(job, self._events.now)

@@ -20,7 +20,7 @@ from dynamo_lite.capacity.timing import EngineLimits, StepTiming
 from dynamo_lite.policy.step_time import PromptWork, work_of
 
 
-class Engine:
+class EngineModel:
     """admit: called when a waiting sequence has memory, with the number of cached tokens; False:
     its prompt is computed elsewhere, and `arrived` or `compute` follows. on_computed: the prompt is
     computed, and the first token is there. on_end: the last token is there. gaps: gets the times

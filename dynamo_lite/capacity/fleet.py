@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.scaling import RoleSeen
-from dynamo_lite.policy.drain import Candidate, NoVictim, victim
+from dynamo_lite.capacity.scaling import RoleWorkers
+from dynamo_lite.policy.drain import DrainCandidate, NoVictim, victim
 
 W = TypeVar("W")
 
@@ -23,7 +23,7 @@ class _Place(Generic[W]):
     cancelled: bool = False
 
 
-class Fleet(Generic[W]):
+class RoleFleet(Generic[W]):
     """The workers of one role.
 
     make: makes a worker that is ready now. stop: tells one to take nothing new; it calls `gone`.
@@ -68,14 +68,14 @@ class Fleet(Generic[W]):
     def device_seconds(self) -> float:
         return self._spent_s + sum(self._events.now - place.ordered_at for place in self._places)
 
-    def seen(self) -> RoleSeen:
+    def seen(self) -> RoleWorkers:
         now = self._events.now
         readied = [
             place.ready_at
             for place in self._places
             if place.ready_at is not None and place.draining_at is None
         ]
-        return RoleSeen(
+        return RoleWorkers(
             ready=len(self.ready),
             starting_ages_s=tuple(now - p.ordered_at for p in self._places if p.worker is None),
             draining_ages_s=tuple(
@@ -122,9 +122,9 @@ class Fleet(Generic[W]):
         place.draining_at = self._events.now
         self._stop(place.worker)
 
-    def _candidate(self, number: int, place: "_Place[W]") -> Candidate:
+    def _candidate(self, number: int, place: "_Place[W]") -> DrainCandidate:
         assert place.worker is not None
-        return Candidate(
+        return DrainCandidate(
             lease_id=number, busy_s=self._busy_s(place.worker), started_at=place.ordered_at
         )
 

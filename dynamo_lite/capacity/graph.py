@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from dynamo_lite.capacity.decode_worker import DecodeWorker, Tally
+from dynamo_lite.capacity.decode_worker import DecodeTally, DecodeWorkerModel
 from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.fleet import Fleet, phases
-from dynamo_lite.capacity.jobs import BacklogView, Job
-from dynamo_lite.capacity.options import Counts, GraphOptions
-from dynamo_lite.capacity.prefill_worker import PrefillWorker
+from dynamo_lite.capacity.fleet import RoleFleet, phases
+from dynamo_lite.capacity.jobs import BacklogView, JobModel
+from dynamo_lite.capacity.options import GraphModelOptions, WorkerCounts
+from dynamo_lite.capacity.prefill_worker import PrefillWorkerModel
 from dynamo_lite.capacity.records import Records
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.routing import make_router
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import Timing
@@ -20,13 +20,13 @@ from dynamo_lite.policy.drain import Pace, busy_s
 _TRIES = 3
 
 
-class Graph:
+class GraphModel:
     """Takes requests, and writes their results into `records`."""
 
     def __init__(
         self,
         timing: Timing,
-        options: GraphOptions,
+        options: GraphModelOptions,
         events: Events,
         records: Records,
         *,
@@ -35,20 +35,20 @@ class Graph:
     ):
         self._timing, self._options, self._events = timing, options, events
         self._records = records
-        self.tally = Tally()
+        self.tally = DecodeTally()
         self.backlog = BacklogView(options, lambda: events.now)
         self._admission = Admission(options.frontend_limits)
         self.router = make_router(options, events, shares_prefixes=shares_prefixes)
         self._phase = phases(options.seed, options.load_period_s)
         self._leases = 0
-        self.prefill = Fleet[PrefillWorker](
+        self.prefill = RoleFleet[PrefillWorkerModel](
             events,
             start_s=start_s,
             make=self._make_prefill,
             stop=self._stop_prefill,
             busy_s=self._prefill_busy_s,
         )
-        self.decode = Fleet[DecodeWorker](
+        self.decode = RoleFleet[DecodeWorkerModel](
             events,
             start_s=start_s,
             make=self._make_decode,
@@ -60,16 +60,16 @@ class Graph:
     def in_flight(self) -> int:
         return self._admission.in_flight
 
-    def begin(self, counts: Counts) -> None:
+    def begin(self, counts: WorkerCounts) -> None:
         self.prefill.begin(counts.prefill)
         self.decode.begin(counts.decode)
 
-    def want(self, counts: Counts, most: int) -> None:
+    def want(self, counts: WorkerCounts, most: int) -> None:
         """Starts and stops workers; at most `most` are there at a time."""
         for fleet, count in ((self.prefill, counts.prefill), (self.decode, counts.decode)):
             fleet.want(count, most - self.prefill.devices - self.decode.devices)
 
-    def submit(self, number: int, request: Request) -> None:
+    def submit(self, number: int, request: TraceRequest) -> None:
         name = str(number)
         if isinstance(self._admission.enter(name, request.prompt_tokens), Busy):
             self._records.refuse()
@@ -89,15 +89,15 @@ class Graph:
         self._records.refuse()
 
     def answered(self, sequence: Sequence) -> None:
-        """See `decode_worker.Listener`."""
+        """See `decode_worker.RequestListener`."""
         name = str(sequence.note)
         self._admission.answered(name)
         self.router.answered(name)
         at = self._events.now + self._timing.frontend_s
         self._records.answered(int(name), sequence.request, at)
 
-    def ended(self, worker: DecodeWorker, sequence: Sequence) -> None:
-        """See `decode_worker.Listener`."""
+    def ended(self, worker: DecodeWorkerModel, sequence: Sequence) -> None:
+        """See `decode_worker.RequestListener`."""
         name = str(sequence.note)
         self._admission.leave(name)
         self.router.released(name)
@@ -106,7 +106,7 @@ class Graph:
         if worker.leaving and not worker.in_flight:
             self.decode.gone(worker)
 
-    def _prefill_busy_s(self, worker: PrefillWorker) -> float:
+    def _prefill_busy_s(self, worker: PrefillWorkerModel) -> float:
         """Without a measured rate the tokens are returned, which give the same order as
         seconds."""
         rate = self.backlog.drain.tokens_per_s(self._events.now)
@@ -121,11 +121,11 @@ class Graph:
             token_s=tally.gaps.mean_s or 0.0, output_tokens=0 if usual is None else round(usual)
         )
 
-    def _first_from_prefill(self, job: Job) -> None:
+    def _first_from_prefill(self, job: JobModel) -> None:
         job.decode.first_token(job)
 
-    def _make_prefill(self) -> PrefillWorker:
-        worker = PrefillWorker(
+    def _make_prefill(self) -> PrefillWorkerModel:
+        worker = PrefillWorkerModel(
             self._timing,
             self._options,
             self._events,
@@ -137,16 +137,16 @@ class Graph:
         worker.start()
         return worker
 
-    def _stop_prefill(self, worker: PrefillWorker) -> None:
+    def _stop_prefill(self, worker: PrefillWorkerModel) -> None:
         worker.leaving = True
         self.backlog.workers -= 1
         if not worker.jobs:
             self.prefill.gone(worker)
 
-    def _make_decode(self) -> DecodeWorker:
+    def _make_decode(self) -> DecodeWorkerModel:
         self._leases += 1
         lease_id = self._leases
-        worker = DecodeWorker(
+        worker = DecodeWorkerModel(
             lease_id,
             self._timing,
             self._options,
@@ -162,7 +162,7 @@ class Graph:
         self.router.join(worker)
         return worker
 
-    def _stop_decode(self, worker: DecodeWorker) -> None:
+    def _stop_decode(self, worker: DecodeWorkerModel) -> None:
         worker.leaving = True
         self.router.leave(worker)
         if not worker.in_flight:

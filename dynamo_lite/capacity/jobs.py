@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.policy.backlog import BacklogTotals, DrainRate, wait_s
 from dynamo_lite.policy.disagg import QueueView
@@ -13,15 +13,15 @@ from dynamo_lite.policy.lanes import BEFORE_LONG, LaneTurns, lane_of
 from dynamo_lite.protocol.backlog import Lane
 
 if TYPE_CHECKING:
-    from dynamo_lite.capacity.decode_worker import DecodeWorker
+    from dynamo_lite.capacity.decode_worker import DecodeWorkerModel
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class JobModel:
     """One remote prefill."""
 
     sequence: Sequence
-    decode: "DecodeWorker"
+    decode: "DecodeWorkerModel"
     lane: Lane
     cached_tokens: int
     #: Tokens to be computed, and tokens to be written.
@@ -31,13 +31,13 @@ class Job:
     ended: bool = False
 
 
-class Puller(Protocol):
+class PullingWorker(Protocol):
     """A prefill worker as the queue sees it."""
 
     turns: LaneTurns
     leaving: bool
 
-    def take(self, job: Job, only_short: bool) -> None: ...
+    def take(self, job: JobModel, only_short: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Slot:
     """A place for a job that waits for one."""
 
     number: int
-    worker: Puller
+    worker: PullingWorker
     only_short: bool
 
 
@@ -53,9 +53,9 @@ class JobQueue:
     """The prefill queue. Jobs of a lane go in order of arrival; the slot that has waited longest
     gets the next one."""
 
-    def __init__(self, options: GraphOptions, on_change: Callable[[], None]):
+    def __init__(self, options: GraphModelOptions, on_change: Callable[[], None]):
         self._options, self._on_change = options, on_change
-        self._lanes: dict[Lane, deque[Job]] = {
+        self._lanes: dict[Lane, deque[JobModel]] = {
             lane: deque() for lane in (Lane if options.order == "short-first" else (Lane.LONG,))
         }
         self._full: deque[_Slot] = deque()
@@ -79,7 +79,7 @@ class JobQueue:
             return Lane.LONG
         return lane_of(tokens, 0, self._options.short_length)
 
-    def push(self, job: Job) -> bool:
+    def push(self, job: JobModel) -> bool:
         """Returns False if the queue is full."""
         if self.jobs >= self._options.max_jobs:
             return False
@@ -92,12 +92,12 @@ class JobQueue:
         self._on_change()
         return True
 
-    def pull(self, worker: Puller, *, only_short: bool) -> None:
+    def pull(self, worker: PullingWorker, *, only_short: bool) -> None:
         """A slot of the worker is free."""
         self._number += 1
         self._serve(_Slot(self._number, worker, only_short))
 
-    def withdraw(self, job: Job) -> None:
+    def withdraw(self, job: JobModel) -> None:
         """The job has not been delivered in time, or its decode engine has withdrawn it."""
         job.ended = True
         if job.claimed_at is None:
@@ -106,13 +106,13 @@ class JobQueue:
             self._unclaim(job)
         self._on_change()
 
-    def delivered(self, job: Job) -> None:
+    def delivered(self, job: JobModel) -> None:
         job.ended = True
         self._unclaim(job)
         self.done_tokens += job.tokens
         self._on_change()
 
-    def claimed(self, job: Job, now: float) -> None:
+    def claimed(self, job: JobModel, now: float) -> None:
         """Called by the worker that takes it."""
         self._unqueue(job)
         job.claimed_at = now
@@ -129,11 +129,11 @@ class JobQueue:
             self.asked_tokens,
         )
 
-    def _unqueue(self, job: Job) -> None:
+    def _unqueue(self, job: JobModel) -> None:
         self.queued_jobs -= 1
         self.queued_tokens[job.lane] -= job.tokens
 
-    def _unclaim(self, job: Job) -> None:
+    def _unclaim(self, job: JobModel) -> None:
         self.claimed_jobs -= 1
         self.claimed_tokens -= job.tokens
 
@@ -171,7 +171,7 @@ class BacklogView:
     workers: prefill workers that take jobs.
     """
 
-    def __init__(self, options: GraphOptions, now: Callable[[], float]):
+    def __init__(self, options: GraphModelOptions, now: Callable[[], float]):
         self._age_s, self._now = options.backlog_age_s, now
         self.queue = JobQueue(options, self._changed)
         self.drain = DrainRate()

@@ -10,7 +10,7 @@ RouterName = Literal["round-robin", "random", "kv"]
 
 
 @dataclass(frozen=True)
-class Counts:
+class WorkerCounts:
     """Workers of each role."""
 
     prefill: int
@@ -34,7 +34,7 @@ class Slo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphOptions:
+class GraphModelOptions:
     """One graph. `tests/unit/test_capacity_run.py` compares the defaults with those of
     `services/config.py` and `queue/base.py`."""
 

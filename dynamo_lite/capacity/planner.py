@@ -6,14 +6,12 @@ times of starts are known to the tick, as in a graph.
 
 from dataclasses import dataclass, field, replace
 
-from dynamo_lite.capacity.options import Counts
-from dynamo_lite.capacity.scaling import Proposal, RoleSeen, Seen
+from dynamo_lite.capacity.options import WorkerCounts
+from dynamo_lite.capacity.scaling import RoleWorkers, ScalerInputs, ScalerProposal
 from dynamo_lite.policy.backlog import BacklogTotals
 from dynamo_lite.policy.planner import begun, plan
-from dynamo_lite.policy.planner_inputs import DecodeLoad, Operation, Role
-from dynamo_lite.policy.planner_inputs import RoleSeen as RoleInput
-from dynamo_lite.policy.planner_inputs import Seen as Inputs
-from dynamo_lite.policy.planner_memory import AddWorkers, Memory, RemoveWorker
+from dynamo_lite.policy.planner_inputs import DecodeLoad, Operation, Role, RoleSeen, Seen
+from dynamo_lite.policy.planner_memory import AddWorkers, PlannerMemory, RemoveWorker
 from dynamo_lite.policy.planner_observed import DemandRates, TokenRates, decode_load
 from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol.backlog import Lane
@@ -33,19 +31,19 @@ class _Starts:
     failed: int = 0
 
 
-class Planner:
+class PlannerScaler:
     """has_prefill: whether the graph has prefill workers."""
 
     def __init__(self, limits: PlannerOptions, *, has_prefill: bool, name: str = "planner"):
         self.name, self.tick_s = name, limits.tick_s
         self._limits = limits
-        self._memory = Memory()
+        self._memory = PlannerMemory()
         self._demand = DemandRates()
         self._asked = self._refused = self._orders = 0
         roles = tuple(Role) if has_prefill else (Role.DECODE,)
         self._starts = {role: _Starts() for role in roles}
 
-    def tick(self, seen: Seen, now: float) -> Proposal:
+    def tick(self, seen: ScalerInputs, now: float) -> ScalerProposal:
         inputs = self._inputs(seen, now)
         self._memory, proposal = plan(self._memory, inputs, self._limits, now)
         wanted = {Role.PREFILL: seen.prefill.count, Role.DECODE: seen.decode.count}
@@ -61,9 +59,11 @@ class Planner:
                 wanted[action.role] = _of(seen, action.role).ready
                 self._ended(starts, now, failed=True)
             self._memory = begun(self._memory, action, now)
-        return Proposal(Counts(wanted[Role.PREFILL], wanted[Role.DECODE]), proposal.reason)
+        return ScalerProposal(
+            WorkerCounts(wanted[Role.PREFILL], wanted[Role.DECODE]), proposal.reason
+        )
 
-    def _inputs(self, seen: Seen, now: float) -> Inputs:
+    def _inputs(self, seen: ScalerInputs, now: float) -> Seen:
         self._asked += seen.asked_tokens
         self._refused += seen.refused_tokens
         totals = BacklogTotals(
@@ -81,13 +81,13 @@ class Planner:
             itl_s=seen.itl_s,
         )
         decode = decode_load(seen.decode_workers, totals, rates)
-        return Inputs(
+        return Seen(
             roles={role: self._role(role, _of(seen, role), free, now) for role in self._starts},
             prefill=self._demand.load(totals, seen.prefill_tokens_per_s, now, complete=True),
             decode=_with_limit(decode, self._limits),
         )
 
-    def _role(self, role: Role, seen: RoleSeen, free: int, now: float) -> RoleInput:
+    def _role(self, role: Role, seen: RoleWorkers, free: int, now: float) -> RoleSeen:
         starts = self._starts[role]
         if starts.id is not None and not seen.starting_ages_s:
             self._ended(starts, now, failed=False)
@@ -98,7 +98,7 @@ class Planner:
         if starts.id is not None:
             age_s = now - starts.ordered_at
             operations.append(Operation(id=starts.id, kind="add", age_s=age_s))
-        return RoleInput(
+        return RoleSeen(
             counts=RoleCounts(
                 starting=len(seen.starting_ages_s),
                 ready=seen.ready,
@@ -123,11 +123,11 @@ class Planner:
             starts.done += 1
 
 
-def _of(seen: Seen, role: Role) -> RoleSeen:
+def _of(seen: ScalerInputs, role: Role) -> RoleWorkers:
     return seen.prefill if role == Role.PREFILL else seen.decode
 
 
-def _present(seen: RoleSeen) -> int:
+def _present(seen: RoleWorkers) -> int:
     return seen.count + len(seen.draining_ages_s)
 
 

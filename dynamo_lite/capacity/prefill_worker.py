@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from dynamo_lite.capacity.engine import Engine
+from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.histogram import Histogram
-from dynamo_lite.capacity.jobs import Job, JobQueue
+from dynamo_lite.capacity.jobs import JobModel, JobQueue
 from dynamo_lite.capacity.kv_pool import KvPool
-from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import Timing, TransferTiming
 from dynamo_lite.policy.lanes import BEFORE_LONG, LaneTurns
@@ -42,19 +42,19 @@ def arrives_at(
     return end + timing.commit_s
 
 
-class PrefillWorker:
+class PrefillWorkerModel:
     """on_first: called with a job whose first token is computed. on_delivered: called with a job
     whose KV is in the decode engine, or came too late."""
 
     def __init__(
         self,
         timing: Timing,
-        options: GraphOptions,
+        options: GraphModelOptions,
         events: Events,
         queue: JobQueue,
         *,
-        on_first: Callable[[Job], None],
-        on_idle: Callable[["PrefillWorker"], None],
+        on_first: Callable[[JobModel], None],
+        on_idle: Callable[["PrefillWorkerModel"], None],
     ):
         self._timing, self._options, self._events, self._queue = timing, options, events, queue
         self._on_first, self._on_idle = on_first, on_idle
@@ -62,7 +62,7 @@ class PrefillWorker:
         self.leaving = False
         self.jobs = self.claimed_tokens = 0
         self._nic = Nic()
-        self.engine = Engine(
+        self.engine = EngineModel(
             timing.step,
             timing.engine,
             KvPool(timing.engine.kv_tokens, options.block_tokens),
@@ -82,7 +82,7 @@ class PrefillWorker:
             for _ in range(self._options.short_slots):
                 self._queue.pull(self, only_short=True)
 
-    def take(self, job: Job, only_short: bool) -> None:
+    def take(self, job: JobModel, only_short: bool) -> None:
         self._queue.claimed(job, self._events.now)
         self.jobs += 1
         self.claimed_tokens += job.tokens
@@ -132,7 +132,7 @@ class PrefillWorker:
             self._on_idle(self)
 
     @staticmethod
-    def _note(sequence: Sequence) -> tuple[Job, bool]:
+    def _note(sequence: Sequence) -> tuple[JobModel, bool]:
         note = sequence.note
         assert isinstance(note, tuple)
         return note

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo_lite.capacity.options import Slo
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 
 #: Of requests that have no such time.
 NEVER = math.nan
@@ -36,11 +36,11 @@ class Records:
         self.refused += 1
         self._check()
 
-    def answered(self, number: int, request: Request, at: float) -> None:
+    def answered(self, number: int, request: TraceRequest, at: float) -> None:
         assert math.isnan(self.ttft_s[number]), f"request {number} has two first tokens"
         self.ttft_s[number] = at - request.arrival_s
 
-    def ended(self, number: int, request: Request, at: float, frontend_s: float) -> None:
+    def ended(self, number: int, request: TraceRequest, at: float, frontend_s: float) -> None:
         assert math.isnan(self.total_s[number]), f"request {number} has ended twice"
         self.completed += 1
         self.output_tokens += request.output_tokens

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynamo_lite.capacity.options import Counts, GraphOptions
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.options import GraphModelOptions, WorkerCounts
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.run import Result, Run
 from dynamo_lite.capacity.scaling import Bounds, Static
 from dynamo_lite.capacity.timing import Timing
@@ -23,7 +23,7 @@ _PLAYED_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regret:
+class RunRegret:
     """The regret of one run."""
 
     #: Seconds that all requests waited: their times without the steps that their tokens need
@@ -46,7 +46,7 @@ class Regret:
 
 
 def waiting_s(result: Result, timing: Timing) -> float:
-    """See `Regret.cost_s`."""
+    """See `RunRegret.cost_s`."""
     times = [each for each in result.records.total_s if not math.isnan(each)]
     decoding_s = result.graph.tally.choices.decoding_s
     return math.fsum(times) - decoding_s - len(times) * timing.frontend_s
@@ -56,19 +56,19 @@ def waiting_s(result: Result, timing: Timing) -> float:
 class Play:
     """One load on one graph."""
 
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     timing: Timing
-    options: GraphOptions
-    counts: Counts
+    options: GraphModelOptions
+    counts: WorkerCounts
 
     def run(self, policy: PrefillPolicy, forced: Mapping[str, Side] | None = None) -> Result:
         options = replace(self.options, costs=_with(self.options.costs, policy))
-        bounds = Bounds(least=Counts(0, 1), most=self.counts.total)
+        bounds = Bounds(least=WorkerCounts(0, 1), most=self.counts.total)
         scaler = Static(self.counts)
         run = Run(self.requests, self.timing, options, scaler, self.counts, bounds, forced=forced)
         return run.run()
 
-    def regret(self, policy: PrefillPolicy, samples: int, seed: int = 0) -> Regret:
+    def regret(self, policy: PrefillPolicy, samples: int, seed: int = 0) -> RunRegret:
         """samples: how many decisions are reversed, one in each run; drawn at random."""
         result = self.run(policy)
         taken = dict(result.graph.tally.choices.taken)
@@ -76,7 +76,7 @@ class Play:
         drawn = random.Random(seed).sample(sorted(taken), min(samples, len(taken)))
         gains = [self._saved_s(result, int(name), reversed_for(taken, [name])) for name in drawn]
         counted = max(len(gains), 1)
-        return Regret(
+        return RunRegret(
             cost_s=cost_s,
             requests=result.records.completed,
             choices=len(taken),

@@ -8,7 +8,7 @@ from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request of a trace."""
 
     #: Seconds from the start of the run.
@@ -38,8 +38,8 @@ def with_blocks(
     blocks: Iterable[int],
     block_tokens: int,
     session: str | None = None,
-) -> Request:
+) -> TraceRequest:
     """A request whose prompt has these blocks; only full ones can be shared."""
     full = tuple(blocks)[: prompt_tokens // block_tokens]
     hashes = tuple(chain_hashes(tokens_of(full, block_tokens), block_tokens))
-    return Request(arrival_s, prompt_tokens, output_tokens, full, hashes, session)
+    return TraceRequest(arrival_s, prompt_tokens, output_tokens, full, hashes, session)

@@ -4,10 +4,10 @@ import heapq
 import random
 from typing import Any, Protocol
 
-from dynamo_lite.capacity.decode_worker import DecodeWorker
+from dynamo_lite.capacity.decode_worker import DecodeWorkerModel
 from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.options import GraphOptions
-from dynamo_lite.capacity.request import Request, tokens_of
+from dynamo_lite.capacity.options import GraphModelOptions
+from dynamo_lite.capacity.request import TraceRequest, tokens_of
 from dynamo_lite.policy.kv_chain import ChainHash
 from dynamo_lite.policy.kv_index import KvIndex
 from dynamo_lite.policy.kv_routing import KvPicker, LoadReport, Shard
@@ -17,12 +17,12 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 
 
-class Router(Protocol):
+class RouterModel(Protocol):
     """The calls of the Frontend."""
 
-    def join(self, worker: DecodeWorker) -> None: ...
-    def leave(self, worker: DecodeWorker) -> None: ...
-    def pick(self, name: str, request: Request, tried: list[int]) -> DecodeWorker | None:
+    def join(self, worker: DecodeWorkerModel) -> None: ...
+    def leave(self, worker: DecodeWorkerModel) -> None: ...
+    def pick(self, name: str, request: TraceRequest, tried: list[int]) -> DecodeWorkerModel | None:
         """None: there is no worker that was not tried."""
         ...
 
@@ -45,7 +45,7 @@ def member(lease_id: int) -> EndpointRecord:
     )
 
 
-def _asking(name: str, request: Request, block_tokens: int) -> GenerateRequest:
+def _asking(name: str, request: TraceRequest, block_tokens: int) -> GenerateRequest:
     """The request for a picker. Only the length of what shares no prefix is looked at."""
     prompt: Any = range(request.prompt_tokens)
     if request.blocks:
@@ -62,7 +62,7 @@ def _asking(name: str, request: Request, block_tokens: int) -> GenerateRequest:
 
 
 #: For pickers that do not look at the request.
-_ANY = _asking("any", Request(0.0, 1, 1), 1)
+_ANY = _asking("any", TraceRequest(0.0, 1, 1), 1)
 
 
 class PlainRouter:
@@ -70,17 +70,17 @@ class PlainRouter:
 
     def __init__(self, picker: Picker):
         self._picker = picker
-        self._workers: dict[int, DecodeWorker] = {}
+        self._workers: dict[int, DecodeWorkerModel] = {}
         self._members: dict[int, EndpointRecord] = {}
 
-    def join(self, worker: DecodeWorker) -> None:
+    def join(self, worker: DecodeWorkerModel) -> None:
         self._workers[worker.lease_id] = worker
         self._members[worker.lease_id] = member(worker.lease_id)
 
-    def leave(self, worker: DecodeWorker) -> None:
+    def leave(self, worker: DecodeWorkerModel) -> None:
         del self._workers[worker.lease_id], self._members[worker.lease_id]
 
-    def pick(self, name: str, request: Request, tried: list[int]) -> DecodeWorker | None:
+    def pick(self, name: str, request: TraceRequest, tried: list[int]) -> DecodeWorkerModel | None:
         members = [one for lease_id, one in self._members.items() if lease_id not in tried]
         if not members:
             return None
@@ -105,7 +105,7 @@ class PlainRouter:
 class KvRouter:
     """`router: kv`. It also is the picker's view of the workers."""
 
-    def __init__(self, options: GraphOptions, events: Events, *, shares_prefixes: bool):
+    def __init__(self, options: GraphModelOptions, events: Events, *, shares_prefixes: bool):
         self._options = options
         self._index = KvIndex(options.max_index_blocks) if shares_prefixes else None
         self._picker = KvPicker(
@@ -114,7 +114,7 @@ class KvRouter:
             now=lambda: events.now,
             uniform=random.Random(options.seed).random,
         )
-        self._workers: dict[int, DecodeWorker] = {}
+        self._workers: dict[int, DecodeWorkerModel] = {}
         self._members: dict[int, EndpointRecord] = {}
         self._now = lambda: events.now
         #: Reports that will differ from the last ones: their times, and the workers.
@@ -133,19 +133,19 @@ class KvRouter:
     def shard(self, lease_id: int) -> Shard | None:
         return None if self._index is None else Shard(self._options.block_tokens, self._index)
 
-    def join(self, worker: DecodeWorker) -> None:
+    def join(self, worker: DecodeWorkerModel) -> None:
         lease_id = worker.lease_id
         self._workers[lease_id], self._members[lease_id] = worker, member(lease_id)
         self._everyone = tuple(self._members.values())
 
-    def leave(self, worker: DecodeWorker) -> None:
+    def leave(self, worker: DecodeWorkerModel) -> None:
         lease_id = worker.lease_id
         del self._workers[lease_id], self._members[lease_id]
         self._everyone = tuple(self._members.values())
         if self._index is not None:
             self._index.leave(lease_id)
 
-    def pick(self, name: str, request: Request, tried: list[int]) -> DecodeWorker | None:
+    def pick(self, name: str, request: TraceRequest, tried: list[int]) -> DecodeWorkerModel | None:
         self._hear_reports()
         asked = _asking(name, request, self._options.block_tokens)
         try:
@@ -179,7 +179,9 @@ class KvRouter:
                 self._picker.reported(lease_id)
 
 
-def make_router(options: GraphOptions, events: Events, *, shares_prefixes: bool) -> Router:
+def make_router(
+    options: GraphModelOptions, events: Events, *, shares_prefixes: bool
+) -> RouterModel:
     if options.router == "kv":
         return KvRouter(options, events, shares_prefixes=shares_prefixes)
     if options.router == "random":

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.graph import Graph
+from dynamo_lite.capacity.graph import GraphModel
 from dynamo_lite.capacity.histogram import Histogram
-from dynamo_lite.capacity.options import Counts, GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions, WorkerCounts
 from dynamo_lite.capacity.records import Records, Sample
-from dynamo_lite.capacity.request import Request
-from dynamo_lite.capacity.scaling import Bounds, Scaler, Seen, WorkerReport
+from dynamo_lite.capacity.request import TraceRequest
+from dynamo_lite.capacity.scaling import Bounds, DecodeWorkerReport, Scaler, ScalerInputs
 from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.cost_policy import Side
 
@@ -23,11 +23,11 @@ _RATE_S, _ITL_S = 10.0, 60.0
 
 
 @dataclass(frozen=True)
-class Change:
+class ProposalChange:
     """A scaler's proposal that differs from the one before."""
 
     at_s: float
-    wanted: Counts
+    wanted: WorkerCounts
     reason: str
 
 
@@ -36,11 +36,11 @@ class Result:
     """The results of a run. interrupted: it was ended before its last request."""
 
     name: str
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     records: Records
-    graph: Graph
+    graph: GraphModel
     samples: list[Sample]
-    changes: list[Change]
+    changes: list[ProposalChange]
     #: When the last request ended, or the run was interrupted.
     ended_s: float
     events: int
@@ -53,11 +53,11 @@ class Run:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[TraceRequest],
         timing: Timing,
-        options: GraphOptions,
+        options: GraphModelOptions,
         scaler: Scaler,
-        counts: Counts,
+        counts: WorkerCounts,
         bounds: Bounds,
         *,
         start_s: float | None = None,
@@ -66,7 +66,7 @@ class Run:
         self._requests, self._timing, self._scaler = requests, timing, scaler
         self._bounds, self._events = bounds, Events()
         self._records = Records(len(requests), self._events.stop)
-        self._graph = Graph(
+        self._graph = GraphModel(
             timing,
             options,
             self._events,
@@ -77,7 +77,7 @@ class Run:
         self._graph.tally.choices.forced = forced or {}
         self._graph.begin(counts)
         self._samples: list[Sample] = []
-        self._changes: list[Change] = []
+        self._changes: list[ProposalChange] = []
         self._wanted = counts
         self._next = 0
         self._ticked_at, self._before = 0.0, (0, 0, 0)
@@ -145,12 +145,12 @@ class Run:
         proposal = self._scaler.tick(self._seen(), now)
         wanted = self._bounds.clipped(proposal.wanted.prefill, proposal.wanted.decode)
         if wanted != self._wanted:
-            self._changes.append(Change(now, wanted, proposal.reason))
+            self._changes.append(ProposalChange(now, wanted, proposal.reason))
             self._wanted = wanted
         self._graph.want(wanted, self._bounds.most)
         self._events.at(now + self._scaler.tick_s, self._tick)
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> ScalerInputs:
         graph, now, queue = self._graph, self._events.now, self._graph.backlog.queue
         tally, workers = graph.tally, graph.decode.ready
         arrived = self._requests[self._before[0] : self._next]
@@ -160,7 +160,7 @@ class Run:
         self._past.append((now, tally.gaps.copy(), tally.decisions.total()))
         before, self._before = self._before, (self._next, asked, refused)
         self._ticked_at = now
-        return Seen(
+        return ScalerInputs(
             prefill=graph.prefill.seen(),
             decode=graph.decode.seen(),
             since_s=since_s,
@@ -183,7 +183,7 @@ class Run:
             tokens_per_s=recent.gaps.weight / recent.seconds if recent.seconds else None,
             token_s=recent.gaps.mean_s,
             decode_workers=tuple(
-                WorkerReport(
+                DecodeWorkerReport(
                     running=worker.running,
                     waiting=worker.in_flight - worker.running,
                     kv_usage=worker.engine.pool.usage,

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.capacity.options import Counts, Slo
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.options import Slo, WorkerCounts
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleSeen:
+class RoleWorkers:
     """The workers of one role. Ages are seconds."""
 
     ready: int
@@ -29,7 +29,7 @@ class RoleSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerReport:
+class DecodeWorkerReport:
     """A decode worker's report of itself."""
 
     running: int
@@ -41,11 +41,11 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class ScalerInputs:
     """What a scaler may know: the present state, and the events since its last tick."""
 
-    prefill: RoleSeen
-    decode: RoleSeen
+    prefill: RoleWorkers
+    decode: RoleWorkers
     #: Seconds since the last tick.
     since_s: float
     #: Requests that have arrived, and their prompt tokens.
@@ -77,14 +77,14 @@ class Seen:
     tokens_per_s: float | None = None
     token_s: float | None = None
     #: Of each decode worker that takes requests.
-    decode_workers: tuple[WorkerReport, ...] = ()
+    decode_workers: tuple[DecodeWorkerReport, ...] = ()
 
 
 @dataclass(frozen=True)
-class Proposal:
+class ScalerProposal:
     """Wanted numbers of workers, and why."""
 
-    wanted: Counts
+    wanted: WorkerCounts
     reason: str
 
 
@@ -98,7 +98,7 @@ class Scaler(Protocol):
     #: inf: never called.
     tick_s: float
 
-    def tick(self, seen: Seen, now: float) -> Proposal: ...
+    def tick(self, seen: ScalerInputs, now: float) -> ScalerProposal: ...
 
 
 class Static:
@@ -106,11 +106,11 @@ class Static:
 
     tick_s = math.inf
 
-    def __init__(self, counts: Counts):
+    def __init__(self, counts: WorkerCounts):
         self.name, self._counts = f"static:{counts}", counts
 
-    def tick(self, seen: Seen, now: float) -> Proposal:
-        return Proposal(self._counts, "static")
+    def tick(self, seen: ScalerInputs, now: float) -> ScalerProposal:
+        return ScalerProposal(self._counts, "static")
 
 
 class Scripted:
@@ -118,24 +118,24 @@ class Scripted:
 
     tick_s = 1.0
 
-    def __init__(self, steps: Sequence[tuple[float, Counts]]):
+    def __init__(self, steps: Sequence[tuple[float, WorkerCounts]]):
         self.name = "script:" + "+".join(f"{at:g}={counts}" for at, counts in steps)
         self._steps = sorted(steps, key=lambda step: step[0])
 
-    def tick(self, seen: Seen, now: float) -> Proposal:
+    def tick(self, seen: ScalerInputs, now: float) -> ScalerProposal:
         due = [counts for at, counts in self._steps if at <= now]
-        return Proposal((due or [self._steps[0][1]])[-1], "script")
+        return ScalerProposal((due or [self._steps[0][1]])[-1], "script")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Limits on the numbers that a scaler may request."""
 
-    least: Counts
+    least: WorkerCounts
     #: Of both roles together, starting and draining ones included.
     most: int
 
-    def clipped(self, prefill: int, decode: int) -> Counts:
+    def clipped(self, prefill: int, decode: int) -> WorkerCounts:
         """The numbers within the bounds. Both numbers are reduced in proportion if their sum is
         too large."""
         prefill, decode = max(prefill, self.least.prefill), max(decode, self.least.decode)
@@ -143,7 +143,7 @@ class Bounds:
             prefill = max(self.least.prefill, round(prefill * self.most / (prefill + decode)))
             prefill = min(prefill, self.most - self.least.decode)
             decode = self.most - prefill
-        return Counts(prefill, decode)
+        return WorkerCounts(prefill, decode)
 
 
 #: Share of a prefill and of a decode worker that the oracle plans to use.
@@ -166,7 +166,7 @@ class Oracle:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[TraceRequest],
         timing: Timing,
         slo: Slo,
         bounds: Bounds,
@@ -194,18 +194,18 @@ class Oracle:
                 part = min(width, length - (later - at) * width)
                 self._streams_s[later] += max(part, 0.0)
 
-    def at_start(self) -> Counts:
+    def at_start(self) -> WorkerCounts:
         """The numbers at the beginning."""
         return self._wanted(0.0, 0.0)
 
-    def tick(self, seen: Seen, now: float) -> Proposal:
+    def tick(self, seen: ScalerInputs, now: float) -> ScalerProposal:
         rate, behind = seen.prefill_tokens_per_s, 0.0
         if rate:
             behind = seen.backlog_tokens / rate / self._window_s / 2
         until_s = now + self._start_s + self._window_s
-        return Proposal(self._wanted(now, behind), f"arrivals until {until_s:.0f} s")
+        return ScalerProposal(self._wanted(now, behind), f"arrivals until {until_s:.0f} s")
 
-    def _wanted(self, now: float, behind: float) -> Counts:
+    def _wanted(self, now: float, behind: float) -> WorkerCounts:
         """behind: prefill workers that only compute what waits already."""
         first = int(now / _TICK_S)
         last = int((now + self._start_s + self._window_s) / _TICK_S) + 1
@@ -230,14 +230,14 @@ def prefill_s(timing: Timing, tokens: int) -> float:
     return steps * step.step_s + step.token_s * tokens + step.attention_s * tokens * tokens / 2
 
 
-def _mean_context(requests: Sequence[Request]) -> float:
+def _mean_context(requests: Sequence[TraceRequest]) -> float:
     """Of decoding sequences: long outputs count more."""
     weight = sum(one.output_tokens for one in requests)
     total = sum(one.output_tokens * (one.prompt_tokens + one.output_tokens / 2) for one in requests)
     return total / weight if weight else 1.0
 
 
-def _largest_batch(requests: Sequence[Request], timing: Timing, slo: Slo) -> int:
+def _largest_batch(requests: Sequence[TraceRequest], timing: Timing, slo: Slo) -> int:
     context = _mean_context(requests)
     step = timing.step
     each = step.stream_s + step.kv_token_s * context

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.policy.kv_chain import ChainHash
 
 
@@ -10,7 +10,7 @@ from dynamo_lite.policy.kv_chain import ChainHash
 class Sequence:
     """Written by the engine, except `first_at` and `note`."""
 
-    request: Request
+    request: TraceRequest
     #: Tokens that need KV before the next token: the prompt, and after a preemption the output.
     context: int
     #: Output tokens to be generated; 0 in a prefill engine.

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo_lite.capacity.engine import Engine
+from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.jobs import BacklogView, Job
+from dynamo_lite.capacity.jobs import BacklogView, JobModel
 from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.steal_back import QueuedPrefill, TakeBack, look
@@ -27,7 +27,7 @@ class _Asked:
     done_tokens: int
 
 
-class StealBack:
+class StealBackModel:
     """view: called with a lane and a number of tokens; the queue as such a job sees it. on_taken:
     called with a job that was withdrawn and is computed here. The costs of a local prefill are
     known exactly."""
@@ -37,17 +37,17 @@ class StealBack:
         name: str,
         timing: Timing,
         events: Events,
-        engine: Engine,
+        engine: EngineModel,
         backlog: BacklogView,
         view: Callable[[Lane, int], QueueView],
-        on_taken: Callable[[Job], None],
+        on_taken: Callable[[JobModel], None],
     ):
         self._name, self._timing, self._events, self._engine = name, timing, events, engine
         self._backlog, self._view, self._on_taken = backlog, view, on_taken
-        self._asked: dict[Job, _Asked] = {}
+        self._asked: dict[JobModel, _Asked] = {}
         self._number = self._looks = 0
 
-    def asks(self, job: Job) -> None:
+    def asks(self, job: JobModel) -> None:
         """To be called before the job counts in the view."""
         if not self._asked:
             self._events.at(self._events.now + _PERIOD_S, self._look)
@@ -84,7 +84,7 @@ class StealBack:
             self._on_taken(job)
         self._events.at(self._events.now + _PERIOD_S, self._look)
 
-    def _costs(self, job: Job, asked: _Asked) -> QueuedPrefill:
+    def _costs(self, job: JobModel, asked: _Asked) -> QueuedPrefill:
         limits, step, rate = self._timing.engine, self._timing.step, self._tokens_per_s()
         steps = math.ceil(job.tokens / limits.max_num_batched_tokens)
         work = job.tokens * (job.cached_tokens + job.tokens / 2)

@@ -35,7 +35,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where in a file something is."""
 
     path: Path
@@ -66,7 +66,7 @@ def _mooncake(path: Path, file: TextIO) -> Iterator[Row]:
     milliseconds, `hash_ids` of 512 tokens each. Also with the names of Dynamo's data generator."""
     last: dict[str, float] = {}
     for number, line in enumerate(file, 1):
-        place = Place(path, number)
+        place = FilePlace(path, number)
         if not line.strip():
             continue
         try:
@@ -94,7 +94,7 @@ def _mooncake(path: Path, file: TextIO) -> Iterator[Row]:
         yield Row(at_s, place.tokens(*prompt), place.tokens(*output), blocks, session)
 
 
-def _either(place: Place, row: dict[str, Any], name: str, other: str) -> tuple[str, object]:
+def _either(place: FilePlace, row: dict[str, Any], name: str, other: str) -> tuple[str, object]:
     for one in (name, other):
         if one in row:
             return one, row[one]
@@ -109,7 +109,7 @@ def _azure(path: Path, file: TextIO) -> Iterator[Row]:
         yield Row(at_s, prompt, place.tokens("GeneratedTokens", row["GeneratedTokens"]))
 
 
-def _iso_s(place: Place, value: str) -> float:
+def _iso_s(place: FilePlace, value: str) -> float:
     whole, _, fraction = value.partition(".")
     digits, zone = fraction[:], ""
     for mark in ("+", "Z"):
@@ -133,11 +133,11 @@ def _burstgpt(path: Path, file: TextIO) -> Iterator[Row]:
         yield Row(at_s, prompt, output, session=row.get("Session ID") or None)
 
 
-def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[Place, dict[str, str]]]:
+def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[FilePlace, dict[str, str]]]:
     reader = csv.reader(file)
     header = [name.strip() for name in next(reader)]
     for fields in reader:
-        place = Place(path, reader.line_num)
+        place = FilePlace(path, reader.line_num)
         if not fields:
             continue
         if len(fields) != len(header):
@@ -164,7 +164,7 @@ def _sharegpt(path: Path, file: TextIO, count: Callable[[str], int]) -> Iterator
             prompt += tokens
 
 
-def _json_items(path: Path, file: TextIO) -> Iterator[tuple[Place, Any]]:
+def _json_items(path: Path, file: TextIO) -> Iterator[tuple[FilePlace, Any]]:
     """The items of one JSON list, without reading it whole."""
     decoder, text, at, line = json.JSONDecoder(), file.read(_PART), 0, 1
     while True:
@@ -182,10 +182,10 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[Place, Any]]:
             part = file.read(_PART)
             if not part:
                 wrong = f"not JSON: {exc}; accepted: a list of conversations"
-                raise Place(path, line).wrong(wrong) from None
+                raise FilePlace(path, line).wrong(wrong) from None
             text, at = text[at:] + part, 0
             continue
-        yield Place(path, line), item
+        yield FilePlace(path, line), item
         line += text.count("\n", at, end)
         at = end
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_lite.capacity.request import Request, with_blocks
+from dynamo_lite.capacity.request import TraceRequest, with_blocks
 from dynamo_lite.capacity.trace_formats import Row, read_rows
 from dynamo_lite.protocol.errors import ConfigError
 
@@ -36,11 +36,11 @@ class TraceOptions:
 
 
 @dataclass(frozen=True)
-class Trace:
+class LoadTrace:
     """The requests, in order of arrival, and what was left out because it had no output."""
 
     name: str
-    requests: list[Request]
+    requests: list[TraceRequest]
     failed: int = 0
 
 
@@ -51,10 +51,10 @@ def tokens_of_text(text: str) -> int:
 
 def read_trace(
     path: Path, options: TraceOptions, count: Callable[[str], int] = tokens_of_text
-) -> Trace:
+) -> LoadTrace:
     """Raises ConfigError."""
     rng = random.Random(options.seed)
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     failed = 0
     for at_s, row in _timed(path, options, rng, read_rows(path, count)):
         if not row.output_tokens or not row.prompt_tokens:
@@ -80,7 +80,7 @@ def read_trace(
     if not requests:
         raise ConfigError([f"{path}: no request with a prompt and an output is in this window"])
     requests.sort(key=lambda request: request.arrival_s)
-    return Trace(path.name, requests[: options.limit], failed)
+    return LoadTrace(path.name, requests[: options.limit], failed)
 
 
 def _timed(
@@ -141,11 +141,11 @@ class Shape:
 SHAPES = ("constant", "step", "ramp", "burst", "sine")
 
 
-def generate(shape: Shape, *, block_tokens: int, seed: int) -> Trace:
+def generate(shape: Shape, *, block_tokens: int, seed: int) -> LoadTrace:
     """Raises ConfigError when nothing arrives."""
     rng = random.Random(seed)
     highest = max(shape.rate, shape.peak)
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(highest)) < shape.duration_s:
         if rng.random() * highest >= shape.rate_at(at_s):
@@ -161,4 +161,4 @@ def generate(shape: Shape, *, block_tokens: int, seed: int) -> Trace:
         requests.append(with_blocks(at_s, prompt, output, blocks, block_tokens))
     if not requests:
         raise ConfigError(["no request arrives: make --duration or --rate larger"])
-    return Trace(shape.kind, requests)
+    return LoadTrace(shape.kind, requests)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dynamo_lite.capacity.compare import Setting, parse_counts, run_variant, variant
-from dynamo_lite.capacity.options import GraphOptions, Slo
+from dynamo_lite.capacity.options import GraphModelOptions, Slo
 from dynamo_lite.capacity.picture import picture
 from dynamo_lite.capacity.report import summary, table
 from dynamo_lite.capacity.timing import Timing, read_timing
 from dynamo_lite.capacity.traces import (
+    LoadTrace,
     Shape,
-    Trace,
     TraceOptions,
     generate,
     read_trace,
@@ -158,7 +158,7 @@ def _setting(given: Given) -> tuple[Setting, dict[str, Any]]:
     queue_size = given.max_prefill_queue_size
     if queue_size is None:
         queue_size = max(8, 4 * counts.prefill)
-    options = GraphOptions(
+    options = GraphModelOptions(
         router=given.router,
         thresholds=DecisionThresholds(
             max_local_prefill_length=given.max_local_prefill_length,
@@ -195,7 +195,7 @@ def planner_options(file: Path) -> PlannerOptions:
     return PlannerOptions(**{one.name: section.options[one.name] for one in fields(PlannerOptions)})
 
 
-def _about(given: Given, made: Trace, setting: Setting) -> dict[str, Any]:
+def _about(given: Given, made: LoadTrace, setting: Setting) -> dict[str, Any]:
     """What the report says of the runs."""
     timing: Timing = setting.timing
     last_s = made.requests[-1].arrival_s
@@ -234,7 +234,7 @@ def _about(given: Given, made: Trace, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _trace(given: Given) -> Trace:
+def _trace(given: Given) -> LoadTrace:
     if given.trace is None:
         assert given.load is not None and given.rate is not None
         shape = Shape(

@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class DrainChoice:
     """The worker to drain."""
 
     record: EndpointRecord
@@ -56,7 +56,7 @@ def parse_lease(text: str) -> int:
 
 async def pick(
     place: Place, component: str, *, force: bool, only: Iterable[int] | None = None
-) -> Choice:
+) -> DrainChoice:
     """The cheapest worker of a component. only: one of these leases.
 
     Raises ConfigError when it is the last one and not `force`; StartupError when there is none.
@@ -75,10 +75,10 @@ async def pick(
         raise ConfigError([f"--pick {component}: {found.reason}; --force does it nevertheless"])
     chosen = next(w for w in workers if w.record.lease_id == found.lease_id)
     reason = f"{found.reason}: {found.cost.reason}"
-    return Choice(record=chosen.record, reason=reason, table=as_table(workers, found.lease_id))
+    return DrainChoice(record=chosen.record, reason=reason, table=as_table(workers, found.lease_id))
 
 
-async def find(place: Place, lease_id: int, *, force: bool) -> Choice:
+async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
     """The process with this lease. Raises as `pick`."""
     seen = await look(await members(place))
     record = seen.records.get(lease_id)
@@ -92,14 +92,14 @@ async def find(place: Place, lease_id: int, *, force: bool) -> Choice:
             [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
         )
     chosen = as_table(workers, lease_id)
-    return Choice(record=record, reason="as asked", table=chosen)
+    return DrainChoice(record=record, reason="as asked", table=chosen)
 
 
 def as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:
     return table(_COLUMNS, [_cells(worker, chosen) for worker in workers])
 
 
-def as_json(choice: Choice) -> dict[str, Any]:
+def as_json(choice: DrainChoice) -> dict[str, Any]:
     record = choice.record
     return {
         "component": record.component,

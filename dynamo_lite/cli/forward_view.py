@@ -8,9 +8,9 @@ import msgspec
 from dynamo_lite.cli.decisions import PastForward
 from dynamo_lite.cli.listing import as_clock, as_time, table
 from dynamo_lite.protocol.forwarding import (
-    Candidate,
     ForwardAttempt,
     ForwardDecision,
+    LegCandidate,
     LegChoice,
     LegTaken,
 )
@@ -112,7 +112,7 @@ def _choice(choice: LegChoice) -> list[str]:
     return lines
 
 
-def _candidate(one: Candidate) -> str:
+def _candidate(one: LegCandidate) -> str:
     score = "" if one.score is None else f", score {one.score:,.0f}"
     return (
         f"{one.engine}: {one.matched_tokens} tokens cached, {one.load_tokens} queued,"

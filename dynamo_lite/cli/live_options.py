@@ -37,7 +37,7 @@ _TRIES = 20
 
 
 @dataclass(frozen=True)
-class Change:
+class RecordChange:
     """One component's record before and after."""
 
     component: str
@@ -158,7 +158,7 @@ async def write(
     *,
     seals: RecordSeals = UNSEALED,
     newest: int = 0,
-) -> Change:
+) -> RecordChange:
     """Changes these options and no others, even with concurrent writers.
 
     newest: a version that the new one is to exceed; processes with a secret take no lower one.
@@ -182,13 +182,13 @@ async def write(
         version = max(old.version if old else 0, newest) + 1
         new = LiveOptionsRecord(values=values, version=version, by=whoami(), at=time.time())
         if await store.swap(key, data, seals.sealed(key, encode_tuning(new))):
-            return Change(component, old, new)
+            return RecordChange(component, old, new)
     raise Unavailable(f"{key}: not changed: {_TRIES} conflicts with concurrent writers; try again")
 
 
 async def changes(
     store: Store, namespace: str, seals: RecordSeals = UNSEALED
-) -> AsyncIterator[Change | str]:
+) -> AsyncIterator[RecordChange | str]:
     """The changes of the records from now on; a text for an invalid record."""
     prefix = names.tuning_key(namespace, "")
     known: dict[str, Record | None] = {}
@@ -214,7 +214,7 @@ async def changes(
                     continue
                 old, known[component] = known.get(component), new
                 if not first and new != old:
-                    yield Change(component, old, new)
+                    yield RecordChange(component, old, new)
             first = False
 
 
@@ -241,7 +241,7 @@ def _options(facts: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def differences(change: Change) -> list[tuple[str, Any, Any]]:
+def differences(change: RecordChange) -> list[tuple[str, Any, Any]]:
     """(key, value before, value after) of each difference; UNSET: as in the file."""
     rows: list[tuple[str, Any, Any]] = []
     for option, field in options_of(change.component).items():

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import UNSET, to_builtins
 
 from dynamo_lite.cli.listing import table
-from dynamo_lite.cli.live_options import Change, Record, accepted, differences, options_of
+from dynamo_lite.cli.live_options import Record, RecordChange, accepted, differences, options_of
 
 
 def follows(process: dict[str, Any], version: int) -> bool:
@@ -52,7 +52,7 @@ def as_text(
     return "\n".join(lines)
 
 
-def change_lines(change: Change) -> list[str]:
+def change_lines(change: RecordChange) -> list[str]:
     """One line for each value that differs."""
     said = f"version {change.new.version} by {change.new.by}" if change.new else "record removed"
     rows = differences(change)

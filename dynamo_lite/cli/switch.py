@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_lite.cli.drain import Choice, Say, Watch, as_table
+from dynamo_lite.cli.drain import DrainChoice, Say, Watch, as_table
 from dynamo_lite.cli.listing import Place, find_place, members
 from dynamo_lite.cli.own_graph import POLL_S, check_runs, ready_leases
 from dynamo_lite.overview.drains import ROLES, GraphSeen, look
@@ -41,7 +41,7 @@ class Switcher:
         #: Whether a worker's grace was over before its work.
         self.forced = False
 
-    async def choose(self, number: int, lease_id: int) -> Choice:
+    async def choose(self, number: int, lease_id: int) -> DrainChoice:
         """The worker to switch first. lease_id: 0: the cheapest. number: how many will follow it,
         itself included."""
         async with SupervisorClient(self._state_dir) as supervisor:
@@ -60,7 +60,7 @@ class Switcher:
             raise ConfigError(mistakes)
         return self._chosen(seen, lease_id)
 
-    async def switch(self, choice: Choice, *, wait_s: float) -> None:
+    async def switch(self, choice: DrainChoice, *, wait_s: float) -> None:
         """wait_s: longest wait; 0: none."""
         lease_id = choice.record.lease_id
         watch = Watch(self._place, choice.record, self._say)
@@ -122,7 +122,7 @@ class Switcher:
                     mistakes.append(f"{after} {component}: the planner's maximum is {most}")
         return list(dict.fromkeys(mistakes))
 
-    def _chosen(self, seen: GraphSeen, lease_id: int) -> Choice:
+    def _chosen(self, seen: GraphSeen, lease_id: int) -> DrainChoice:
         """One of this supervisor's processes. Raises ConfigError for another lease."""
         workers = seen.workers(self._giver)
         own = set(ready_leases(self._state_dir, self._giver))
@@ -135,7 +135,7 @@ class Switcher:
         found = victim([w.candidate for w in workers if w.record.lease_id in wanted], force=True)
         if isinstance(found, NoVictim):
             raise StartupError(f"{self._giver}: no process of this supervisor is ready")
-        return Choice(
+        return DrainChoice(
             record=seen.records[found.lease_id],
             reason="as asked" if lease_id else f"{found.reason}: {found.cost.reason}",
             table=as_table(workers, found.lease_id),

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dynamo_lite.cli.listing import as_time
 from dynamo_lite.overview.compose import ELSEWHERE
-from dynamo_lite.overview.model import Engines, Latency, Overview, Planned
+from dynamo_lite.overview.model import Latency, Overview, Planned, RoleEngines
 
 _NOTHING = "-"
 _STATES = {"ready": "green", "ok": "green", "starting": "yellow", "draining": "yellow"}
@@ -83,7 +83,7 @@ def _flow(seen: Overview) -> RenderableType:
     return table
 
 
-def _engines(of_role: Engines) -> str:
+def _engines(of_role: RoleEngines) -> str:
     return f"{of_role.role} {of_role.usable} of {of_role.known} usable"
 
 

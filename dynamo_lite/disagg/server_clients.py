@@ -22,7 +22,7 @@ class ServerClients(Protocol):
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]: ...
 
 
-class Servers:
+class NatsEtcdClients:
     """Implements `ServerClients` with NATS and etcd at the URLs of the engine's config."""
 
     def __init__(self, config: EngineConfig):

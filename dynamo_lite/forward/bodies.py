@@ -54,7 +54,7 @@ class TooDeep(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ClientRequest:
     """A client's request to generate."""
 
     route: str
@@ -89,7 +89,7 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
         raise TooDeep from exc
 
 
-def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
+def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
     """Raises MalformedBody, TooDeep."""
     try:
         return _read(route, data, named)
@@ -115,10 +115,10 @@ def _sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     return body, msgspec.json.encode(body), tuple(removed)
 
 
-def _read(route: str, data: bytes, named: Named) -> Request:
+def _read(route: str, data: bytes, named: Named) -> ClientRequest:
     body, clean, removed = _sanitized(data)
     sequences, batch = _sequences(route, body)
-    return Request(
+    return ClientRequest(
         route=route,
         body=body,
         data=clean,

@@ -15,14 +15,14 @@ _MAX_HEAD_BYTES = 64 << 10
 _LOST_HOST_S = 20.0
 
 
-class Connection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """Carries one request at a time. on_free: called when an answer has ended, and another
     request may follow. on_lost: called when the connection is closed."""
 
     def __init__(
         self,
-        on_free: Callable[["Connection"], None],
-        on_lost: Callable[["Connection"], None],
+        on_free: Callable[["UpstreamConnection"], None],
+        on_lost: Callable[["UpstreamConnection"], None],
     ):
         self.paused = False
         #: When the engine's last bytes came, in the loop's time; 0: none has come.

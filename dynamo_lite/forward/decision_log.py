@@ -9,14 +9,14 @@ from collections import deque
 
 from dynamo_lite.forward.notes import NOW, AttemptNote, LegNote, Now, RequestNote
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import Chosen
+from dynamo_lite.forward.placing import ChosenEngine
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.forwarding import (
-    Candidate,
     ForwardAttempt,
     ForwardDecision,
     ForwardExplained,
+    LegCandidate,
     LegChoice,
     LegTaken,
 )
@@ -30,7 +30,7 @@ _SHOWN = 8
 _TEXT = 1024
 
 
-class DecisionLog:
+class ForwardDecisionLog:
     """now: the clock of the notes."""
 
     def __init__(self, config: ForwarderConfig, now: Now = NOW):
@@ -98,7 +98,7 @@ def _attempt(note: RequestNote, number: int) -> ForwardAttempt:
     )
 
 
-def _choice(chosen: Chosen) -> LegChoice:
+def _choice(chosen: ChosenEngine) -> LegChoice:
     choice = chosen.choice
     pairs = list(zip(chosen.names, choice.views, strict=True))
     pairs.sort(key=lambda pair: pair[1] is not choice.view)
@@ -107,7 +107,7 @@ def _choice(chosen: Chosen) -> LegChoice:
         engine=chosen.engine,
         reason=choice.reason,
         candidates=[
-            Candidate(
+            LegCandidate(
                 engine=name,
                 matched_tokens=view.matched,
                 load_tokens=view.load,

@@ -9,7 +9,7 @@ from typing import Protocol, Self, get_args
 
 import msgspec
 
-from dynamo_lite.forward.engines import Engine, Engines, Unused
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import EngineOptions, Role
 from dynamo_lite.forward.placing import Placer
@@ -54,9 +54,9 @@ class Trust:
 class FollowsKv(Protocol):
     """Follows the KV events of engines."""
 
-    def follow(self, engine: Engine) -> None: ...
+    def follow(self, engine: KnownEngine) -> None: ...
 
-    def leave(self, engine: Engine) -> None: ...
+    def leave(self, engine: KnownEngine) -> None: ...
 
 
 def sort_out(
@@ -121,7 +121,7 @@ class Discovery:
     def __init__(
         self,
         roster: Roster,
-        engines: Engines,
+        engines: KnownEngines,
         monitor: EngineMonitor,
         placer: Placer,
         kv: FollowsKv,
@@ -133,7 +133,7 @@ class Discovery:
         self._monitor, self._placer, self._protocol = monitor, placer, protocol
         self._trust = trust
         self._listed = tuple(engine.name for engine in engines.all)
-        self._joined: dict[str, Engine] = {}
+        self._joined: dict[str, KnownEngine] = {}
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -162,7 +162,7 @@ class Discovery:
                 self._joined[name] = self._add(record)
         self._engines.unused = self._note(found.unused)
 
-    def _add(self, record: Joined) -> Engine:
+    def _add(self, record: Joined) -> KnownEngine:
         engine = self._engines.add(record.options, lease=record.lease, model=record.model)
         logger.info(
             "engine %s (%s) has joined, lease %s", engine.name, engine.options.role, record.lease
@@ -171,7 +171,7 @@ class Discovery:
         self._kv.follow(engine)
         return engine
 
-    def _remove(self, engine: Engine) -> None:
+    def _remove(self, engine: KnownEngine) -> None:
         logger.info("engine %s (%s) has left", engine.name, engine.options.role)
         self._engines.remove(engine)
         self._placer.forget(engine)
@@ -186,7 +186,7 @@ class Discovery:
         return unused
 
 
-def unused_by_reason(engines: Engines) -> Counter[str]:
+def unused_by_reason(engines: KnownEngines) -> Counter[str]:
     """Number of known engines that are not used, although they may be healthy."""
     counted = Counter(why.reason for why in engines.unused.values())
     counted["model"] = sum(engine.healthy and bool(engine.trouble) for engine in engines.all)

@@ -27,7 +27,7 @@ _EMPTY = (
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class StockEngineLoad:
     """An engine's report of its load. waiting: requests that do not run yet."""
 
     requests: int
@@ -36,7 +36,7 @@ class EngineLoad:
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class KnownEngine:
     """One engine. Its number is never used for another engine of this process."""
 
     number: int
@@ -198,7 +198,7 @@ class Engine:
         address. Ranks that are not known now tell nothing: the engine may be starting."""
         return any(self.engine_ids.get(rank, one) != one for rank, one in ids.items())
 
-    def reported(self, load: EngineLoad) -> None:
+    def reported(self, load: StockEngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)
         self.kv_usage = load.kv_usage
 
@@ -229,7 +229,7 @@ class EngineLeg:
 
     __slots__ = ("_engine", "_tokens")
 
-    def __init__(self, engine: Engine, tokens: int):
+    def __init__(self, engine: KnownEngine, tokens: int):
         self._engine, self._tokens = engine, tokens
 
     def answered(self) -> None:
@@ -238,11 +238,11 @@ class EngineLeg:
         self._tokens = 0
 
 
-class Engines:
+class KnownEngines:
     """The engines of one Forwarder: those of its configuration and those that have joined."""
 
     def __init__(self, options: Sequence[EngineOptions], protocol: ForwardProtocol):
-        self.all: tuple[Engine, ...] = ()
+        self.all: tuple[KnownEngine, ...] = ()
         #: Why joined engines are not used, by name and lease.
         self.unused: dict[tuple[str, str], Unused] = {}
         self._protocol = protocol
@@ -250,23 +250,23 @@ class Engines:
         for one in options:
             self.add(one)
 
-    def __getitem__(self, number: int) -> Engine:
+    def __getitem__(self, number: int) -> KnownEngine:
         return next(engine for engine in self.all if engine.number == number)
 
-    def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> Engine:
-        engine = Engine(next(self._numbers), options, self._protocol, lease=lease, model=model)
+    def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
+        engine = KnownEngine(next(self._numbers), options, self._protocol, lease=lease, model=model)
         self.all = (*self.all, engine)
         return engine
 
-    def remove(self, engine: Engine) -> None:
+    def remove(self, engine: KnownEngine) -> None:
         """The engine gets no new leg. Its open legs continue."""
         engine.left = True
         self.all = tuple(one for one in self.all if one is not engine)
 
-    def prefilling(self, without: Collection[int]) -> list[Engine]:
+    def prefilling(self, without: Collection[int]) -> list[KnownEngine]:
         return [e for e in self.all if e.can_prefill and e.number not in without]
 
-    def decoding(self, without: Collection[int], *, alone: bool) -> list[Engine]:
+    def decoding(self, without: Collection[int], *, alone: bool) -> list[KnownEngine]:
         """alone: for a request without a prefill leg."""
         return [
             e
@@ -275,7 +275,7 @@ class Engines:
         ]
 
 
-def view(engine: Engine, matched: int, request_load_tokens: int) -> EngineView:
+def view(engine: KnownEngine, matched: int, request_load_tokens: int) -> EngineView:
     requests = engine.legs + engine.other_requests
     return EngineView(
         engine=engine.number,
@@ -298,7 +298,7 @@ _USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 _LOAD = frozenset({*_RUNNING, *_WAITING, *_USAGE})
 
 
-def parse_load(page: str) -> EngineLoad | None:
+def parse_load(page: str) -> StockEngineLoad | None:
     """Reads an engine's Prometheus page; None without any of the metrics. Values that are negative
     or not finite are skipped.
 
@@ -324,4 +324,4 @@ def parse_load(page: str) -> EngineLoad | None:
             waiting += value
         else:
             usage = max(usage, value)
-    return EngineLoad(int(running + waiting), usage, int(waiting)) if found else None
+    return StockEngineLoad(int(running + waiting), usage, int(waiting)) if found else None

@@ -6,7 +6,7 @@ import msgspec
 
 from dynamo_lite.forward.client import Answer
 from dynamo_lite.forward.engine_answer import TooLarge
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.event_cutter import EventCutter, split
 from dynamo_lite.forward.failures import EngineFailed, Final
 
@@ -22,7 +22,7 @@ class EventReader:
     def __init__(
         self,
         some: Callable[[], Awaitable[bytes]],
-        engine: Engine,
+        engine: KnownEngine,
         failed: type[EngineFailed],
         begun: bytes = b"",
     ):
@@ -63,7 +63,7 @@ def error_of(event: bytes) -> bytes | None:
     return None
 
 
-def failure(failed: type[EngineFailed], engine: Engine, error: bytes) -> EngineFailed | Final:
+def failure(failed: type[EngineFailed], engine: KnownEngine, error: bytes) -> EngineFailed | Final:
     """What an error in place of output means. A status below 500 says that the request is wrong,
     not the engine."""
     answer = _as_answer(error)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from dynamo_lite.forward import engine_answer
 from dynamo_lite.forward.client import Answer, error
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 
 #: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
 #: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
@@ -47,7 +47,7 @@ class EngineFailed(Exception):
     """answer: the engine's own, if it gave one."""
 
     def __init__(
-        self, engine: Engine, kind: FailureKind, detail: str = "", answer: Answer | None = None
+        self, engine: KnownEngine, kind: FailureKind, detail: str = "", answer: Answer | None = None
     ):
         super().__init__(f"engine {engine.name}: {kind}{': ' if detail else ''}{detail}")
         self.engine, self.answer = engine, answer

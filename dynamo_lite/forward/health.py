@@ -4,9 +4,9 @@ import asyncio
 import logging
 from typing import Self
 
-from dynamo_lite.forward.engines import FAILURES, Engine, Engines
+from dynamo_lite.forward.engines import FAILURES, KnownEngine, KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.probe import EngineProbe
+from dynamo_lite.forward.probe import StockEngineProbe
 from dynamo_lite.forward.upstream import LegFailed, Upstream
 from dynamo_lite.policy.forwarding import SentPrompts
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -25,7 +25,7 @@ class EngineMonitor:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: KnownEngines,
         upstream: Upstream,
         config: ForwarderConfig,
         sent: SentPrompts,
@@ -34,7 +34,7 @@ class EngineMonitor:
     ):
         self._engines, self._config, self._sent = engines, config, sent
         self._upstream = upstream
-        self._probe = EngineProbe(upstream, within_s=config.health_timeout_s)
+        self._probe = StockEngineProbe(upstream, within_s=config.health_timeout_s)
         self._silence_s = max(least_silence_s, _SILENT_TIMES * config.health_timeout_s)
         self._tasks = OwnedTasks()
         #: Numbers of engines that `look` checks now.
@@ -50,7 +50,7 @@ class EngineMonitor:
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.end()
 
-    def follow(self, engine: Engine) -> None:
+    def follow(self, engine: KnownEngine) -> None:
         """Checks the engine until it has left."""
         weighs = {"least-load", "prefix"} & {
             self._config.prefill_choice,
@@ -60,7 +60,7 @@ class EngineMonitor:
         if weighs:
             self._tasks.start(self._follow_load(engine), name=f"load of {engine.name}")
 
-    def lost(self, engine: Engine, failure: LegFailed) -> None:
+    def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
         """A leg could not be sent: the engine gets no legs until its next check passes.
 
         A broken connection does not count, because an engine may close an idle connection.
@@ -69,25 +69,25 @@ class EngineMonitor:
             logger.warning("%s is unhealthy", failure)
             self._sent.forget(engine.number)
 
-    def look(self, engine: Engine) -> None:
+    def look(self, engine: KnownEngine) -> None:
         """Starts a check of an engine that is not followed, if none is under way."""
         if not engine.followed and engine.number not in self._looking:
             self._looking.add(engine.number)
             self._tasks.start(self._look(engine), name=f"check of {engine.name}")
 
-    async def _look(self, engine: Engine) -> None:
+    async def _look(self, engine: KnownEngine) -> None:
         try:
             await self.check(engine)
         finally:
             self._looking.discard(engine.number)
 
-    async def _follow(self, engine: Engine) -> None:
+    async def _follow(self, engine: KnownEngine) -> None:
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
             await self.check(engine)
             await asyncio.sleep(self._config.health_interval_s)
 
-    async def check(self, engine: Engine) -> None:
+    async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
         an engine that is silent are given up."""
         loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ class EngineMonitor:
             logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self.compare()
 
-    async def _end_silent(self, engine: Engine) -> None:
+    async def _end_silent(self, engine: KnownEngine) -> None:
         """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An
         engine that computes for long, or whose streams move, may answer checks late and keeps its
         legs."""
@@ -144,7 +144,7 @@ class EngineMonitor:
             if engine.trouble not in ("", known):
                 logger.error("engine %s is not used: %s", engine.name, engine.trouble)
 
-    async def _follow_load(self, engine: Engine) -> None:
+    async def _follow_load(self, engine: KnownEngine) -> None:
         while not engine.left:
             if engine.healthy:
                 try:

@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass, field
 
-from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.notes import NotedClient, RequestNote
 from dynamo_lite.forward.placing import Tried
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class ForwardJob:
     """One request, the client that gets its answer, and the engines that it has tried."""
 
     incoming: Incoming
-    request: Request
+    request: ClientRequest
     client: Client
     tried: Tried = field(default_factory=Tried)
     #: For `explain`.
@@ -22,11 +22,11 @@ class Job:
     failed: int = 0
 
 
-def noted(incoming: Incoming, request: Request, client: Client) -> Job:
+def noted(incoming: Incoming, request: ClientRequest, client: Client) -> ForwardJob:
     """A job whose answer and legs are noted."""
     tried = Tried()
     note = RequestNote(request.route, incoming.client_id, tried.choices)
-    return Job(
+    return ForwardJob(
         incoming=incoming,
         request=request,
         client=NotedClient(client, note),

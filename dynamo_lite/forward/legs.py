@@ -17,7 +17,7 @@ import msgspec
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.engine_answer import EngineAnswer, Push
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.health import EngineMonitor
@@ -42,13 +42,13 @@ _WHOLE_S = 60.0
 class Sending:
     """A request to one engine. headers: replace the client's. hidden: of `Leg`."""
 
-    engine: Engine
+    engine: KnownEngine
     data: bytes | None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     hidden: tuple[str, str] | None = None
 
 
-def sending(engine: Engine, leg: Leg) -> Sending:
+def sending(engine: KnownEngine, leg: Leg) -> Sending:
     return Sending(engine, msgspec.json.encode(leg.body), leg.headers, leg.hidden)
 
 
@@ -168,7 +168,7 @@ class Legs:
         raise failed(engine, "status", str(status), answer)
 
     async def whole(
-        self, engine: Engine, response: EngineAnswer, failed: type[EngineFailed]
+        self, engine: KnownEngine, response: EngineAnswer, failed: type[EngineFailed]
     ) -> bytes:
         """Raises `failed`."""
         try:
@@ -178,7 +178,7 @@ class Legs:
 
     async def some(
         self,
-        engine: Engine,
+        engine: KnownEngine,
         response: EngineAnswer,
         failed: type[EngineFailed] = DecodeFailed,
     ) -> bytes:
@@ -190,7 +190,7 @@ class Legs:
 
     def events(
         self,
-        engine: Engine,
+        engine: KnownEngine,
         response: EngineAnswer,
         failed: type[EngineFailed] = DecodeFailed,
         begun: bytes = b"",
@@ -199,7 +199,7 @@ class Legs:
         return EventReader(partial(self.some, engine, response, failed), engine, failed, begun)
 
     async def pass_on(
-        self, engine: Engine, response: EngineAnswer, client: Client, push: Push
+        self, engine: KnownEngine, response: EngineAnswer, client: Client, push: Push
     ) -> None:
         """The rest of a decode leg, piece by piece as it comes. Raises DecodeFailed, ClientGone."""
         try:
@@ -207,7 +207,9 @@ class Legs:
         except LegFailed as exc:
             raise DecodeFailed(engine, exc.kind, exc.detail) from exc
 
-    def stays(self, engine: Engine, ends: int, ids: Mapping[int, str], *, streams: bool) -> None:
+    def stays(
+        self, engine: KnownEngine, ends: int, ids: Mapping[int, str], *, streams: bool
+    ) -> None:
         """After a prefill leg, until `handed_over`: `all`, `first` and `whole_answer` fail if the
         prefill engine ends, or another process than the one with these `engine_ids` is found at its
         address. The decode engine would wait for its KV until a timeout.
@@ -222,7 +224,7 @@ class Legs:
     def _look(
         self,
         found: asyncio.Future[None],
-        engine: Engine,
+        engine: KnownEngine,
         ends: int,
         ids: Mapping[int, str],
         until: float,
@@ -277,11 +279,11 @@ class Legs:
             await end_tasks(reading)
         return reading.result()
 
-    async def first(self, engine: Engine, response: EngineAnswer) -> bytes:
+    async def first(self, engine: KnownEngine, response: EngineAnswer) -> bytes:
         """The first bytes of a decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
         return await self.watched(self.some(engine, response), "first bytes")
 
-    async def whole_answer(self, engine: Engine, response: EngineAnswer) -> bytes:
+    async def whole_answer(self, engine: KnownEngine, response: EngineAnswer) -> bytes:
         """A whole decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
         return await self.watched(self.whole(engine, response, DecodeFailed), "whole answer")
 
@@ -296,7 +298,7 @@ class Legs:
             if response not in left:
                 response.close()
 
-    async def _read_out(self, engine: Engine, response: EngineAnswer, deadline: float) -> None:
+    async def _read_out(self, engine: KnownEngine, response: EngineAnswer, deadline: float) -> None:
         """deadline: of the whole leg, in the loop's time. Raises PrefillFailed, Final."""
         with self._in_time(engine):
             try:
@@ -309,7 +311,7 @@ class Legs:
                 response.close()  # else it would stay open as long as the decode leg
 
     @contextmanager
-    def _in_time(self, engine: Engine) -> Iterator[None]:
+    def _in_time(self, engine: KnownEngine) -> Iterator[None]:
         """Turns the timeout of a prefill leg into PrefillFailed."""
         try:
             yield

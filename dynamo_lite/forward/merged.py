@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.beginning import LIMIT_BYTES
-from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.engine_answer import EngineAnswer
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
-from dynamo_lite.forward.job import Job
+from dynamo_lite.forward.job import ForwardJob
 from dynamo_lite.forward.legs import Legs, sending
-from dynamo_lite.forward.placing import Placement, Places
-from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, PrefillAnswer
+from dynamo_lite.forward.placing import EnginePlacement, Places
+from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.forward.rewriting import Changes, changes_for
@@ -41,7 +41,7 @@ class MergedOrder:
         self,
         protocol: ForwardProtocol,
         placer: Places,
-        open_legs: Callable[[Job], Legs],
+        open_legs: Callable[[ForwardJob], Legs],
         answered: Counter[tuple[str, str]],
         *,
         timeout_s: float,
@@ -53,7 +53,9 @@ class MergedOrder:
     async def close(self) -> None:
         await self._over.end()
 
-    async def run(self, job: Job, placement: Placement, attempt: Attempt) -> None:
+    async def run(
+        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
+    ) -> None:
         """Both legs at once."""
         prefill, engine = placement.prefill, placement.decode
         assert prefill is not None and engine is not None
@@ -101,9 +103,9 @@ class MergedOrder:
 
     async def _first_tokens(
         self,
-        job: Job,
+        job: ForwardJob,
         legs: Legs,
-        prefill: Engine,
+        prefill: KnownEngine,
         prefilling: _Opening,
         decoding: _Opening,
         merge: FirstTokenMerge,
@@ -129,7 +131,7 @@ class MergedOrder:
 
     async def _show(
         self,
-        job: Job,
+        job: ForwardJob,
         reader: EventReader,
         response: EngineAnswer,
         merge: FirstTokenMerge,
@@ -157,7 +159,7 @@ class MergedOrder:
         return client.started
 
 
-def _limit(request: Request) -> int | None:
+def _limit(request: ClientRequest) -> int | None:
     """The client's limit on tokens."""
     for key in ("max_completion_tokens", "max_tokens"):
         value = plain(request.body.get(key))
@@ -176,14 +178,14 @@ async def _first_unless_second_fails(first: _Opening, second: _Opening) -> None:
 
 
 async def _break_off_if_started(
-    job: Job, failure: PrefillFailed | Final, cause: BaseException
+    job: ForwardJob, failure: PrefillFailed | Final, cause: BaseException
 ) -> None:
     if job.client.started:
         await break_off(job.client, str(failure), whole=True)
     raise failure from cause
 
 
-async def _read_out(legs: Legs, engine: Engine, decoding: _Opening) -> None:
+async def _read_out(legs: Legs, engine: KnownEngine, decoding: _Opening) -> None:
     """Reads a leg without needed tokens to its end. The decode engine must receive the KV, or
     the prefill engine would keep it."""
     try:

@@ -12,12 +12,12 @@ from multidict import CIMultiDict
 
 from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.engine_answer import EngineAnswer
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.legs import Legs, Sending
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import Chosen
+from dynamo_lite.forward.placing import ChosenEngine
 from dynamo_lite.forward.protocols.base import PrefillAnswer
 from dynamo_lite.forward.upstream import Upstream
 
@@ -69,7 +69,7 @@ class RequestNote:
     route: str
     client_id: str
     #: Those of `Tried`.
-    choices: list[Chosen]
+    choices: list[ChosenEngine]
     at: float = field(default_factory=NOW)
     attempts: list[AttemptNote] = field(default_factory=list[AttemptNote])
     #: Its first answer's id.
@@ -184,7 +184,7 @@ class NotedLegs(Legs):
         leg.status, leg.head_at = response.status, NOW()
         return response
 
-    def _failed(self, engine: Engine, failure: PrefillFailed) -> None:
+    def _failed(self, engine: KnownEngine, failure: PrefillFailed) -> None:
         for leg in self._notes:
             if leg.engine == engine.name and leg.leg == "prefill" and not leg.failure:
                 leg.failure = failure.kind

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from dynamo_lite.forward.engine_answer import EngineAnswer
-from dynamo_lite.forward.engines import Engine, EngineLeg
+from dynamo_lite.forward.engines import EngineLeg, KnownEngine
 from dynamo_lite.forward.failures import DecodeFailed, PrefillFailed
 from dynamo_lite.forward.input_logprobs import InputLogprobs
-from dynamo_lite.forward.job import Job
+from dynamo_lite.forward.job import ForwardJob
 from dynamo_lite.forward.legs import Legs, Sending, sending
-from dynamo_lite.forward.placing import Placement, Places
+from dynamo_lite.forward.placing import EnginePlacement, Places
 from dynamo_lite.forward.protocols.base import (
     MIN_TOKENS_ROUTES,
-    Attempt,
     ForwardProtocol,
+    HandoverAttempt,
     PrefillAnswer,
 )
 from dynamo_lite.forward.relay import relay
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LET_GO_S = 1.0
 
 
-class Orders:
+class LegOrders:
     """`close` ends the work that is still done for ended requests.
 
     answered: counts answers by how and why.
@@ -40,7 +40,7 @@ class Orders:
         self,
         protocol: ForwardProtocol,
         placer: Places,
-        open_legs: Callable[[Job], Legs],
+        open_legs: Callable[[ForwardJob], Legs],
         answered: Counter[tuple[str, str]],
     ):
         self._protocol, self._placer, self._open_legs = protocol, placer, open_legs
@@ -50,7 +50,7 @@ class Orders:
     async def close(self) -> None:
         await self._over.end()
 
-    async def alone(self, job: Job, placement: Placement) -> None:
+    async def alone(self, job: ForwardJob, placement: EnginePlacement) -> None:
         """No prefill leg: the decode engine gets the client's own body."""
         engine = placement.decode
         assert engine is not None
@@ -65,7 +65,9 @@ class Orders:
                 await self._relay(job, engine, legs, response, leg, how)
         self._placer.sent(engine, placement)
 
-    async def single(self, job: Job, placement: Placement, attempt: Attempt) -> None:
+    async def single(
+        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
+    ) -> None:
         """The decode engine asks the prefill engine itself."""
         prefill, engine = _pair(placement)
         leg = self._protocol.decode(job.request.body, attempt, None)
@@ -81,7 +83,9 @@ class Orders:
         self._placer.sent(prefill, placement)
         self._placer.sent(engine, placement)
 
-    async def serial(self, job: Job, placement: Placement, attempt: Attempt) -> None:
+    async def serial(
+        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
+    ) -> None:
         """The decode leg gets the prefill leg's answer."""
         prefill, protocol = placement.prefill, self._protocol
         assert prefill is not None
@@ -102,7 +106,9 @@ class Orders:
                 await self._relay(job, engine, legs, response, counted, changes=changes)
         self._placer.sent(engine, placement)
 
-    async def parallel(self, job: Job, placement: Placement, attempt: Attempt) -> None:
+    async def parallel(
+        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
+    ) -> None:
         """Both legs at once. The decode engine's bytes are held back until the prefill leg has
         succeeded, because without its KV they are worthless."""
         prefill, engine = _pair(placement)
@@ -136,7 +142,7 @@ class Orders:
                 await self._relay(job, engine, legs, response, counted, changes=changes)
         self._placer.sent(engine, placement)
 
-    def _decode_engine(self, job: Job, placement: Placement) -> Engine:
+    def _decode_engine(self, job: ForwardJob, placement: EnginePlacement) -> KnownEngine:
         """Chooses the decode engine after a serial prefill leg. Raises DecodeFailed, NoWorkers."""
         engine = placement.decode
         if engine is not None and engine.usable:
@@ -146,7 +152,7 @@ class Orders:
         return self._placer.place_decode(placement, job.tried)
 
     async def _without_handoff(
-        self, job: Job, placement: Placement, engine: Engine, legs: Legs
+        self, job: ForwardJob, placement: EnginePlacement, engine: KnownEngine, legs: Legs
     ) -> None:
         prefill = placement.prefill
         assert prefill is not None
@@ -174,7 +180,7 @@ class Orders:
         self,
         legs: Legs,
         one: Sending,
-        attempt: Attempt,
+        attempt: HandoverAttempt,
         *,
         streams: bool = False,
         on_data: Callable[[bytes], None] | None = None,
@@ -199,10 +205,10 @@ class Orders:
 
     async def _prefill_watched(
         self,
-        job: Job,
+        job: ForwardJob,
         legs: Legs,
         one: Sending,
-        attempt: Attempt,
+        attempt: HandoverAttempt,
         *,
         streams: bool,
         on_data: Callable[[bytes], None] | None,
@@ -215,8 +221,8 @@ class Orders:
 
     async def _relay(
         self,
-        job: Job,
-        engine: Engine,
+        job: ForwardJob,
+        engine: KnownEngine,
         legs: Legs,
         response: EngineAnswer,
         leg: EngineLeg,
@@ -238,7 +244,7 @@ class Orders:
         await relay(job.client, legs, engine, response, changes=changes, on_first=on_first)
 
 
-def _pair(placement: Placement) -> tuple[Engine, Engine]:
+def _pair(placement: EnginePlacement) -> tuple[KnownEngine, KnownEngine]:
     assert placement.prefill is not None and placement.decode is not None
     return placement.prefill, placement.decode
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dynamo_lite.forward.bodies import Request
-from dynamo_lite.forward.engines import Engine, Engines, view
+from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines, view
 from dynamo_lite.forward.failures import PrefillFailed
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import ForwardProtocol, Order
+from dynamo_lite.forward.protocols.base import ForwardProtocol, LegOrder
 from dynamo_lite.policy.disagg import Local
 from dynamo_lite.policy.forwarding import (
-    Choice,
+    EngineChoice,
     EngineChooser,
     SentPrompts,
     needs_prefill,
@@ -40,12 +40,12 @@ class CannotServe(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenEngine:
     """A choice. It names the engines, because they may leave."""
 
     leg: str
     engine: str
-    choice: Choice
+    choice: EngineChoice
     #: Names of the engines of the choice's views.
     names: tuple[str, ...]
 
@@ -59,17 +59,17 @@ class Tried:
     #: Why the request gets no further prefill leg.
     alone: str = ""
     #: All choices so far, of all attempts.
-    choices: list[Chosen] = field(default_factory=list[Chosen])
+    choices: list[ChosenEngine] = field(default_factory=list[ChosenEngine])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class EnginePlacement:
     """The engines of one attempt."""
 
     #: None: the decode engine computes the prompt.
-    prefill: Engine | None
+    prefill: KnownEngine | None
     #: None: chosen after the prefill leg.
-    decode: Engine | None
+    decode: KnownEngine | None
     #: Why there is no prefill leg.
     alone: str
     chain: Sequence[ChainHash]
@@ -86,15 +86,15 @@ class Places(Protocol):
     #: Choices by leg and reason.
     choices: Counter[tuple[str, str]]
 
-    def place(self, request: Request, tried: Tried) -> Placement:
+    def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
         ...
 
-    def place_decode(self, placement: Placement, tried: Tried) -> Engine:
+    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
         """After the prefill leg. Raises NoWorkers."""
         ...
 
-    def sent(self, engine: Engine, placement: Placement) -> None:
+    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
         """The engine has computed, or received, the prompt."""
         ...
 
@@ -103,7 +103,7 @@ class Places(Protocol):
         ...
 
 
-def why_alone(request: Request, protocol: ForwardProtocol) -> str:
+def why_alone(request: ClientRequest, protocol: ForwardProtocol) -> str:
     """Why it gets no prefill leg, whatever the engines; empty if it may get one."""
     if request.route not in protocol.routes:
         return "route"
@@ -121,7 +121,7 @@ class Placer:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: KnownEngines,
         protocol: ForwardProtocol,
         config: ForwarderConfig,
         sent: SentPrompts,
@@ -140,11 +140,11 @@ class Placer:
         )
         self._staged = (
             config.choose_decode == "staged"
-            and protocol.order is Order.SERIAL
+            and protocol.order is LegOrder.SERIAL
             and not protocol.names_decode
         )
 
-    def place(self, request: Request, tried: Tried) -> Placement:
+    def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
         chain = text_chain(request.prompt) if self._compares else []
         matched = self._matched(chain, request.tokens)
@@ -168,7 +168,7 @@ class Placer:
             if alone
             else self._choose(self._prefill, "prefill", prefilling, matched, tokens, tried)
         )
-        return Placement(
+        return EnginePlacement(
             prefill=prefill,
             decode=decode,
             alone=alone,
@@ -180,7 +180,7 @@ class Placer:
             uncached_tokens=max(0, tokens - (matched.get(prefill.number, 0) if prefill else 0)),
         )
 
-    def place_decode(self, placement: Placement, tried: Tried) -> Engine:
+    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
         """For staged protocols, after the prefill leg. Raises NoWorkers."""
         without = Tried(prefill=tried.prefill, decode=set(tried.decode), choices=tried.choices)
         if placement.prefill is not None:
@@ -191,13 +191,13 @@ class Placer:
     def prefill_failed(self, failure: PrefillFailed) -> None:
         """Does nothing: engines are checked."""
 
-    def sent(self, engine: Engine, placement: Placement) -> None:
+    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
         """The engine has computed, or received, the prompt."""
         if engine.left:
             return
         self._sent.sent(engine.number, placement.chain)
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: KnownEngine) -> None:
         """The engine has left."""
         self._sent.forget(engine.number)
         self._prefill.forget(engine.number)
@@ -210,7 +210,7 @@ class Placer:
             matched |= self._known.matched(tokens)
         return matched
 
-    def _alone(self, request: Request) -> str:
+    def _alone(self, request: ClientRequest) -> str:
         """Raises CannotServe."""
         reason, engines = why_alone(request, self._protocol), self._engines.all
         if reason and request.route and engines and not any(e.decodes_alone for e in engines):
@@ -221,7 +221,7 @@ class Placer:
         return reason
 
     def _not_worth_it(
-        self, decode: Engine, prefilling: int, matched: Mapping[int, int], tokens: int
+        self, decode: KnownEngine, prefilling: int, matched: Mapping[int, int], tokens: int
     ) -> str:
         if not self._protocol.decodes_alone and not decode.decodes_alone:
             return "" if prefilling else "no_prefill_worker"
@@ -235,7 +235,7 @@ class Placer:
 
     def _choose_decode(
         self, tried: Tried, matched: Mapping[int, int], tokens: int, *, alone: bool
-    ) -> Engine:
+    ) -> KnownEngine:
         able = self._engines.decoding(tried.decode, alone=alone)
         if not able:
             raise NoWorkers(self._missing(tried, alone=alone))
@@ -245,20 +245,20 @@ class Placer:
         self,
         chooser: EngineChooser,
         leg: str,
-        able: Sequence[Engine],
+        able: Sequence[KnownEngine],
         matched: Mapping[int, int],
         tokens: int,
         tried: Tried,
-    ) -> Engine:
+    ) -> KnownEngine:
         each = self._config.routing.request_load_tokens
         choice = chooser.choose(
             [view(engine, matched.get(engine.number, 0), each) for engine in able], tokens
         )
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, EngineChoice)
         self.choices[leg, choice.reason] += 1
         engine = self._engines[choice.view.engine]
         names = tuple(one.name for one in able)
-        tried.choices.append(Chosen(leg, engine.name, choice, names))
+        tried.choices.append(ChosenEngine(leg, engine.name, choice, names))
         logger.debug(
             "%s: %s, %s: it holds about %d of %d tokens, and %d tokens are queued there;"
             " %d candidates",

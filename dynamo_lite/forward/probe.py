@@ -2,7 +2,7 @@
 
 import msgspec
 
-from dynamo_lite.forward.engines import Engine, EngineLoad, parse_load
+from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
 from dynamo_lite.forward.protocols.mooncake import engine_ids
 from dynamo_lite.forward.upstream import LegFailed, Upstream
 from dynamo_lite.runtime.address import host_port
@@ -16,13 +16,13 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class EngineProbe:
+class StockEngineProbe:
     """within_s: timeout of each question but `answers`."""
 
     def __init__(self, upstream: Upstream, *, within_s: float):
         self._upstream, self._within_s = upstream, within_s
 
-    async def check(self, engine: Engine) -> None:
+    async def check(self, engine: KnownEngine) -> None:
         """Returns if the engine is healthy. Its model names are read when it has become healthy.
 
         Raises LegFailed.
@@ -36,7 +36,7 @@ class EngineProbe:
             # Read each time, because the ids change after every restart.
             await self._query(engine)
 
-    async def answers(self, engine: Engine, *, within_s: float) -> bool:
+    async def answers(self, engine: KnownEngine, *, within_s: float) -> bool:
         """Whether its server answers at all, whatever it says. Nothing is computed for a list of
         models, while `/health` may wait for a computation (SGLang's runs a request)."""
         try:
@@ -45,15 +45,15 @@ class EngineProbe:
             return exc.answered
         return True
 
-    async def load(self, engine: Engine) -> EngineLoad | None:
+    async def load(self, engine: KnownEngine) -> StockEngineLoad | None:
         """None if its metrics do not contain the load. Raises LegFailed."""
         _, page = await self._fetch(engine, f"{engine.base}/metrics")
         return parse_load(page.decode(errors="replace"))
 
-    async def _fetch(self, engine: Engine, url: str) -> tuple[int, bytes]:
+    async def _fetch(self, engine: KnownEngine, url: str) -> tuple[int, bytes]:
         return await self._upstream.fetch(engine, url, within_s=self._within_s)
 
-    async def _read_models(self, engine: Engine) -> None:
+    async def _read_models(self, engine: KnownEngine) -> None:
         """If the engine requires a key, its record may name the model."""
         status, page = await self._fetch(engine, f"{engine.base}/v1/models")
         try:
@@ -63,7 +63,7 @@ class EngineProbe:
         named = (engine.model,) if engine.model else ()
         engine.models = tuple(model.id for model in found.data) or named
 
-    async def _query(self, engine: Engine) -> None:
+    async def _query(self, engine: KnownEngine) -> None:
         url = f"http://{host_port(*engine.transfer_address)}{engine.protocol.query_path}"
         status, page = await self._fetch(engine, url)
         try:

@@ -9,7 +9,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.beginning import Beginning
 from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.engine_answer import EngineAnswer
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.event_cutter import ends_event
 from dynamo_lite.forward.events import failure
 from dynamo_lite.forward.failures import Broken, DecodeFailed
@@ -26,7 +26,7 @@ def is_stream(response: EngineAnswer) -> bool:
 async def relay(
     client: Client,
     legs: Legs,
-    engine: Engine,
+    engine: KnownEngine,
     response: EngineAnswer,
     *,
     changes: Changes = UNCHANGED,
@@ -58,7 +58,7 @@ async def relay(
     await client.finish()
 
 
-async def _until_output(legs: Legs, engine: Engine, response: EngineAnswer) -> bytes:
+async def _until_output(legs: Legs, engine: KnownEngine, response: EngineAnswer) -> bytes:
     """The first bytes, in a stream up to its first output. Raises DecodeFailed, PrefillFailed,
     Final."""
     data = await legs.first(engine, response)
@@ -73,7 +73,7 @@ async def _until_output(legs: Legs, engine: Engine, response: EngineAnswer) -> b
 
 
 async def _unchanged(
-    client: Client, legs: Legs, engine: Engine, response: EngineAnswer, data: bytes
+    client: Client, legs: Legs, engine: KnownEngine, response: EngineAnswer, data: bytes
 ) -> None:
     """data: the bytes that have arrived; empty if the answer has ended."""
     last = data
@@ -95,7 +95,7 @@ async def _unchanged(
 async def _changed(
     client: Client,
     legs: Legs,
-    engine: Engine,
+    engine: KnownEngine,
     response: EngineAnswer,
     changes: Changes,
     data: bytes,

@@ -10,9 +10,9 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
-from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Answer, Client, Incoming, error, send
-from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.failures import PrefillFailed
 from dynamo_lite.forward.named import (
     PREFILLER_HEADER,
@@ -23,7 +23,7 @@ from dynamo_lite.forward.named import (
     accepted,
     parse_host_port,
 )
-from dynamo_lite.forward.placing import CannotServe, Placement, Tried, why_alone
+from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried, why_alone
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.forward.sidecar_options import PrefillerOptions
 from dynamo_lite.forward.workflow import Forwarding
@@ -56,7 +56,7 @@ class Prefillers:
         self,
         protocol: ForwardProtocol,
         options: PrefillerOptions,
-        check: Callable[[Engine], Awaitable[None]],
+        check: Callable[[KnownEngine], Awaitable[None]],
         *,
         every_s: float,
         first_number: int,
@@ -64,7 +64,7 @@ class Prefillers:
         self._protocol, self._options = protocol, options
         self._check, self._every_s = check, every_s
         self._number = first_number
-        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._engines: OrderedDict[str, KnownEngine] = OrderedDict()
         self._checked: dict[int, float] = {}
         self._checks: dict[int, asyncio.Task[None]] = {}
         #: When an engine that does not fit was last asked, by its number.
@@ -76,12 +76,12 @@ class Prefillers:
     async def close(self) -> None:
         await self._tasks.end()
 
-    def get(self, name: str) -> Engine:
+    def get(self, name: str) -> KnownEngine:
         """When there are too many engines, the one named longest ago is forgotten."""
         engine = self._engines.get(name)
         if engine is None:
             options = self._options.engine(name)
-            engine = Engine(self._number, options, self._protocol, followed=False)
+            engine = KnownEngine(self._number, options, self._protocol, followed=False)
             self._number += 1
             self._engines[name] = engine
             if len(self._engines) > MAX_PREFILLERS:
@@ -97,7 +97,7 @@ class Prefillers:
         """Why engines get no legs, by their names."""
         return {name: engine.misfit for name, engine in self._engines.items() if engine.misfit}
 
-    def may_ask(self, engine: Engine) -> bool:
+    def may_ask(self, engine: KnownEngine) -> bool:
         """Whether it may get a leg: it speaks this protocol, or it is time to ask again."""
         if not engine.misfit:
             self._misfits.pop(engine.number, None)
@@ -105,18 +105,18 @@ class Prefillers:
         now = asyncio.get_running_loop().time()
         return now - self._misfits.setdefault(engine.number, now) >= MISFIT_S
 
-    def avoids(self, engine: Engine) -> bool:
+    def avoids(self, engine: KnownEngine) -> bool:
         since = self._avoided.get(engine.number)
         return since is not None and asyncio.get_running_loop().time() - since < AVOIDED_S
 
-    def avoid(self, engine: Engine) -> None:
+    def avoid(self, engine: KnownEngine) -> None:
         """The engine has refused a leg, or was late."""
         self._avoided[engine.number] = asyncio.get_running_loop().time()
 
-    def answered(self, engine: Engine) -> None:
+    def answered(self, engine: KnownEngine) -> None:
         self._avoided.pop(engine.number, None)
 
-    def asked(self, engine: Engine) -> None:
+    def asked(self, engine: KnownEngine) -> None:
         """The engine gets a leg. After a failure, other requests go on without it meanwhile."""
         if engine.number in self._avoided:
             self.avoid(engine)
@@ -144,7 +144,7 @@ class Prefillers:
         if last is None or engine.engine_ids:
             await asyncio.shield(check)
 
-    async def _check_once(self, name: str, engine: Engine) -> None:
+    async def _check_once(self, name: str, engine: KnownEngine) -> None:
         try:
             await self._check(engine)
             if self._engines.get(name) is engine:  # else it was forgotten meanwhile
@@ -158,7 +158,7 @@ class HeaderPlacer:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: KnownEngines,
         protocol: ForwardProtocol,
         prefillers: Prefillers,
         *,
@@ -168,7 +168,7 @@ class HeaderPlacer:
         self._protocol, self._prefillers, self._pick = protocol, prefillers, pick
         self._decode = {engine.name: engine for engine in engines.all}
 
-    def place(self, request: Request, tried: Tried) -> Placement:
+    def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
         decode = self._decode[request.named.decode]
         if not decode.usable or decode.number in tried.decode:
@@ -180,7 +180,7 @@ class HeaderPlacer:
                 raise NoWorkers("no prefill engine that was named is left")
             alone = self._why_none(request.named.prefill, tried)
         tokens = tokens_of(request.prompt)
-        return Placement(
+        return EnginePlacement(
             prefill=prefill,
             decode=decode,
             alone=alone,
@@ -189,12 +189,12 @@ class HeaderPlacer:
             uncached_tokens=tokens,
         )
 
-    def place_decode(self, placement: Placement, tried: Tried) -> Engine:
+    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
         """Called only if the decode engine has become unhealthy meanwhile. There is no other
         one."""
         raise NoWorkers("the decode engine is not healthy")
 
-    def sent(self, engine: Engine, placement: Placement) -> None:
+    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
         """Choices do not depend on sent prompts."""
         self._prefillers.answered(engine)
 
@@ -202,7 +202,7 @@ class HeaderPlacer:
         if failure.kind in ("refused", "timeout"):
             self._prefillers.avoid(failure.engine)
 
-    def _why_alone(self, request: Request) -> str:
+    def _why_alone(self, request: ClientRequest) -> str:
         if not request.named.prefill:
             return "no_header" if request.route else "route"
         reason = why_alone(request, self._protocol)
@@ -212,7 +212,7 @@ class HeaderPlacer:
             )
         return reason
 
-    def _prefill(self, names: tuple[str, ...], tried: Tried) -> Engine | None:
+    def _prefill(self, names: tuple[str, ...], tried: Tried) -> KnownEngine | None:
         able = [
             engine
             for engine in self._left(names, tried)
@@ -233,7 +233,7 @@ class HeaderPlacer:
         unfit = any(engine.misfit for engine in self._left(names, tried))
         return "misfit" if unfit else "no_prefill_worker"
 
-    def _left(self, names: tuple[str, ...], tried: Tried) -> list[Engine]:
+    def _left(self, names: tuple[str, ...], tried: Tried) -> list[KnownEngine]:
         """The named engines that the request has not tried."""
         named = [self._prefillers.get(name) for name in names]
         return [engine for engine in named if engine.number not in tried.prefill]
@@ -251,7 +251,7 @@ class Door:
         forwarding: Forwarding,
         prefillers: Prefillers,
         allowed: AllowedHosts,
-        ranks: dict[int, Engine],
+        ranks: dict[int, KnownEngine],
         own: int,
     ):
         self._forwarding, self._prefillers, self._allowed = forwarding, prefillers, allowed

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
 
-from dynamo_lite.forward.connection import Connection
+from dynamo_lite.forward.connection import UpstreamConnection
 from dynamo_lite.forward.engine_answer import EngineAnswer, Push, TooLarge
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.protocol.errors import DynamoLiteError
 
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
@@ -53,9 +53,9 @@ class Upstream:
 
     def __init__(self, *, connect_s: float, idle_s: float, left_s: float = 10.0):
         self._connect_s, self._idle_s, self._left_s = connect_s, idle_s, left_s
-        self._open: dict[Connection, _Address] = {}
+        self._open: dict[UpstreamConnection, _Address] = {}
         #: Idle connections, with the time when each became idle; the last one is used first.
-        self._idle: dict[_Place, list[tuple[Connection, float]]] = {}
+        self._idle: dict[_Place, list[tuple[UpstreamConnection, float]]] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -70,7 +70,7 @@ class Upstream:
 
     async def open(
         self,
-        engine: Engine,
+        engine: KnownEngine,
         method: str,
         path: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
@@ -86,7 +86,7 @@ class Upstream:
     async def open_url(
         self,
         url: str,
-        engine: Engine,
+        engine: KnownEngine,
         method: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
@@ -116,7 +116,7 @@ class Upstream:
                 answer.close()
                 raise
 
-    async def read(self, engine: Engine, answer: EngineAnswer) -> bytes:
+    async def read(self, engine: KnownEngine, answer: EngineAnswer) -> bytes:
         """The whole body. Raises LegFailed."""
         try:
             return await answer.read()
@@ -125,7 +125,7 @@ class Upstream:
         except (TimeoutError, ConnectionError) as exc:
             raise _lost(engine, exc) from exc
 
-    async def read_some(self, engine: Engine, answer: EngineAnswer) -> bytes:
+    async def read_some(self, engine: KnownEngine, answer: EngineAnswer) -> bytes:
         """The bytes that have arrived; empty at the end. Raises LegFailed."""
         try:
             return await answer.read_some()
@@ -134,7 +134,7 @@ class Upstream:
 
     async def pass_on(
         self,
-        engine: Engine,
+        engine: KnownEngine,
         answer: EngineAnswer,
         push: Push,
         drained: Callable[[], Awaitable[None]],
@@ -145,7 +145,7 @@ class Upstream:
         except (TimeoutError, ConnectionError) as exc:
             raise _lost(engine, exc) from exc
 
-    async def fetch(self, engine: Engine, url: str, *, within_s: float) -> tuple[int, bytes]:
+    async def fetch(self, engine: KnownEngine, url: str, *, within_s: float) -> tuple[int, bytes]:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
@@ -157,20 +157,20 @@ class Upstream:
         except TimeoutError as exc:
             raise LegFailed(engine.name, "timeout", f"no answer within {within_s:g} s") from exc
 
-    def heard_at(self, engine: Engine) -> float:
+    def heard_at(self, engine: KnownEngine) -> float:
         """When an open connection to the engine had its last bytes, in the loop's time; 0: none
         had any."""
         return max((one.heard_at for one in self._to(engine)), default=0.0)
 
-    def give_up(self, engine: Engine, why: str) -> int:
+    def give_up(self, engine: KnownEngine, why: str) -> int:
         """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
         connection was lost. Returns how many."""
         return sum(one.give_up(why) for one in self._to(engine))
 
-    def _to(self, engine: Engine) -> list[Connection]:
+    def _to(self, engine: KnownEngine) -> list[UpstreamConnection]:
         return [one for one, where in self._open.items() if where == engine.options.address]
 
-    def _kept(self, place: _Place) -> Connection | None:
+    def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
         idle = self._idle.get(place)
         while idle:
@@ -182,12 +182,12 @@ class Upstream:
         return None
 
     async def _connect(
-        self, engine: Engine, address: _Address, tls: ssl.SSLContext | None
-    ) -> Connection:
+        self, engine: KnownEngine, address: _Address, tls: ssl.SSLContext | None
+    ) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
 
-        def made() -> Connection:
-            return Connection(lambda it: self._free((address, tls), it), self._lost)
+        def made() -> UpstreamConnection:
+            return UpstreamConnection(lambda it: self._free((address, tls), it), self._lost)
 
         try:
             async with asyncio.timeout(self._connect_s):
@@ -202,17 +202,17 @@ class Upstream:
         self._open[connection] = address
         return connection
 
-    def _nobody_listens(self, engine: Engine, address: _Address) -> None:
+    def _nobody_listens(self, engine: KnownEngine, address: _Address) -> None:
         if address == engine.options.address:
             engine.ends += 1
         for connection, where in self._open.items():
             if where == address:
                 connection.left(self._left_s)
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: UpstreamConnection) -> None:
         self._open.pop(connection, None)
 
-    def _free(self, place: _Place, connection: Connection) -> None:
+    def _free(self, place: _Place, connection: UpstreamConnection) -> None:
         loop = asyncio.get_running_loop()
         self._idle.setdefault(place, []).append((connection, loop.time()))
         if self._sweep is None:
@@ -259,7 +259,7 @@ def _head(
     return f"{text}\r\n\r\n".encode("utf-8", "surrogateescape")
 
 
-def _lost(engine: Engine, exc: TimeoutError | ConnectionError) -> LegFailed:
+def _lost(engine: KnownEngine, exc: TimeoutError | ConnectionError) -> LegFailed:
     kind: Kind = "timeout" if isinstance(exc, TimeoutError) else "broken"
     return LegFailed(engine.name, kind, _detail(exc))
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from dynamo_lite.forward import bodies
-from dynamo_lite.forward.bodies import MalformedBody, Request, TooDeep
+from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
-from dynamo_lite.forward.decision_log import DecisionLog
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.decision_log import ForwardDecisionLog
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import (
     RETRY_AFTER,
     Broken,
@@ -29,14 +29,14 @@ from dynamo_lite.forward.failures import (
     failure_answer,
 )
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.job import Job, noted
+from dynamo_lite.forward.job import ForwardJob, noted
 from dynamo_lite.forward.legs import Legs
 from dynamo_lite.forward.merged import MergedOrder
 from dynamo_lite.forward.notes import AttemptNote, NotedLegs
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.orders import Orders
-from dynamo_lite.forward.placing import CannotServe, Placement, Places
-from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Order, Peer
+from dynamo_lite.forward.orders import LegOrders
+from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Places
+from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, LegOrder, Peer
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.policy.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.errors import NoWorkers
@@ -50,7 +50,7 @@ _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 _NO_PEER = Peer(address="", host="", port=0)
 
 
-Tokens = Callable[[Incoming, Request], Awaitable[PromptTokens | None]]
+Tokens = Callable[[Incoming, ClientRequest], Awaitable[PromptTokens | None]]
 
 
 def _unique() -> str:
@@ -96,16 +96,16 @@ class Forwarding:
         rng: random.Random | None = None,
     ):
         self.stats = Stats()
-        self.decisions = DecisionLog(config)
+        self.decisions = ForwardDecisionLog(config)
         self._tokens = tokens
         self._protocol, self._config, self._placer = protocol, config, placer
         self._unique, self._rng = unique, rng or random.SystemRandom()
 
-        def open_legs(job: Job) -> Legs:
+        def open_legs(job: ForwardJob) -> Legs:
             return NotedLegs(job.incoming, upstream, monitor, config, job.note)
 
         answered = self.stats.answered
-        self._orders = Orders(protocol, placer, open_legs, answered)
+        self._orders = LegOrders(protocol, placer, open_legs, answered)
         self._merged = MergedOrder(
             protocol, placer, open_legs, answered, timeout_s=config.prefill_timeout_s
         )
@@ -147,10 +147,10 @@ class Forwarding:
             except TooDeep:
                 return await self._refuse(client, _too_deep())
         self.stats.removed_fields += len(removed)
-        request = Request(route="", body={}, data=data, named=incoming.named)
+        request = ClientRequest(route="", body={}, data=data, named=incoming.named)
         await self._run(noted(incoming, request, client))
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: ForwardJob) -> None:
         self.stats.in_flight += 1
         outcome = "answered"
         try:
@@ -174,7 +174,7 @@ class Forwarding:
         self.stats.refused[answer.status] += 1
         await send(client, answer)
 
-    async def _until_answered(self, job: Job) -> None:
+    async def _until_answered(self, job: ForwardJob) -> None:
         """Raises Final, Broken, ClientGone."""
         failure: EngineFailed | None = None
         while True:
@@ -194,7 +194,7 @@ class Forwarding:
             if answer is not None:
                 return await self._refuse(job.client, answer)
 
-    async def _attempt(self, job: Job) -> None:
+    async def _attempt(self, job: ForwardJob) -> None:
         """Raises EngineFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
         chosen = len(job.tried.choices)
         placement = self._placer.place(job.request, job.tried)
@@ -208,21 +208,23 @@ class Forwarding:
         await self._order(job, order)(job, placement, attempt)
 
     def _order(
-        self, job: Job, order: Order
-    ) -> Callable[[Job, Placement, Attempt], Coroutine[Any, Any, None]]:
+        self, job: ForwardJob, order: LegOrder
+    ) -> Callable[[ForwardJob, EnginePlacement, HandoverAttempt], Coroutine[Any, Any, None]]:
         match order:
-            case Order.SERIAL:
+            case LegOrder.SERIAL:
                 return self._orders.serial
-            case Order.SINGLE:
+            case LegOrder.SINGLE:
                 return self._orders.single
-            case Order.PARALLEL:
+            case LegOrder.PARALLEL:
                 if self._protocol.first_token_from_prefill and job.request.stream:
                     return self._merged.run
                 return self._orders.parallel
 
-    def _new_attempt(self, job: Job, placement: Placement, prefill: Engine) -> Attempt:
+    def _new_attempt(
+        self, job: ForwardJob, placement: EnginePlacement, prefill: KnownEngine
+    ) -> HandoverAttempt:
         count = job.request.sequences if self._protocol.batches else 1
-        return Attempt(
+        return HandoverAttempt(
             route=job.request.route,
             unique=self._unique(),
             client_id=job.incoming.client_id,
@@ -231,7 +233,7 @@ class Forwarding:
             decode=_NO_PEER if placement.decode is None else placement.decode.peer,
         )
 
-    def _after_prefill(self, job: Job, failure: PrefillFailed) -> Answer | None:
+    def _after_prefill(self, job: ForwardJob, failure: PrefillFailed) -> Answer | None:
         """Returns the answer if there is no retry."""
         self._note(job, failure, "prefill")
         self._placer.prefill_failed(failure)
@@ -245,7 +247,7 @@ class Forwarding:
             job.tried.prefill.add(failure.engine.number)
         return None
 
-    def _after_decode(self, job: Job, failure: DecodeFailed) -> Answer | None:
+    def _after_decode(self, job: ForwardJob, failure: DecodeFailed) -> Answer | None:
         self._note(job, failure, "decode")
         job.failed += 1
         repeatable = bool(job.request.route) or job.incoming.method in _IDEMPOTENT
@@ -259,7 +261,7 @@ class Forwarding:
             job.tried.decode.add(failure.engine.number)
         return None
 
-    def _note(self, job: Job, failure: EngineFailed, leg: str) -> None:
+    def _note(self, job: ForwardJob, failure: EngineFailed, leg: str) -> None:
         job.note.failed(failure)
         self.stats.failures[leg, failure.kind] += 1
         logger.info("a %s leg has failed: %s", leg, failure)

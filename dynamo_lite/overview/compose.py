@@ -6,19 +6,19 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.overview.history import History, Window
+from dynamo_lite.overview.history import CounterHistory, Window
 from dynamo_lite.overview.model import (
     Decisions,
-    Engines,
     Latency,
     LinkStatus,
+    LiveProcess,
     Overview,
     Planned,
     Queue,
     Regret,
+    RoleEngines,
     Tokens,
     Transfers,
-    Worker,
 )
 from dynamo_lite.overview.samples import Samples, count, known, quantile, total
 from dynamo_lite.protocol.kv import Load
@@ -59,7 +59,7 @@ LATENCY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class OverviewInputs:
     """The inputs of one overview."""
 
     #: Seconds since the epoch.
@@ -103,7 +103,7 @@ def link_state(link: LinkRecord | None) -> str:
     return "untested" if link is None else "ok" if link.ok else "failed"
 
 
-def compose(seen: Seen, history: History) -> Overview:
+def compose(seen: OverviewInputs, history: CounterHistory) -> Overview:
     """Composes the overview.
 
     history: already has the samples of this moment, with `str(lease_id)` as the source;
@@ -135,7 +135,7 @@ def compose(seen: Seen, history: History) -> Overview:
     )
 
 
-def _workers(seen: Seen, latest: Mapping[str, Samples]) -> list[Worker]:
+def _workers(seen: OverviewInputs, latest: Mapping[str, Samples]) -> list[LiveProcess]:
     found = [
         _worker(
             record,
@@ -155,14 +155,14 @@ def _worker(
     load: Load | None,
     samples: Samples,
     at: float,
-) -> Worker:
+) -> LiveProcess:
     if load is not None:
         running, waiting, kv_usage = load.running, load.waiting, load.kv_usage
     else:
         running = _natural(facts, "running", "jobs", "requests")
         waiting = _natural(facts, "waiting")
         kv_usage = _kv_usage(facts, samples)
-    return Worker(
+    return LiveProcess(
         component=record.component,
         instance=_natural(facts, "instance"),
         lease=f"{record.lease_id:x}",
@@ -244,7 +244,7 @@ def _regret(lately: Window) -> Regret | None:
     )
 
 
-def _engines(latest: list[Samples]) -> list[Engines]:
+def _engines(latest: list[Samples]) -> list[RoleEngines]:
     """Several Forwarders may know the same engine."""
     usable: dict[tuple[str, str], bool] = {}
     for samples in latest:
@@ -254,7 +254,7 @@ def _engines(latest: list[Samples]) -> list[Engines]:
                 key = of.get("role", ""), of.get("engine", "")
                 usable[key] = usable.get(key, True) and value == 1
     return [
-        Engines(
+        RoleEngines(
             role=role,
             known=sum(key[0] == role for key in usable),
             usable=sum(key[0] == role and good for key, good in usable.items()),
@@ -286,7 +286,7 @@ def _transfers(latest: list[Samples], recent: Window) -> Transfers:
     )
 
 
-def _planner(seen: Seen) -> Planned | None:
+def _planner(seen: OverviewInputs) -> Planned | None:
     """The report of the planner that leads; without a leader that of any planner."""
     reports = [
         (record.lease_id, facts)
@@ -303,7 +303,7 @@ def _planner(seen: Seen) -> Planned | None:
         return None
 
 
-def _links(seen: Seen) -> list[LinkStatus]:
+def _links(seen: OverviewInputs) -> list[LinkStatus]:
     """The tested pairs of live processes.
 
     A pair without a record is not listed: the decode worker may do no remote prefills.

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from dynamo_lite.overview.compose import processes, state_of
 from dynamo_lite.overview.fetch import TIMEOUT_S, fetch_health
-from dynamo_lite.policy.drain import Candidate, Role, Writers
+from dynamo_lite.policy.drain import DrainCandidate, Role, Writers
 from dynamo_lite.protocol.records import EndpointRecord
 
 ROLES: Mapping[str, Role] = {"VllmWorker": "decode", "PrefillWorker": "prefill"}
@@ -26,7 +26,7 @@ class WorkerSeen:
     state: str
     #: Requests or jobs; None: not known.
     in_flight: int | None
-    candidate: Candidate
+    candidate: DrainCandidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class GraphSeen:
         facts = self.facts.get(record.lease_id, {})
         state = state_of(facts)
         busy_s, cache_s = self._costs(record, facts)
-        candidate = Candidate(
+        candidate = DrainCandidate(
             lease_id=record.lease_id,
             busy_s=busy_s,
             cache_s=cache_s,

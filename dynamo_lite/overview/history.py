@@ -31,7 +31,7 @@ class Window:
         return amount / self.seconds if self.seconds else 0.0
 
 
-class History:
+class CounterHistory:
     """Growth over the last `length_s` seconds.
 
     Processes are identified by their source. Growth counts from a process's first samples;

@@ -6,7 +6,7 @@ Contains no addresses and nothing from prompts, because the dashboard needs no A
 import msgspec
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
+class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One live process. None: the process has no such value, or did not report it."""
 
     component: str
@@ -36,7 +36,7 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
 
 
-class Engines(msgspec.Struct, frozen=True, kw_only=True):
+class RoleEngines(msgspec.Struct, frozen=True, kw_only=True):
     """The stock engines of one role that Forwarders know."""
 
     #: prefill, decode or prefill-decode.
@@ -138,9 +138,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     #: Length of the windows of rates and latencies; `rate_s` is 0 until there are rates.
     rate_s: float
     latency_s: float
-    workers: list[Worker] = []
+    workers: list[LiveProcess] = []
     queue: Queue = Queue()
-    engines: list[Engines] = []
+    engines: list[RoleEngines] = []
     #: Requests, of Frontends and Forwarders.
     in_flight: int | None = None
     decisions: list[Decisions] = []

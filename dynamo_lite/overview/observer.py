@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from dynamo_lite.kv_events.follower import LOAD_AGE_S
-from dynamo_lite.overview.compose import LATENCY_S, WANTED, Seen, compose, processes
+from dynamo_lite.overview.compose import LATENCY_S, WANTED, OverviewInputs, compose, processes
 from dynamo_lite.overview.fetch import fetch, fetch_health
-from dynamo_lite.overview.history import History
+from dynamo_lite.overview.history import CounterHistory
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.samples import Samples, parse
 from dynamo_lite.protocol import names
@@ -59,7 +59,7 @@ class Observer:
         self._roster = Roster(store, names.components_prefix(namespace), on_drop)
         self._links: dict[str, LinkRecord] = {}
         self._loads: dict[int, tuple[float, Load]] = {}
-        self._history = History(LATENCY_S)
+        self._history = CounterHistory(LATENCY_S)
         self._requests = asyncio.Semaphore(_MAX_REQUESTS)
         self._stack = contextlib.AsyncExitStack()
 
@@ -100,7 +100,7 @@ class Observer:
         scraped = {str(lease_id): a[1] for lease_id, a in zip(found, answers, strict=True)}
         scraped.update(zip(served, others, strict=True))
         self._history.add(self._now(), scraped)
-        seen = Seen(
+        seen = OverviewInputs(
             at=self._wall(),
             namespace=self._namespace,
             members=members,

@@ -16,7 +16,7 @@ from dynamo_lite.policy.disagg import (
     too_late,
 )
 from dynamo_lite.policy.exploration import Exploration, coin
-from dynamo_lite.policy.prefill_costs import Costs, Engine, PrefillCosts
+from dynamo_lite.policy.prefill_costs import Costs, EngineState, PrefillCosts
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds
 
 Side = Literal["local", "remote"]
@@ -61,7 +61,7 @@ class CostPolicy:
         self,
         uncached: int,
         cached: int,
-        here: Engine,
+        here: EngineState,
         queue: QueueView | None,
         thresholds: DecisionThresholds,
         now: float,
@@ -91,7 +91,7 @@ class CostPolicy:
         by_thresholds: Verdict,
         opinion: Opinion,
         request_id: str,
-        here: Engine,
+        here: EngineState,
         options: CostPolicyOptions,
         now: float,
     ) -> tuple[Verdict, float]:
@@ -111,7 +111,7 @@ class CostPolicy:
         remote = isinstance(usual, Remote)
         return (Local if remote else Remote)(DecisionReason.EXPLORED), share
 
-    def _may_try(self, costs: Costs, here: Engine, options: CostPolicyOptions) -> bool:
+    def _may_try(self, costs: Costs, here: EngineState, options: CostPolicyOptions) -> bool:
         gain_s, target_s = abs(costs.here_s - costs.elsewhere_s), options.ttft_target_s
         latest_s = max(costs.local_s, costs.remote_s) + _TRIAL_SIGMAS * costs.band_s
         decode_s = self.costs.steps.decode_s(here.load)

@@ -12,7 +12,7 @@ Role = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class DrainCandidate:
     """A worker that may be removed."""
 
     lease_id: int
@@ -52,7 +52,7 @@ class NoVictim:
     reason: str
 
 
-def cost(candidate: Candidate) -> Cost:
+def cost(candidate: DrainCandidate) -> Cost:
     """`(busy + cache) / devices`; 0 for a worker that cannot work, infinite if not known."""
     if not candidate.serves:
         return Cost(total_s=0.0, reason="it cannot work now")
@@ -63,7 +63,7 @@ def cost(candidate: Candidate) -> Cost:
     return Cost(total_s=total_s, reason=f"{parts}, devices {candidate.devices}")
 
 
-def victim(candidates: Sequence[Candidate], *, force: bool = False) -> Victim | NoVictim:
+def victim(candidates: Sequence[DrainCandidate], *, force: bool = False) -> Victim | NoVictim:
     """A worker that cannot work, or else the cheapest worker of a role; of equal ones the
     youngest.
 
@@ -198,7 +198,7 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class RunningRequest:
     """A request of a decode worker."""
 
     prompt_tokens: int
@@ -229,7 +229,7 @@ class Finish:
     reason: str
 
 
-def move_or_finish(running: Running, pace: Pace) -> Move | Finish:
+def move_or_finish(running: RunningRequest, pace: Pace) -> Move | Finish:
     """Moves a request if that takes less time than its end would.
 
     A move computes prompt and output again; a replay also generates the output again.
@@ -253,7 +253,7 @@ def move_or_finish(running: Running, pace: Pace) -> Move | Finish:
     return Finish(cost_s=finish_s, reason="it ends sooner than it moves")
 
 
-def _left_tokens(running: Running, pace: Pace) -> int | None:
+def _left_tokens(running: RunningRequest, pace: Pace) -> int | None:
     """The usual length is that of whole answers. An answer that is already as long may
     continue."""
     limits = [] if pace.output_tokens is None else [pace.output_tokens]
@@ -262,7 +262,7 @@ def _left_tokens(running: Running, pace: Pace) -> int | None:
     return min(limits, default=None)
 
 
-def busy_s(running: Iterable[Running], pace: Pace) -> float | None:
+def busy_s(running: Iterable[RunningRequest], pace: Pace) -> float | None:
     """Seconds until all these requests are finished or moved, one after the other; None: not
     known."""
     total = 0.0

@@ -54,7 +54,7 @@ class EngineView:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EngineChoice:
     """An engine and why."""
 
     view: EngineView
@@ -78,7 +78,7 @@ class EngineChooser:
         self._turn = 0
         self._turns: dict[int, int] = {}
 
-    def choose(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice | None:
+    def choose(self, views: Sequence[EngineView], prompt_tokens: int) -> EngineChoice | None:
         """None without any view."""
         if not views:
             return None
@@ -91,18 +91,18 @@ class EngineChooser:
         """The engine has left."""
         self._turns.pop(engine, None)
 
-    def _choose(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice:
+    def _choose(self, views: Sequence[EngineView], prompt_tokens: int) -> EngineChoice:
         if len(views) == 1:
-            return Choice(views[0], "only", views)
+            return EngineChoice(views[0], "only", views)
         match self._strategy:
             case "round-robin":
-                return Choice(min(views, key=self._last_turn), "turn", views)
+                return EngineChoice(min(views, key=self._last_turn), "turn", views)
             case "random":
-                return Choice(views[int(self._uniform() * len(views))], "random", views)
+                return EngineChoice(views[int(self._uniform() * len(views))], "random", views)
             case _:
                 return self._best(views, prompt_tokens)
 
-    def _best(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice:
+    def _best(self, views: Sequence[EngineView], prompt_tokens: int) -> EngineChoice:
         options = self._options
         fit = with_room(views, options.max_kv_usage)
         scores = [score(view, options) for view in fit]
@@ -111,14 +111,14 @@ class EngineChooser:
         if options.temperature > 0:
             drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
             if scores[drawn] < scores[best]:
-                return Choice(fit[drawn], "lot", views, by_engine)
+                return EngineChoice(fit[drawn], "lot", views, by_engine)
             best = drawn
         chosen = fit[best]
         longest = max(view.matched for view in views)
         if not longest or not options.kv_weight:
-            return Choice(chosen, "load", views, by_engine)
+            return EngineChoice(chosen, "load", views, by_engine)
         reason = "prefix" if chosen.matched == longest else "balance"
-        return Choice(chosen, reason, views, by_engine)
+        return EngineChoice(chosen, reason, views, by_engine)
 
     def _last_turn(self, view: EngineView) -> tuple[int, int]:
         return self._turns.get(view.engine, 0), view.engine

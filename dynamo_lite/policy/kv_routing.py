@@ -19,7 +19,7 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 
-__all__ = ("REASONS", "Choice", "KvPicker", "KvView", "LoadReport", "Shard")
+__all__ = ("REASONS", "KvPicker", "KvView", "LoadReport", "Shard", "WorkerChoice")
 
 #: Why a worker was chosen, in this order: it was the only one; it had the session's last request;
 #: no other worker holds more of the prompt; no worker holds any of it; workers that hold more are
@@ -33,7 +33,7 @@ _Levels = Sequence[tuple[int, Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkerChoice:
     """The chosen worker, as it was scored."""
 
     worker: Candidate
@@ -98,7 +98,7 @@ class KvPicker:
         hashes: Callable[[int], Sequence[ChainHash]],
         session: str | None = None,
         without: Set[int] = frozenset(),
-    ) -> Choice:
+    ) -> WorkerChoice:
         """`pick` without the prompt itself.
 
         members: the same tuple as in the last call, unless they have changed; otherwise all of
@@ -129,7 +129,7 @@ class KvPicker:
             prefill_tokens=prompt_tokens - chosen.matched,
             now=self._now(),
         )
-        return Choice(chosen, reason, candidates)
+        return WorkerChoice(chosen, reason, candidates)
 
     def reported(self, lease_id: int) -> None:
         """The worker has reported a new load, or what it holds is indexed elsewhere."""

@@ -26,7 +26,7 @@ from dynamo_lite.policy.planner_inputs import Role, RoleSeen, Seen
 from dynamo_lite.policy.planner_memory import (
     Action,
     AddWorkers,
-    Memory,
+    PlannerMemory,
     Proposal,
     RemoveWorker,
     RoleMemory,
@@ -42,9 +42,9 @@ from dynamo_lite.policy.planner_needs import (
     prefill_arrivals,
     prefill_need,
 )
-from dynamo_lite.policy.planner_step import RoleStep, Wish, is_a_tick_later, start_s
+from dynamo_lite.policy.planner_step import RoleStep, RoleWish, is_a_tick_later, start_s
 from dynamo_lite.policy.planner_work import Work
-from dynamo_lite.policy.role_switch import Unfit, Wait, judge
+from dynamo_lite.policy.role_switch import Unfit, WaitToSwitch, judge
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: Without a tick for this many tick times the load counts as unknown in between.
@@ -56,7 +56,9 @@ _BELIEVES, _FORGETS = 0.1, 0.005
 _START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 
 
-def plan(memory: Memory, seen: Seen, limits: PlannerOptions, now: float) -> tuple[Memory, Proposal]:
+def plan(
+    memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float
+) -> tuple[PlannerMemory, Proposal]:
     """One tick. now: monotonic seconds."""
     if not seen.roles:
         held = seen.hold or "the numbers of workers are not known"
@@ -65,7 +67,7 @@ def plan(memory: Memory, seen: Seen, limits: PlannerOptions, now: float) -> tupl
     memory = _learnt(memory, seen, limits, now)
     needs = _needs(memory, seen, limits)
     memories: dict[Role, RoleMemory] = {}
-    wishes: dict[Role, Wish] = {}
+    wishes: dict[Role, RoleWish] = {}
     plans: dict[Role, RolePlan] = {}
     steps: dict[Role, RoleStep] = {}
     for role in (role for role in Role if role in seen.roles):
@@ -87,7 +89,7 @@ def plan(memory: Memory, seen: Seen, limits: PlannerOptions, now: float) -> tupl
     return replace(memory, at=now, roles=memories), proposal
 
 
-def _learnt(memory: Memory, seen: Seen, limits: PlannerOptions, now: float) -> Memory:
+def _learnt(memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float) -> PlannerMemory:
     """The memory with the rates that this tick shows."""
     itl = memory.itl
     rate = _prefill_rate(memory.prefill_rate, seen, limits)
@@ -151,7 +153,7 @@ def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
     return role is not None and (role.youngest_s is None or role.youngest_s >= limits.young_s)
 
 
-def _needs(memory: Memory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
+def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
     needs: dict[Role, Need] = {}
     short = False
     if (prefill := seen.roles.get(Role.PREFILL)) is not None:
@@ -228,7 +230,7 @@ def _noted(
 def _within_budget(
     seen: Seen,
     steps: Mapping[Role, RoleStep],
-    wishes: Mapping[Role, Wish],
+    wishes: Mapping[Role, RoleWish],
     plans: dict[Role, RolePlan],
     limits: PlannerOptions,
 ) -> tuple[tuple[Action, ...], dict[Role, RolePlan]]:
@@ -250,7 +252,7 @@ def _within_budget(
                         giver = plans[removal.role]
                         plans[removal.role] = replace(giver, reason=switch.reason)
                         said = f"a {removal.role.value} worker becomes one; "
-                    case Wait(why):
+                    case WaitToSwitch(why):
                         said = f"{why}; "
                     case Unfit(why):
                         first += [removal] if removal not in first else []
@@ -261,7 +263,7 @@ def _within_budget(
 
 
 def _removals(
-    role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, Wish]
+    role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
 ) -> list[RemoveWorker]:
     """Those of other roles that make room for this one: they are due, or can be borne."""
     found: list[RemoveWorker | None] = []
@@ -275,7 +277,9 @@ def _removals(
     return [removal for removal in found if removal is not None]
 
 
-def _granted(seen: Seen, wishes: Mapping[Role, Wish], limits: PlannerOptions) -> dict[Role, int]:
+def _granted(
+    seen: Seen, wishes: Mapping[Role, RoleWish], limits: PlannerOptions
+) -> dict[Role, int]:
     """Workers to add, one for each role in turn, prefill workers first: their lack fills the KV of
     decode workers, too."""
     room = limits.budget_devices - sum(role.devices for role in seen.roles.values())
@@ -294,7 +298,7 @@ def _granted(seen: Seen, wishes: Mapping[Role, Wish], limits: PlannerOptions) ->
     return granted
 
 
-def begun(memory: Memory, action: Action, now: float) -> Memory:
+def begun(memory: PlannerMemory, action: Action, now: float) -> PlannerMemory:
     """With an action of the last proposal that was really begun; call it for each of them."""
     changes: dict[Role, bool] = {}
     match action:

@@ -47,7 +47,7 @@ class LastChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switches:
+class SwitchHistory:
     """What is known of switches between roles."""
 
     #: The role that has given a worker last, and how long ago; None: none has.
@@ -147,7 +147,7 @@ class Seen:
     prefill: PrefillLoad = field(default_factory=PrefillLoad)
     decode: DecodeLoad = field(default_factory=DecodeLoad)
     #: None: roles cannot be switched on the same device, as under Kubernetes.
-    switches: Switches | None = None
+    switches: SwitchHistory | None = None
     #: Why the planner must not act; empty if it may.
     hold: str = ""
     #: Numbers that an operator has set and that are not reached yet.

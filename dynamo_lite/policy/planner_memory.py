@@ -134,8 +134,8 @@ class RoleMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Begin with `Memory()`; it then takes a whole down window until a worker may be removed."""
+class PlannerMemory:
+    """Begin with `PlannerMemory()`. A worker may be removed only after a whole down window."""
 
     #: Of the last tick.
     at: float | None = None

@@ -33,7 +33,7 @@ _UNDER_WAY = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class RoleWish:
     """What one role wants, before the budget."""
 
     #: Workers to add.
@@ -82,7 +82,7 @@ class RoleStep:
         self._window_s = limits.down_window_s * (_FALL_WINDOW if falls else 1.0)
         self._least, self._most = bounds(limits, role)
 
-    def manual(self, wanted: int) -> tuple[RoleMemory, Wish, RolePlan]:
+    def manual(self, wanted: int) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards the number that an operator has set, regardless of the load."""
         wanted = min(max(wanted, self._least), self._most)
         memory = replace(self._memory, up_ticks=0)
@@ -93,15 +93,15 @@ class RoleStep:
             return memory, *under_way
         if wanted > self._seen.count:
             if wait := self._until_retry():
-                return memory, Wish(), self._plan("pending", wanted, f"{reason}; {wait}")
-            wish = Wish(add=wanted - self._seen.count)
+                return memory, RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
+            wish = RoleWish(add=wanted - self._seen.count)
             return memory, wish, self._plan("pending", wanted, reason)
         if wanted < self._seen.count:
             wish, why = self._removal(reason)
             return memory, wish, self._plan("pending", wanted, why)
-        return memory, Wish(), self._plan("observe", wanted, reason)
+        return memory, RoleWish(), self._plan("observe", wanted, reason)
 
-    def demand(self) -> tuple[RoleMemory, Wish, RolePlan]:
+    def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards what the load needs."""
         seen, need, now = self._seen, self._need, self._now
         wanted = need.wanted(seen.count)
@@ -127,7 +127,7 @@ class RoleStep:
             return memory, *under_way
         return memory, wish, plan
 
-    def _up(self, memory: RoleMemory, goal: int, below: bool) -> tuple[Wish, RolePlan]:
+    def _up(self, memory: RoleMemory, goal: int, below: bool) -> tuple[RoleWish, RolePlan]:
         seen, now = self._seen, self._now
         pending_s = now - memory.up_since
         missing = goal - seen.count
@@ -135,15 +135,17 @@ class RoleStep:
         if below:
             missing, reason = self._least - seen.count, f"fewer than the minimum, {self._least}"
         if wait := self._until_retry():
-            return Wish(), self._plan("pending", goal, f"{reason}; {wait}", pending_s)
+            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}", pending_s)
         if not below and memory.up_ticks < UP_TICKS:
-            return Wish(), self._plan("pending", goal, f"{reason}; needed once so far", pending_s)
+            return RoleWish(), self._plan(
+                "pending", goal, f"{reason}; needed once so far", pending_s
+            )
         if not below and (wait := self._until_reversal(up=True)):
-            return Wish(), self._plan("pending", goal, f"{reason}; {wait}", pending_s)
+            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}", pending_s)
         step = max(_FREE_STEP, math.ceil(seen.count * _UP_STEP))
-        return Wish(add=min(missing, step)), self._plan("pending", goal, reason, pending_s)
+        return RoleWish(add=min(missing, step)), self._plan("pending", goal, reason, pending_s)
 
-    def _down(self, memory: RoleMemory, wanted: int | None) -> tuple[Wish, RolePlan]:
+    def _down(self, memory: RoleMemory, wanted: int | None) -> tuple[RoleWish, RolePlan]:
         """The window's maximum counts, so one busy moment keeps a worker for a whole window."""
         seen, limits, now = self._seen, self._limits, self._now
         reason = self._need.reason
@@ -152,19 +154,19 @@ class RoleStep:
             return wish, self._plan("pending", self._most, why)
         if memory.known_since is None or not memory.needs:
             state: State = "hold" if self._need.up is None else "observe"
-            return Wish(), self._plan(state, wanted, reason)
+            return RoleWish(), self._plan(state, wanted, reason)
         lately = next((n for at, n in memory.needs if at > now - self._window_s), self._most)
         floor = max(lately, self._least)
         if floor >= seen.count:
             gives = self._gives(memory)
-            return Wish(gives=gives), self._plan("observe", wanted, reason)
+            return RoleWish(gives=gives), self._plan("observe", wanted, reason)
         since = now - memory.known_since
         if since < limits.down_window_s:
             wait = f"{floor} were enough for {since:.0f} of {limits.down_window_s:.0f} s"
             gives = self._gives(memory)
-            return Wish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}", since)
+            return RoleWish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}", since)
         if wait := self._until_reversal(up=False):
-            return Wish(), self._plan("pending", wanted, f"{reason}; {wait}", since)
+            return RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}", since)
         wish, why = self._removal(f"{floor} are enough: {reason}")
         return replace(wish, gives=True), self._plan("pending", wanted, why, since)
 
@@ -181,17 +183,17 @@ class RoleStep:
     def removal_for(self, other: Role) -> RemoveWorker | None:
         return self._removal(f"makes room for a {other.value} worker")[0].remove
 
-    def _removal(self, reason: str) -> tuple[Wish, str]:
+    def _removal(self, reason: str) -> tuple[RoleWish, str]:
         """The removal of one worker, if one may be removed; and the reason for what is done."""
         seen, role = self._seen, self._role
         if seen.count - 1 < self._least:
-            return Wish(), f"{reason}; the minimum is reached"
+            return RoleWish(), f"{reason}; the minimum is reached"
         if not self._only_removals():
-            return Wish(), f"{reason}; a start is under way"
+            return RoleWish(), f"{reason}; a start is under way"
         present = seen.count + seen.counts.draining
         cap = math.floor(present * _DRAIN_SHARE) if present > _MANY else 1
         if max(len(seen.operations), seen.counts.draining) >= max(cap, 1):
-            return Wish(), f"{reason}; a worker drains"
+            return RoleWish(), f"{reason}; a worker drains"
         # Removals whose workers still count as ready: they are ordered, and do not drain yet.
         free = len(seen.operations) - seen.counts.draining
         if seen.counts.starting and not seen.operations:
@@ -199,15 +201,15 @@ class RoleStep:
             waited_s = 0.0 if since is None else self._now - since
             overdue = waited_s > start_deadline_s(seen, self._limits)
             removal = RemoveWorker(role=role, starting=True, reason=reason, overdue=overdue)
-            return Wish(remove=removal), reason
+            return RoleWish(remove=removal), reason
         if seen.counts.ready - max(free, 0) < 1 or seen.serving - max(free, 0) < 2:
-            return Wish(), f"{reason}; the last one that serves stays"
-        return Wish(remove=RemoveWorker(role=role, starting=False, reason=reason)), reason
+            return RoleWish(), f"{reason}; the last one that serves stays"
+        return RoleWish(remove=RemoveWorker(role=role, starting=False, reason=reason)), reason
 
     def _only_removals(self) -> bool:
         return all(operation.kind == "remove" for operation in self._seen.operations)
 
-    def _under_way(self, wanted: int | None) -> tuple[Wish, RolePlan] | None:
+    def _under_way(self, wanted: int | None) -> tuple[RoleWish, RolePlan] | None:
         """The operations in flight; None if there are none. Starts that are too slow end."""
         operations = self._seen.operations
         if not operations:
@@ -228,7 +230,7 @@ class RoleStep:
         state: State = "settling" if first.confirmed else "acting"
         what = _UNDER_WAY[first.kind]
         reason = f"{what} is under way for {first.age_s:.0f} s"
-        return Wish(withdraw=late), self._plan(state, wanted, reason, first.age_s)
+        return RoleWish(withdraw=late), self._plan(state, wanted, reason, first.age_s)
 
     def _until_retry(self) -> str:
         """Why no worker may be started now; empty if one may."""

@@ -59,7 +59,7 @@ class Costs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineState:
     """What an engine is doing when a prompt is decided."""
 
     #: Of the last step.
@@ -119,7 +119,9 @@ class PrefillCosts:
             return "wrong_remote"
         return ""
 
-    def of(self, uncached: int, cached: int, here: Engine, queue: QueueView, now: float) -> Costs:
+    def of(
+        self, uncached: int, cached: int, here: EngineState, queue: QueueView, now: float
+    ) -> Costs:
         """The costs of a prompt. queue: must have prefill workers."""
         load, ahead, work = here.load, here.ahead, work_of(uncached, cached)
         streams = load.streams

@@ -33,7 +33,7 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitToSwitch:
     """No switch now, and nothing in its place."""
 
     reason: str
@@ -48,7 +48,7 @@ class Unfit:
 
 def judge(
     seen: Seen, removal: RemoveWorker, to: Role, need: str, limits: PlannerOptions
-) -> SwitchWorker | Wait | Unfit:
+) -> SwitchWorker | WaitToSwitch | Unfit:
     """What happens while `to` needs a worker and has no room for it.
 
     removal: a removal that the other role can afford, by its own check. need: why the worker is
@@ -63,14 +63,14 @@ def judge(
     if taker.counts.devices_each > giver.counts.devices_each:
         return Unfit("its worker needs more devices")
     if giver.operations or taker.operations:
-        return Wait("another change is under way")
+        return WaitToSwitch("another change is under way")
     # What an operator sets is done at once.
     if switches.last_giver == to and not seen.manual and switches.last_age_s < DWELL_S:
         rest = DWELL_S - switches.last_age_s
-        return Wait(f"it gave a worker itself: none back for {rest:.0f} s")
+        return WaitToSwitch(f"it gave a worker itself: none back for {rest:.0f} s")
     ways = _ways(seen, taker, limits)
     if ways.free_s is not None and not _quicker(ways):
-        return Wait("a worker drains: its device is free as soon")
+        return WaitToSwitch("a worker drains: its device is free as soon")
     other = "no other device is free" if ways.free_s is None else "that is sooner than any other"
     reason = (
         f"becomes a {to.value} worker, drain {ways.drain_s:.0f} s and start {ways.switch_s:.0f} s:"

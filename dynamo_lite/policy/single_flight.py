@@ -34,7 +34,7 @@ class FlightReason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForLeader:
     """Wait until the leader's remote prefill is over."""
 
     reason: FlightReason
@@ -65,7 +65,7 @@ def follow(
     leader_tokens: int,
     waits: int,
     thresholds: SingleFlightThresholds,
-) -> Wait | GoOn:
+) -> WaitForLeader | GoOn:
     """Whether a prompt with this verdict waits for a remote prefill in flight.
 
     shared_tokens: its uncached tokens that the leader's KV will bring. leader_tokens: all tokens
@@ -84,4 +84,4 @@ def follow(
         return GoOn(FlightReason.MOSTLY_ITS_OWN)
     if 2 * shared_tokens < leader_tokens:
         return GoOn(FlightReason.LEADER_LONGER)
-    return Wait(FlightReason.SHARED)
+    return WaitForLeader(FlightReason.SHARED)

@@ -52,7 +52,7 @@ class KvView(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class MemberLoad:
     """One member, as of now. Written by `WorkerLoads`."""
 
     member: EndpointRecord
@@ -71,7 +71,7 @@ class WorkerLoads:
     def __init__(self, view: KvView, now: Callable[[], float], options: KvRoutingOptions):
         self.pending = PendingRequests(self._place)
         self.order = LoadOrder()
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, MemberLoad] = {}
         self._view, self._now, self._options = view, now, options
         self._members: Sequence[EndpointRecord] | None = None
         #: When each worker was last chosen, as a number that grows.
@@ -134,7 +134,7 @@ class WorkerLoads:
         self._forget_others(members)
         self._due, self._dues, self._shards = {}, [], {}
         self.workers = {
-            member.lease_id: Worker(member, position, None, None)
+            member.lease_id: MemberLoad(member, position, None, None)
             for position, member in enumerate(members)
         }
         for lease_id, worker in self.workers.items():
@@ -149,7 +149,7 @@ class WorkerLoads:
         if (worker := self.workers.get(lease_id)) is not None:
             self.order.move(lease_id, *self._rank(lease_id, worker))
 
-    def _rank(self, lease_id: int, worker: Worker) -> tuple[Rank, bool]:
+    def _rank(self, lease_id: int, worker: MemberLoad) -> tuple[Rank, bool]:
         """Its place in the order, and whether its KV cache is full. Updates its load."""
         ours, report = self.pending.of(lease_id), worker.report
         requests, tokens, usage = ours.requests, ours.prefill_tokens, 0.0
@@ -162,7 +162,7 @@ class WorkerLoads:
         rank = load if self._options.load_weight else 0, self.turn(lease_id), worker.position
         return rank, usage >= self._options.max_kv_usage
 
-    def _see(self, worker: Worker, report: LoadReport | None) -> None:
+    def _see(self, worker: MemberLoad, report: LoadReport | None) -> None:
         worker.report = report
         if report is not None and report.fresh_for_s < math.inf:
             lease_id, due = worker.member.lease_id, self._now() + report.fresh_for_s
@@ -182,7 +182,7 @@ class WorkerLoads:
             self._see(self.workers[lease_id], self._view.load(lease_id))
             self._place(lease_id)
 
-    def _index(self, worker: Worker, shard: Shard | None) -> None:
+    def _index(self, worker: MemberLoad, shard: Shard | None) -> None:
         if shard == worker.shard:
             return
         for changed, by in ((worker.shard, -1), (shard, 1)):

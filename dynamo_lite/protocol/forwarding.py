@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import LeaseId, Natural
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class LegCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that could have taken a leg. Amounts are estimated tokens."""
 
     #: HOST:PORT.
@@ -37,7 +37,7 @@ class LegChoice(msgspec.Struct, frozen=True, kw_only=True):
     #: As in the metric `dynamo_lite_forward_choices_total`.
     reason: Word
     #: The first candidates, with the chosen one among them.
-    candidates: list[Candidate] = []
+    candidates: list[LegCandidate] = []
     #: Number of all candidates.
     of: Natural = 0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.policy.drain import Pace, Running, busy_s
+from dynamo_lite.policy.drain import Pace, RunningRequest, busy_s
 from dynamo_lite.policy.request_pace import RequestPace
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
@@ -102,10 +102,10 @@ class FlightCosts:
                 del self._hits[lease_id, counted]
 
 
-def running(flight: MigratingRequest, now: float) -> Running:
+def running(flight: MigratingRequest, now: float) -> RunningRequest:
     """The request as `policy/drain.py` sees it. now: by the event loop's clock."""
     decoded = flight.decoded_tokens
-    return Running(
+    return RunningRequest(
         prompt_tokens=len(flight.request.prompt_token_ids),
         output_tokens=flight.output_tokens,
         limit_tokens=_limit_of(flight.request),

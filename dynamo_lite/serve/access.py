@@ -1,7 +1,7 @@
 """Connects to external servers, to check the credentials there and the versions of the members:
 `python -m dynamo_lite.serve.access`.
 
-Reads `Servers` as JSON from standard input, because arguments are visible to every user of
+Reads `ServersToCheck` as JSON from standard input, because arguments are visible to every user of
 the machine, and writes a JSON list of problems. It is a process of its own because the etcd
 client uses gRPC: a supervisor that forks must not have gRPC's threads.
 """
@@ -24,7 +24,7 @@ from dynamo_lite.runtime.store import Store
 _CONNECT_TIMEOUT_S = 5.0
 
 
-class Servers(msgspec.Struct, frozen=True, kw_only=True):
+class ServersToCheck(msgspec.Struct, frozen=True, kw_only=True):
     """URLs of the servers to check; None: do not check this one."""
 
     nats: str | None = None
@@ -36,7 +36,7 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueOptions | None = None
 
 
-async def problems(servers: Servers) -> list[str]:
+async def problems(servers: ServersToCheck) -> list[str]:
     """One sentence for each server that cannot be used."""
     from dynamo_lite.queue.open import check_queue
     from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -64,7 +64,7 @@ async def _problem(check: Awaitable[str]) -> str:
         return str(exc)
 
 
-async def _misfits(store: Store, servers: Servers) -> str:
+async def _misfits(store: Store, servers: ServersToCheck) -> str:
     """Why these processes could not work together with a live member of the namespace."""
     if not servers.namespace:
         return ""
@@ -91,5 +91,5 @@ def _secrecy(member: EndpointRecord, *, authenticated: bool) -> str:
 
 
 if __name__ == "__main__":
-    servers = msgspec.json.decode(sys.stdin.buffer.read(), type=Servers)
+    servers = msgspec.json.decode(sys.stdin.buffer.read(), type=ServersToCheck)
     sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(problems(servers))))

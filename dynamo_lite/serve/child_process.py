@@ -31,7 +31,7 @@ _REPORT_LIMIT_BYTES = 1 << 20
 _STDERR = 2
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     """To a process: drain, and go on as what this plan says."""
 
     #: Path of a file with a ChildPlan.
@@ -151,7 +151,9 @@ class ChildProcess:
         if self._orders is None:
             return False
         try:
-            os.write(self._orders, msgspec.json.encode(Order(plan=str(plan.resolve()))) + b"\n")
+            os.write(
+                self._orders, msgspec.json.encode(ChildOrder(plan=str(plan.resolve()))) + b"\n"
+            )
         except OSError:  # it ends
             return False
         return True

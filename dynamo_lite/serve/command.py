@@ -22,7 +22,7 @@ from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
-from dynamo_lite.serve.place import Place
+from dynamo_lite.serve.place import GraphPlace
 from dynamo_lite.serve.ports import shared_port
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run
@@ -180,7 +180,7 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
 
 async def _connect(
     request: ServeRequest, directory: Path, stack: AsyncExitStack, progress: Progress
-) -> tuple[Place, list[Server]]:
+) -> tuple[GraphPlace, list[Server]]:
     """Finds or starts NATS and etcd, and finds or makes the secret. Returns also the embedded
     servers that were started.
 
@@ -216,7 +216,7 @@ async def _connect(
         etcd_url = etcd.url
         servers.append(etcd)
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
-    return Place(nats_url=nats_url, etcd_url=etcd_url, secret=secret), servers
+    return GraphPlace(nats_url=nats_url, etcd_url=etcd_url, secret=secret), servers
 
 
 def _empty_folder(directory: Path) -> None:

@@ -10,7 +10,7 @@ from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
-from dynamo_lite.serve.place import Place
+from dynamo_lite.serve.place import GraphPlace
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.services import Graph
 from dynamo_lite.vllm.args import engine_flags
@@ -28,7 +28,7 @@ class Launches:
         config: GraphConfig,
         service: ServiceConfig,
         directory: Path,
-        place: Place,
+        place: GraphPlace,
         *,
         log_level: str,
         log_format: LogFormat,

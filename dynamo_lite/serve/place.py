@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GraphPlace:
     nats_url: str
     etcd_url: str
     #: The secret file (`runtime/secret.py`); None: messages are not authenticated.

@@ -22,7 +22,7 @@ from dynamo_lite.runtime.process.role_order import RoleOrder
 from dynamo_lite.runtime.process.stop import EXIT_START_FAILED
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.child import ChildPlan, load, read_plan
-from dynamo_lite.serve.child_process import Order
+from dynamo_lite.serve.child_process import ChildOrder
 from dynamo_lite.services.backend import KeptBackend
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class _Orders:
     async def read(self) -> None:
         while line := await self._reader.readline():
             try:
-                order = msgspec.json.decode(line, type=Order)
+                order = msgspec.json.decode(line, type=ChildOrder)
             except msgspec.DecodeError as exc:
                 logger.error("dropped a malformed order of the supervisor: %s", exc)
                 continue

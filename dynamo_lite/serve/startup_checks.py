@@ -25,7 +25,7 @@ from dynamo_lite.runtime.address import (
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.serve.access import Servers
+from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.config import ServiceConfig, child_environment
 from dynamo_lite.serve.options import GraphOptions
 from dynamo_lite.serve.ports import http_address
@@ -147,7 +147,7 @@ async def check_servers(
     if etcd_url is not None:
         await _check_reachable("etcd", etcd_url, parse_etcd_url(etcd_url))
     if nats_url is not None or etcd_url is not None:
-        servers = Servers(
+        servers = ServersToCheck(
             nats=nats_url,
             etcd=etcd_url,
             namespace=namespace,
@@ -174,7 +174,7 @@ async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
     raise StartupError(f"{what} at {redact(url)} is unreachable: {'; '.join(problems)}")
 
 
-async def _check_access(servers: Servers) -> None:
+async def _check_access(servers: ServersToCheck) -> None:
     """Raises StartupError when TLS or the credentials fail, or a server refuses."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dynamo_lite.serve.access"),

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.forward.engines import Engines
+from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.kv.tokenizer import Tokenizer
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.upstream import Upstream
@@ -32,7 +32,7 @@ class EngineKv:
 
 @asynccontextmanager
 async def kv_events(
-    engines: Engines, upstream: Upstream, config: ForwarderConfig, registry: CollectorRegistry
+    engines: KnownEngines, upstream: Upstream, config: ForwarderConfig, registry: CollectorRegistry
 ) -> AsyncIterator[EngineKv | None]:
     """Follows engines that publish KV events. Gives None if no engine publishes or could
     publish any."""

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from dynamo_lite.forward.discovery import Discovery, Trust, unused_by_reason
 from dynamo_lite.forward.engine_tls import check_trust
-from dynamo_lite.forward.engines import Engines
+from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.options import ForwarderConfig
@@ -41,7 +41,7 @@ class Forwarder:
         self._spec = spec
         self._stack = AsyncExitStack()
         self._protocol = PROTOCOLS[self._config.protocol]
-        self._engines = Engines(self._config.engines, self._protocol)
+        self._engines = KnownEngines(self._config.engines, self._protocol)
         self._forwarding: Forwarding | None = None
         self._server: ForwardServer | None = None
 
@@ -181,7 +181,7 @@ def server_url(config: ForwarderConfig, port: int) -> str:
 class ForwardMetrics(Collector):
     """Reads the counts from their owners."""
 
-    def __init__(self, forwarding: Forwarding, placer: Places, engines: Engines):
+    def __init__(self, forwarding: Forwarding, placer: Places, engines: KnownEngines):
         self._stats, self._placer, self._engines = forwarding.stats, placer, engines
 
     def describe(self) -> Iterable[Metric]:

@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from dynamo_lite.forward.engines import Engine, EngineLoad
+from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad
 from dynamo_lite.forward.options import EngineOptions, ProtocolName, Role
-from dynamo_lite.forward.probe import EngineProbe
+from dynamo_lite.forward.probe import StockEngineProbe
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import LegFailed, Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
@@ -78,12 +78,12 @@ class JoinedEngine:
     def __init__(self, config: Mapping[str, Any] | JoinOptions, spec: ProcessSpec):
         self._options = options = msgspec.convert(config, JoinOptions)
         self._spec = spec
-        self._engine = Engine(
+        self._engine = KnownEngine(
             0, options, PROTOCOLS[options.protocol], lease="", model=options.model
         )
         self._stack = AsyncExitStack()
-        self._probe: EngineProbe | None = None
-        self._load: EngineLoad | None = None
+        self._probe: StockEngineProbe | None = None
+        self._load: StockEngineLoad | None = None
         self._host: Host | None = None
         #: Whether the record is in the store; None: a call has failed, so it may be there or not.
         self._registered: bool | None = False
@@ -95,7 +95,7 @@ class JoinedEngine:
         upstream = await self._stack.enter_async_context(
             Upstream(connect_s=_CONNECT_S, idle_s=self._options.health_timeout_s)
         )
-        self._probe = EngineProbe(upstream, within_s=self._options.health_timeout_s)
+        self._probe = StockEngineProbe(upstream, within_s=self._options.health_timeout_s)
         told = ""
         while not await self._check():
             if told != self._engine.trouble:

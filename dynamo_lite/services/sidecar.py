@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.engine_tls import engine_tls
-from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.named import AllowedHosts
@@ -53,7 +53,7 @@ class Sidecar:
         for sock in sockets:
             self._stack.callback(sock.close)
         ports: list[int] = [sock.getsockname()[1] for sock in sockets]
-        engines = Engines(own.engines, protocol)
+        engines = KnownEngines(own.engines, protocol)
         upstream = await enter(Upstream(connect_s=own.connect_timeout_s, idle_s=own.idle_timeout_s))
         monitor = await enter(EngineMonitor(engines, upstream, own, SentPrompts(1)))
         prefillers = Prefillers(
@@ -103,13 +103,13 @@ def _first(count: int) -> int:
     return 0
 
 
-def _ready(engine: Engine) -> dict[str, Any]:
+def _ready(engine: KnownEngine) -> dict[str, Any]:
     trouble = "" if engine.usable else f"{engine.name}: {engine.trouble}"
     return {"ok": engine.usable, "checks": {"engine": {"ok": engine.usable, "detail": trouble}}}
 
 
 def _health(
-    own: ForwarderConfig, engines: Engines, prefillers: Prefillers, forwarding: Forwarding
+    own: ForwarderConfig, engines: KnownEngines, prefillers: Prefillers, forwarding: Forwarding
 ) -> Mapping[str, Any]:
     return {
         "ok": any(engine.usable for engine in engines.all),

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.policy.attempt import AttemptState
 from dynamo_lite.protocol.prefill import decode_cancel_attempt
-from dynamo_lite.simulation.engine.assembly import Engine
+from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.engine.halves import DecodeHalves
-from dynamo_lite.simulation.engine.request import SimRequest, Status
+from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus
 
 
 @dataclass
@@ -25,7 +25,7 @@ class CancelWatch:
     #: Attempts with a cancel in flight, and when it began.
     _under_way: dict[str, float] = field(default_factory=dict[str, float])
 
-    def aborting(self, engine: Engine, request_ids: Sequence[str]) -> None:
+    def aborting(self, engine: SimEngineProcess, request_ids: Sequence[str]) -> None:
         """To be called before these requests are aborted."""
         halves = engine.halves
         if not isinstance(halves, DecodeHalves):
@@ -63,4 +63,4 @@ def _place(request: SimRequest, state: AttemptState | None) -> str:
     """The attempt's state in the ledger; without one, the request's state in the engine."""
     if state is not None:
         return state.value
-    return "between" if request.status is Status.PARKED else request.status.value
+    return "between" if request.status is SimRequestStatus.PARKED else request.status.value

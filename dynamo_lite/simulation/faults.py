@@ -15,7 +15,7 @@ from dynamo_lite.simulation.supervisor import Slot
 _SERVER_RESTART_S = 0.3
 
 
-class Server(Protocol):
+class KillableServer(Protocol):
     """A server of the cluster that can be killed and started again."""
 
     @property
@@ -30,7 +30,7 @@ class FaultInjector:
 
     network: Network
     slots: dict[str, Slot]
-    servers: dict[str, Server]
+    servers: dict[str, KillableServer]
     revoke: Callable[[int], bool]
     #: Pauses that have ended: the name of the slot or server, start and end.
     paused: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])

@@ -18,7 +18,7 @@ from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.queue.base import Job
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.cancels import CancelWatch
-from dynamo_lite.simulation.engine.assembly import Engine
+from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.engine.halves import DecodeHalves, PrefillHalves
 from dynamo_lite.simulation.engine.mover import Landing, SimMover
 from dynamo_lite.simulation.engine.request import SimRequest
@@ -46,7 +46,9 @@ class Judge:
     violations: list[str] = field(default_factory=list[str])
     #: Events by name; they show whether a run reached the states to be tested.
     counts: Counter[str] = field(default_factory=Counter[str])
-    _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
+    _engines: dict[SimMover, SimEngineProcess] = field(
+        default_factory=dict[SimMover, SimEngineProcess]
+    )
     _deliveries: dict[str, int] = field(default_factory=dict[str, int])
     _told: set[SimRequest] = field(default_factory=set[SimRequest])
     _ends_told: set[str] = field(default_factory=set[str])
@@ -61,16 +63,16 @@ class Judge:
             self.violations.append(f"{self.now() - START_S:.3f} s: {text}")
         self.say(f"VIOLATION {text}")
 
-    def engine_started(self, engine: Engine) -> None:
+    def engine_started(self, engine: SimEngineProcess) -> None:
         self._engines[engine.mover] = engine
         engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
         engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
 
-    def engine_died(self, engine: Engine) -> None:
+    def engine_died(self, engine: SimEngineProcess) -> None:
         """Its memory is gone: writes to it and its blocks are not checked any more."""
         self._engines.pop(engine.mover, None)
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[SimEngineProcess]:
         """Those that live."""
         return list(self._engines.values())
 
@@ -105,7 +107,7 @@ class Judge:
                 )
                 return
 
-    def stepped(self, engine: Engine, scheduled_at: float) -> None:
+    def stepped(self, engine: SimEngineProcess, scheduled_at: float) -> None:
         """After a step: no request waits for remote KV beyond its timeout."""
         role = engine.setup.engine_config.role
         if not isinstance(role, DecodeEngineConfig):
@@ -210,7 +212,7 @@ class Judge:
         if self.faultless and (left := self.cancels.under_way):
             self.violate(f"cancels that have not reached their writers: {left}")
 
-    def _engine(self, engine_id: str) -> Engine | None:
+    def _engine(self, engine_id: str) -> SimEngineProcess | None:
         found = (e for e in self._engines.values() if e.setup.engine_config.engine_id == engine_id)
         return next(found, None)
 
@@ -227,7 +229,7 @@ class Judge:
                     self.counts[f"attempt {outcome}"] += 1
 
 
-def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
+def _ownership(engine: SimEngineProcess, attempt: str, block: int) -> str | None:
     """The state of the attempt that allows a write into this block; None if it is not allowed."""
     halves = engine.halves
     if not isinstance(halves, DecodeHalves):
@@ -245,7 +247,7 @@ def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
     return None
 
 
-def _may_be_read(engine: Engine, attempt: str, block: int) -> bool:
+def _may_be_read(engine: SimEngineProcess, attempt: str, block: int) -> bool:
     halves = engine.halves
     if not isinstance(halves, DecodeHalves) or attempt not in halves.asked:
         return False
@@ -257,14 +259,14 @@ def _may_be_read(engine: Engine, attempt: str, block: int) -> bool:
     return engine.core.scheduler.parked(request) and block in prefix
 
 
-def _blocks(engine: Engine, landing: Landing) -> list[int]:
+def _blocks(engine: SimEngineProcess, landing: Landing) -> list[int]:
     """The ids of the engine's blocks that it covers."""
     memory = engine.core.memory
     at = landing.address - memory.base
     return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]
 
 
-def _engine_unsettled(engine: Engine) -> str | None:
+def _engine_unsettled(engine: SimEngineProcess) -> str | None:
     core, halves = engine.core, engine.halves
     if core.scheduler.requests:
         return f"requests {', '.join(core.scheduler.requests)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.overview.model import Worker
+from dynamo_lite.overview.model import LiveProcess
 from dynamo_lite.policy.drain import Safe, Unsafe
 from dynamo_lite.policy.planner_inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
 from dynamo_lite.protocol.planner import RoleCounts
@@ -18,7 +18,7 @@ from dynamo_lite.services.planner.departure import Departure
 from dynamo_lite.services.planner.observation import Observed
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.records import PlannerRecords
-from dynamo_lite.services.planner.under_way import Running
+from dynamo_lite.services.planner.under_way import RunningOperation
 from dynamo_lite.simulation.shipped import Shipped
 
 
@@ -46,7 +46,7 @@ class _KillsOnIdle(Planner):
         facts = await super().start(host)
         await_leaving = self._operations._await_leaving
 
-        async def await_idle(one: Running, counted: Counted) -> None:
+        async def await_idle(one: RunningOperation, counted: Counted) -> None:
             if one.departure is None:
                 namespace = self._spec.namespace
                 one.departure = _IdleDeparture(one.record, namespace, host.clock.monotonic)
@@ -160,7 +160,7 @@ class _StaleIsZero(Planner):
         facts = await super().start(host)
         prefill = self._observation._prefill
 
-        def zero(decode: Sequence[Worker]) -> PrefillLoad:
+        def zero(decode: Sequence[LiveProcess]) -> PrefillLoad:
             load, none = prefill(decode), Datum(0.0)
             return PrefillLoad(
                 asked_per_s=load.asked_per_s or none,
@@ -184,7 +184,7 @@ class _DoesItAgain(Planner):
         facts = await super().start(host)
         order_additions = self._operations._order_additions
 
-        async def order_all(one: Running, counted: Counted, counts: RoleCounts) -> None:
+        async def order_all(one: RunningOperation, counted: Counted, counts: RoleCounts) -> None:
             if one.resumed:
                 counts = RoleCounts(ready=one.record.before)
             await order_additions(one, counted, counts)
@@ -217,7 +217,7 @@ class _Unrecorded(Planner):
         facts = await super().start(host)
         enter = self._under_way.enter
 
-        async def enter_later(one: Running, phase: Any) -> None:
+        async def enter_later(one: RunningOperation, phase: Any) -> None:
             if phase == "ordered":
                 one.stored = True
             else:

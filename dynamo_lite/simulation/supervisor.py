@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.simulation.engine.assembly import Engine
+from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
@@ -164,7 +164,7 @@ class Slot:
     # Home
 
     def start_engine(
-        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+        self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
     ) -> SimProcess:
         self._end_engine()
         process = self.engine = self._loop.add_process(f"{self.name}.engine", host=self.name)

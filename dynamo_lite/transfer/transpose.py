@@ -22,7 +22,7 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayPlace:
     """The location of an array, as a start and strides in bytes."""
 
     #: An address, or a position in a slot.
@@ -36,13 +36,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Move:
+class ArrayMove:
     """One array of one lane; each unit has heads x groups x items of item_bytes."""
 
     #: Location in this rank's KV.
-    source: Place
+    source: ArrayPlace
     #: Location in a slot.
-    target: Place
+    target: ArrayPlace
     heads: int
     groups: int
     items: int
@@ -57,7 +57,7 @@ class Layout:
     capacity: int
     #: Location of these blocks in a slot at address 0, by lane.
     regions: list[KvRegion]
-    moves: list[Move]
+    moves: list[ArrayMove]
     #: Tokens per block of this rank.
     local_tokens: int
     #: Tokens per block of the peer.
@@ -96,14 +96,14 @@ def slot_layout(lanes: Sequence[ShardMapping], slot_bytes: int) -> Layout:
     unit = math.gcd(here, there)
     at = 0
     regions: list[KvRegion] = []
-    moves: list[Move] = []
+    moves: list[ArrayMove] = []
     for lane in lanes:
         regions.append(_in_slot(lane.remote, at))
         first = lane.heads.start - lane.local.first_head
         for source, target in zip(lane.local.arrays, lane.remote.arrays, strict=True):
             start = lane.local.base + first * source.head_stride
             moves.append(
-                Move(
+                ArrayMove(
                     source=_place(source, start, lane.local.stride_bytes, unit),
                     target=_place(target, at, lane.remote.block_bytes, unit),
                     heads=len(lane.heads),
@@ -146,8 +146,8 @@ def _in_slot(remote: KvRegion, at: int) -> KvRegion:
     )
 
 
-def _place(array: KvArray, start: int, block_stride: int, unit: int) -> Place:
-    return Place(
+def _place(array: KvArray, start: int, block_stride: int, unit: int) -> ArrayPlace:
+    return ArrayPlace(
         start=start + array.offset,
         block=block_stride,
         unit=unit // array.group_tokens * array.group_stride,
@@ -157,7 +157,7 @@ def _place(array: KvArray, start: int, block_stride: int, unit: int) -> Place:
     )
 
 
-def _word_bytes(moves: Sequence[Move]) -> int:
+def _word_bytes(moves: Sequence[ArrayMove]) -> int:
     numbers = [_WORD_BYTES]
     for move in moves:
         numbers.append(move.item_bytes)

@@ -19,7 +19,7 @@ from dynamo_lite.forward.failures import Broken, DecodeFailed
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.legs import Legs, Sending
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import Order
+from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.forward.upstream import Upstream
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 FALLING_BACK = sorted(
     name
     for name, protocol in PROTOCOLS.items()
-    if protocol.decodes_alone and protocol.order is not Order.SINGLE
+    if protocol.decodes_alone and protocol.order is not LegOrder.SINGLE
 )
 PAIRED = sorted(name for name, protocol in PROTOCOLS.items() if not protocol.decodes_alone)
 TWO_LEGS = [*FALLING_BACK, *PAIRED]
@@ -111,7 +111,7 @@ async def test_a_failed_prefill_leaves_the_decode_engine_with_the_clients_body(
         assert last.body == sent
         assert r.answered["alone", "prefill_failed"] == 1
         assert len(r.prefill[0].legs) == 1
-        if PROTOCOLS[name].order is Order.PARALLEL:
+        if PROTOCOLS[name].order is LegOrder.PARALLEL:
             # The leg that waited for the KV is closed, not waited for.
             assert len(r.decode[0].legs) == 2
             async with asyncio.timeout(5):
@@ -652,7 +652,7 @@ async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check
 WAITING = sorted(
     name
     for name, protocol in PROTOCOLS.items()
-    if protocol.order is Order.PARALLEL and not protocol.first_token_from_prefill
+    if protocol.order is LegOrder.PARALLEL and not protocol.first_token_from_prefill
 )
 
 
@@ -769,7 +769,7 @@ async def test_a_decode_engine_that_fails_is_replaced_with_a_new_prefill(
             count for (leg, _), count in r.forwarding.stats.failures.items() if leg == "decode"
         )
         assert failures >= 1
-        if PROTOCOLS[name].order is Order.SERIAL:
+        if PROTOCOLS[name].order is LegOrder.SERIAL:
             assert len(ids) == failures + 1
 
 
@@ -803,7 +803,7 @@ async def test_a_decode_4xx_is_the_clients(name: str, status: int):
         await warm(r)
         for engine in r.decode:
             engine.faults.append(Fault("status", status))
-        async with slow(r.prefill[0]) if PROTOCOLS[name].order is Order.PARALLEL else _nothing():
+        async with slow(r.prefill[0]) if PROTOCOLS[name].order is LegOrder.PARALLEL else _nothing():
             got, _ = await r.ask()
         assert got == status
         assert sum(len(engine.legs) for engine in r.decode) == 1
@@ -814,7 +814,7 @@ async def _nothing() -> AsyncIterator[None]:
     yield
 
 
-@pytest.mark.parametrize("name", [n for n in TWO_LEGS if PROTOCOLS[n].order is Order.PARALLEL])
+@pytest.mark.parametrize("name", [n for n in TWO_LEGS if PROTOCOLS[n].order is LegOrder.PARALLEL])
 async def test_a_prefill_leg_whose_decode_leg_has_failed_is_closed(name: str):
     async with rig(name) as r:
         await warm(r)
@@ -1009,7 +1009,7 @@ async def test_a_client_that_goes_during_the_prefill_closes_every_leg(name: str,
         async with slow(r.prefill[0]):
             asked = asyncio.create_task(r.stream() if stream else r.text())
             await until(r, 1, r.prefill[0])
-            if PROTOCOLS[name].order is Order.PARALLEL:
+            if PROTOCOLS[name].order is LegOrder.PARALLEL:
                 await until(r, 1, r.decode[0])
             asked.cancel()
             async with asyncio.timeout(5):

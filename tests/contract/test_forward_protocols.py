@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from dynamo_lite.forward.options import ProtocolName
-from dynamo_lite.forward.protocols.base import Order
+from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 NAMES = sorted(PROTOCOLS)
 ALONE = [name for name in NAMES if PROTOCOLS[name].decodes_alone]
 #: Two legs, of which the prefill engine's is sent by the Forwarder.
-TWO_LEGS = [name for name in NAMES if PROTOCOLS[name].order is not Order.SINGLE]
+TWO_LEGS = [name for name in NAMES if PROTOCOLS[name].order is not LegOrder.SINGLE]
 
 #: At least one protocol of each order, and its routes beside completions.
 HANDED_OVER = {
@@ -82,7 +82,7 @@ async def test_engines_that_restart_are_found_again(name: str):
         assert await r.text() == TEXT
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if PROTOCOLS[n].order is Order.PARALLEL])
+@pytest.mark.parametrize("name", [n for n in NAMES if PROTOCOLS[n].order is LegOrder.PARALLEL])
 async def test_parallel_legs_do_not_wait_for_each_other(name: str):
     async with rig(name) as r:
         await r.text()  # after which a push knows its prefill engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.policy.forwarding import SentPrompts
@@ -72,17 +72,17 @@ async def quick(
         yield r
 
 
-async def waits(engine: Engine, legs: int = 1) -> None:
+async def waits(engine: KnownEngine, legs: int = 1) -> None:
     await eventually(lambda: engine.legs >= legs, 30)
 
 
-async def checked(r: Rig, engine: Engine, *, until: asyncio.Task[Any]) -> None:
+async def checked(r: Rig, engine: KnownEngine, *, until: asyncio.Task[Any]) -> None:
     """The engine is checked until the request has been answered."""
     while not until.done():
         await r.monitor.check(engine)
 
 
-async def fails(r: Rig, engine: Engine, times: int) -> None:
+async def fails(r: Rig, engine: KnownEngine, times: int) -> None:
     """That many checks of the engine in a row. Its silence is over after the second one."""
     before = engine.failures
     while engine.failures < before + times:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.nixl import PULL
 from dynamo_lite.forward.upstream import LegFailed, Upstream
@@ -42,7 +42,7 @@ class Served:
 @dataclass
 class World:
     upstream: Upstream
-    engine: Engine
+    engine: KnownEngine
     server: asyncio.Server
     requests: list[Served] = field(default_factory=list[Served])
 
@@ -82,7 +82,7 @@ async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> As
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    engine = Engine(0, EngineOptions(url=f"http://127.0.0.1:{port}", role="decode"), PULL)
+    engine = KnownEngine(0, EngineOptions(url=f"http://127.0.0.1:{port}", role="decode"), PULL)
     try:
         async with (
             Upstream(connect_s=2.0, idle_s=idle_s, left_s=left_s) as upstream,
@@ -219,7 +219,7 @@ async def test_silence_has_an_end():
 
 async def test_nobody_listens():
     async with world(says(HEALTHY)) as w:
-        engine = Engine(1, EngineOptions(url="http://127.0.0.1:1", role="decode"), PULL)
+        engine = KnownEngine(1, EngineOptions(url="http://127.0.0.1:1", role="decode"), PULL)
         with pytest.raises(LegFailed) as failed:
             await w.upstream.open(engine, "GET", "/")
         assert failed.value.kind == "refused"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from benchmarks.browser import find_chromium, open_page
-from dynamo_lite.overview.model import Engines, Overview
+from dynamo_lite.overview.model import Overview, RoleEngines
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.messaging import Messaging
@@ -68,8 +68,8 @@ async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers
         seen = await until(observer, lambda seen: ("DecodeEngine", "ready", 3, 4) in workers(seen))
         assert [name for name, *_ in workers(seen)] == ["DecodeEngine", "Forwarder"]
         assert seen.engines == [
-            Engines(role="prefill", known=1, usable=1),
-            Engines(role="decode", known=1, usable=1),
+            RoleEngines(role="prefill", known=1, usable=1),
+            RoleEngines(role="decode", known=1, usable=1),
         ]
         assert (seen.decisions, seen.in_flight, seen.trouble) == ([], 0, [])
         await c.ask(forwarder)
@@ -88,8 +88,8 @@ async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_
     await c.counts(forwarder, 1, 1)
     async with Observer(c.store, messaging, c.namespace) as observer:
         listed.healthy = False
-        down = Engines(role="decode", known=1, usable=0)
-        joined = Engines(role="prefill", known=1, usable=1)
+        down = RoleEngines(role="decode", known=1, usable=0)
+        joined = RoleEngines(role="prefill", known=1, usable=1)
         seen = await until(observer, lambda seen: seen.engines == [joined, down])
         assert [name for name, *_ in workers(seen)] == ["Forwarder", "PrefillEngine"]
         await leaving.revoke()

@@ -162,12 +162,12 @@ async def test_changes_are_told_as_they_happen(store: Store, namespace: str):
         assert record is not None
         await live_options.write(store, namespace, COMPONENT, {SIZE: record.version})
     change = following.result()
-    assert isinstance(change, live_options.Change)
+    assert isinstance(change, live_options.RecordChange)
     [(key, _, after)] = live_options.differences(change)
     assert change.new is not None
     assert (key, after) == (f"{COMPONENT}.{SIZE}", change.new.values.max_prefill_queue_size)
     await store.put(names.tuning_key(namespace, COMPONENT), b"{}")
-    while isinstance(change := await anext(changes), live_options.Change):
+    while isinstance(change := await anext(changes), live_options.RecordChange):
         pass
     assert "refused" in change
     await changes.aclose()

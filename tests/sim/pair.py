@@ -26,7 +26,7 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits, grant_of, verdict
-from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
+from dynamo_lite.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.engine import SimEngine
 from dynamo_lite.simulation.engine.model import (
@@ -83,7 +83,7 @@ class Pair:
         self.servers = Servers(self.clock)
         self.fabric = Fabric(random.Random(1), wire)
         self.config = SimModelConfig(**config)
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, SimEngineProcess] = {}
         self.counts: dict[str, Any] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -93,7 +93,7 @@ class Pair:
         self.cells = [0] * (CELLS_OF_PERMIT * (self.runners + 1))
 
     def start_engine(
-        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+        self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
     ) -> Task:
         self.engines[engine.setup.address] = engine
         return Task(main, on_end)

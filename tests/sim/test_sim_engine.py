@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import EngineDied, IncompatiblePeer, Refused
 from dynamo_lite.protocol.prefill import Listen
-from dynamo_lite.simulation.engine.memory import KvMemory
+from dynamo_lite.simulation.engine.memory import SimKvMemory
 from dynamo_lite.simulation.engine.model import (
     Sampling,
     extend_states,
@@ -173,7 +173,7 @@ def test_a_cached_block_is_found_until_it_is_given_out_again():
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_memory_keeps_positions_and_its_regions_show_where(dense: bool):
-    memory = KvMemory(8, 4, 4096, dense=dense)
+    memory = SimKvMemory(8, 4, 4096, dense=dense)
     states: list[int] = []
     extend_states(states, tokens(1, 11))
     memory.fill([3, 1, 6], 0, states[:5])

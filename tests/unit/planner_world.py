@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.planner import Memory, begun, plan
+from dynamo_lite.policy.planner import PlannerMemory, begun, plan
 from dynamo_lite.policy.planner_inputs import (
     Datum,
     DecodeLoad,
@@ -11,7 +11,7 @@ from dynamo_lite.policy.planner_inputs import (
     Role,
     RoleSeen,
     Seen,
-    Switches,
+    SwitchHistory,
 )
 from dynamo_lite.policy.planner_memory import (
     Action,
@@ -55,7 +55,7 @@ class World:
     ):
         self.limits = limits
         self.pools = {P: prefill or Pool(), D: decode or Pool()}
-        self.memory = Memory()
+        self.memory = PlannerMemory()
         self.now = 1000.0
         self.prefill = PrefillLoad()
         self.decode = DecodeLoad()
@@ -80,7 +80,7 @@ class World:
         switches = None
         if self.can_switch:
             last = self.switches[-1] if self.switches else None
-            switches = Switches(
+            switches = SwitchHistory(
                 last_giver=last[1] if last else None,
                 last_age_s=self.now - last[0] if last else 0.0,
                 drain_s=10.0,

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.regret import by_groups
 from dynamo_lite.capacity.compare import Setting, run_variant, variant
 from dynamo_lite.capacity.group_regret import Group, GroupGains, group_gains
-from dynamo_lite.capacity.options import Counts, GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions, WorkerCounts
 from dynamo_lite.capacity.regret import Play, waiting_s
 from dynamo_lite.capacity.report import summary
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.run import Result
 from dynamo_lite.capacity.timing import read_timing
 from dynamo_lite.capacity.traces import Shape, generate
@@ -22,10 +22,10 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import PrefillPolicy
 
 TIMING = read_timing("gpu_like")
-OPTIONS = GraphOptions()
+OPTIONS = GraphModelOptions()
 
 
-def load(kind: str, rate: float, seconds: float, prompt: int = 2000) -> list[Request]:
+def load(kind: str, rate: float, seconds: float, prompt: int = 2000) -> list[TraceRequest]:
     shape = Shape(
         kind=kind,
         duration_s=seconds,
@@ -38,21 +38,21 @@ def load(kind: str, rate: float, seconds: float, prompt: int = 2000) -> list[Req
     return generate(shape, block_tokens=512, seed=3).requests
 
 
-def play(requests: list[Request], counts: Counts = Counts(1, 2)) -> Play:  # noqa: B008
+def play(requests: list[TraceRequest], counts: WorkerCounts = WorkerCounts(1, 2)) -> Play:  # noqa: B008
     return Play(requests=requests, timing=TIMING, options=OPTIONS, counts=counts)
 
 
 def test_the_waiting_of_one_request_is_its_first_token():
-    alone = play([Request(0.0, 400, 50)], Counts(0, 1))
+    alone = play([TraceRequest(0.0, 400, 50)], WorkerCounts(0, 1))
     result = alone.run("thresholds")
     first_s = result.records.ttft_s[0] - TIMING.frontend_s
     assert waiting_s(result, TIMING) == pytest.approx(first_s)
 
 
 def test_a_long_prompt_makes_a_stream_wait():
-    stream, long = Request(0.0, 400, 200), Request(1.0, 6000, 1)
-    alone = waiting_s(play([stream], Counts(0, 1)).run("thresholds"), TIMING)
-    both = waiting_s(play([stream, long], Counts(0, 1)).run("thresholds"), TIMING)
+    stream, long = TraceRequest(0.0, 400, 200), TraceRequest(1.0, 6000, 1)
+    alone = waiting_s(play([stream], WorkerCounts(0, 1)).run("thresholds"), TIMING)
+    both = waiting_s(play([stream, long], WorkerCounts(0, 1)).run("thresholds"), TIMING)
     step = TIMING.step
     work_s = step.token_s * 6000 + step.attention_s * 6000 * 3000
     # Its own first token: the step that runs, and the one that computes it. And the pause.
@@ -107,8 +107,8 @@ def test_what_was_decided_can_be_forced():
 
 def test_a_reversed_decision_costs_what_the_others_wait_longer():
     """A long prompt beside forty streams belongs elsewhere, and reversing that costs them."""
-    streams = [Request(i / 100, 300, 400) for i in range(40)]
-    made = play([*streams, Request(1.0, 8000, 10)], Counts(1, 1))
+    streams = [TraceRequest(i / 100, 300, 400) for i in range(40)]
+    made = play([*streams, TraceRequest(1.0, 8000, 10)], WorkerCounts(1, 1))
     taken = dict(made.run("thresholds").graph.tally.choices.taken)
     assert taken["40"] == "remote"
     regret = made.regret("thresholds", samples=len(taken))
@@ -150,10 +150,10 @@ def test_every_decision_of_a_group_is_reversed_once():
 
 def test_a_group_on_the_wrong_side_has_a_regret():
     """Long prompts beside forty streams belong elsewhere, but the thresholds keep them here."""
-    streams = [Request(i / 100, 300, 600) for i in range(40)]
-    long = [Request(1.0 + i, 8000, 10) for i in range(4)]
+    streams = [TraceRequest(i / 100, 300, 600) for i in range(40)]
+    long = [TraceRequest(1.0 + i, 8000, 10) for i in range(4)]
     here = replace(OPTIONS, thresholds=replace(OPTIONS.thresholds, max_local_prefill_length=10**6))
-    made = replace(play([*streams, *long], Counts(1, 1)), options=here)
+    made = replace(play([*streams, *long], WorkerCounts(1, 1)), options=here)
     (found,) = [one for one in group_gains(made, "thresholds", parts=2) if one.group.tokens > 512]
     assert found.group == Group("local", 8192, False) and found.decisions == 4
     assert min(found.gains_s) > 0
@@ -179,7 +179,7 @@ def test_the_policy_is_a_variant_of_a_comparison():
         requests=load("constant", 5, 10),
         timing=TIMING,
         options=OPTIONS,
-        counts=Counts(1, 2),
+        counts=WorkerCounts(1, 2),
         most_workers=6,
         start_s=1.0,
     )

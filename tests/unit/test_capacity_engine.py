@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.capacity.engine import Engine
+from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.histogram import Histogram
 from dynamo_lite.capacity.kv_pool import KvPool
-from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import EngineLimits, StepTiming, steps_until, total_s
 
@@ -32,7 +32,7 @@ class Rig:
     def __post_init__(self) -> None:
         self.events, self.gaps = Events(), Histogram()
         self.pool = KvPool(self.limits.kv_tokens, BLOCK)
-        self.engine = Engine(
+        self.engine = EngineModel(
             self.timing,
             self.limits,
             self.pool,
@@ -49,7 +49,7 @@ class Rig:
         times[sequence.note] = self.events.now
 
     def ask(self, number: int, at: float, prompt: int, output: int, hashes=()) -> None:
-        request = Request(at, prompt, output, hashes=hashes)
+        request = TraceRequest(at, prompt, output, hashes=hashes)
         sequence = Sequence(request, prompt, output, note=number)
         self.events.at(at, self.engine.add, sequence)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner import SLO, Case, convergence, play, reversals
 from dynamo_lite.capacity.compare import Setting, run_variant, variant
-from dynamo_lite.capacity.options import Counts, GraphOptions
+from dynamo_lite.capacity.options import GraphModelOptions, WorkerCounts
 from dynamo_lite.capacity.report import summary
 from dynamo_lite.capacity.run import Result
 from dynamo_lite.capacity.timing import read_timing
@@ -23,10 +23,10 @@ TIMING = read_timing("gpu_like")
 SLOW = msgspec.structs.replace(TIMING, step=TIMING.step.scaled(6.0))
 
 
-ONE_EACH = Counts(1, 1)
+ONE_EACH = WorkerCounts(1, 1)
 
 
-def setting(kind: str, *, seed: int = 0, counts: Counts = ONE_EACH, **changes) -> Setting:
+def setting(kind: str, *, seed: int = 0, counts: WorkerCounts = ONE_EACH, **changes) -> Setting:
     shape = Shape(
         kind=kind,
         duration_s=changes.pop("duration_s", 900.0),
@@ -38,7 +38,7 @@ def setting(kind: str, *, seed: int = 0, counts: Counts = ONE_EACH, **changes) -
     made = Setting(
         requests=generate(shape, block_tokens=512, seed=seed).requests,
         timing=SLOW,
-        options=GraphOptions(router="kv", slo=SLO, seed=seed),
+        options=GraphModelOptions(router="kv", slo=SLO, seed=seed),
         counts=counts,
         most_workers=12,
         start_s=30.0,
@@ -84,7 +84,7 @@ def test_numbers_stay_within_their_limits_and_no_request_is_lost(
     one = setting(
         kind,
         seed=seed,
-        counts=Counts(*least),
+        counts=WorkerCounts(*least),
         duration_s=600.0,
         planner=limits,
         start_s=start_s,
@@ -111,7 +111,7 @@ def test_drained_workers_finish_what_they_have():
 
 
 def test_without_prefill_workers_it_plans_decode_workers_alone():
-    result = played(setting("step", counts=Counts(0, 1)))
+    result = played(setting("step", counts=WorkerCounts(0, 1)))
     assert {change.wanted.prefill for change in result.changes} == {0}
     assert max(change.wanted.decode for change in result.changes) > 1
 

@@ -9,11 +9,11 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.capacity.compare import Setting, parse_counts, run_variant, variant
-from dynamo_lite.capacity.options import Counts, GraphOptions, Slo
+from dynamo_lite.capacity.options import GraphModelOptions, Slo, WorkerCounts
 from dynamo_lite.capacity.report import percentiles, summary
-from dynamo_lite.capacity.request import Request, with_blocks
+from dynamo_lite.capacity.request import TraceRequest, with_blocks
 from dynamo_lite.capacity.run import Result, Run
-from dynamo_lite.capacity.scaling import Bounds, Proposal, Seen, Static, prefill_s
+from dynamo_lite.capacity.scaling import Bounds, ScalerInputs, ScalerProposal, Static, prefill_s
 from dynamo_lite.capacity.timing import (
     FORMAT,
     EngineLimits,
@@ -43,20 +43,20 @@ TIMING = Timing(
     frontend_s=0.005,
     start_s=30.0,
 )
-OPTIONS = GraphOptions(block_tokens=64)
-PLENTY = Bounds(least=Counts(0, 1), most=1000)
+OPTIONS = GraphModelOptions(block_tokens=64)
+PLENTY = Bounds(least=WorkerCounts(0, 1), most=1000)
 
 
 def played(
-    requests: Sequence[Request],
-    counts: Counts,
-    options: GraphOptions = OPTIONS,
+    requests: Sequence[TraceRequest],
+    counts: WorkerCounts,
+    options: GraphModelOptions = OPTIONS,
     timing: Timing = TIMING,
 ) -> Result:
     return Run(requests, timing, options, Static(counts), counts, PLENTY).run()
 
 
-def constant(rate: float, duration_s: float, **shape: float) -> list[Request]:
+def constant(rate: float, duration_s: float, **shape: float) -> list[TraceRequest]:
     made = Shape(kind="constant", duration_s=duration_s, rate=rate, peak=rate, **shape)  # pyright: ignore[reportArgumentType]
     return generate(made, block_tokens=64, seed=1).requests
 
@@ -81,7 +81,7 @@ def test_the_defaults_are_those_of_the_services():
 
 
 def test_a_local_request_takes_the_time_of_the_formula():
-    result = played([Request(1.0, 400, 11)], Counts(0, 1))
+    result = played([TraceRequest(1.0, 400, 11)], WorkerCounts(0, 1))
     decode_s = sum(STEP.one(streams=1, kv=400 + i) for i in range(10))
     ttft_s = prefill_s(TIMING, 400) + TIMING.frontend_s
     assert result.records.ttft_s[0] == pytest.approx(ttft_s)
@@ -90,7 +90,7 @@ def test_a_local_request_takes_the_time_of_the_formula():
 
 
 def test_a_remote_request_takes_the_time_of_the_formula():
-    result = played([Request(1.0, 3000, 11)], Counts(1, 1))
+    result = played([TraceRequest(1.0, 3000, 11)], WorkerCounts(1, 1))
     step = STEP.one(tokens=2048, attention=2048 * 1024) + STEP.one(
         tokens=952, attention=952 * (2048 + 476)
     )
@@ -108,7 +108,12 @@ def test_a_slow_network_is_waited_for():
     slow = TransferTiming(handover_s=0.0, commit_s=0.0, bytes_per_token=1000, bytes_per_s=1e6)
     options = replace(OPTIONS, first_token_from_prefill=False)
     timing = replace_timing(transfer=slow)
-    result = played([Request(0.0, 3000, 1), Request(0.01, 3000, 1)], Counts(2, 1), options, timing)
+    result = played(
+        [TraceRequest(0.0, 3000, 1), TraceRequest(0.01, 3000, 1)],
+        WorkerCounts(2, 1),
+        options,
+        timing,
+    )
     # Both write into the one decode worker: three seconds each.
     assert result.records.ttft_s[0] == pytest.approx(3.0, abs=0.05)
     assert result.records.ttft_s[1] == pytest.approx(6.0, abs=0.06)
@@ -129,7 +134,7 @@ def test_one_slot_waits_as_long_as_the_formula_of_m_d_1(load: float):
     requests = constant(load / service_s, 20_000 * service_s, sigma=0.0, prompt_tokens=3000)
     requests = [replace(one, output_tokens=1) for one in requests]
     options = replace(OPTIONS, worker_limits=Limits())
-    result = played(requests, Counts(0, 1), options, timing)
+    result = played(requests, WorkerCounts(0, 1), options, timing)
     waited_s = sum(result.records.ttft_s) / len(requests) - service_s
     # Pollaczek-Khinchine with equal services.
     assert waited_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.12)
@@ -145,7 +150,7 @@ def test_the_load_that_workers_can_carry_is_carried_and_no_more():
             max_jobs=10**6,
             steal_back=False,
         )
-        result = played(requests, Counts(2, 4), options)
+        result = played(requests, WorkerCounts(2, 4), options)
         late = [one for one in result.records.ttft_s if one > 5.0]
         assert (not late) == kept
 
@@ -156,7 +161,7 @@ def test_prompts_are_taken_back_when_the_queue_is_too_long_for_the_workers():
     thresholds = DecisionThresholds(max_prefill_queue_size=10**6)
     options = replace(OPTIONS, thresholds=thresholds, max_jobs=10**6, worker_limits=Limits())
     results = [
-        played(requests, Counts(2, 4), replace(options, steal_back=steals))
+        played(requests, WorkerCounts(2, 4), replace(options, steal_back=steals))
         for steals in (False, True)
     ]
     kept, taken = (one.graph.tally.outcomes["taken_back"] for one in results)
@@ -228,17 +233,19 @@ def test_the_same_seed_is_the_same_report():
     requests = constant(8.0, 30.0, shared_tokens=256)
     for router in ("random", "kv"):
         options = replace(OPTIONS, router=router)
-        first, again = (summary(played(requests, Counts(2, 2), options), Slo()) for _ in range(2))
+        first, again = (
+            summary(played(requests, WorkerCounts(2, 2), options), Slo()) for _ in range(2)
+        )
         assert first == again
-        other = summary(played(requests, Counts(2, 2), replace(options, seed=9)), Slo())
+        other = summary(played(requests, WorkerCounts(2, 2), replace(options, seed=9)), Slo())
         assert other["requests"] == first["requests"]
     assert first["placements"]["prefix"] > 0
 
 
 def test_kv_routing_finds_prefixes_among_many_workers():
     requests = constant(20.0, 60.0, shared_tokens=1280, prompt_tokens=2000, sigma=0.1)
-    by_turns = played(requests, Counts(4, 40))
-    by_prefix = played(requests, Counts(4, 40), replace(OPTIONS, router="kv"))
+    by_turns = played(requests, WorkerCounts(4, 40))
+    by_prefix = played(requests, WorkerCounts(4, 40), replace(OPTIONS, router="kv"))
     share = [
         one.graph.tally.cached_tokens / one.graph.tally.prompt_tokens
         for one in (by_turns, by_prefix)
@@ -247,15 +254,15 @@ def test_kv_routing_finds_prefixes_among_many_workers():
 
 
 def test_a_full_queue_makes_prompts_local():
-    requests = [Request(i * 1e-4, 3000, 2) for i in range(40)]
+    requests = [TraceRequest(i * 1e-4, 3000, 2) for i in range(40)]
     options = replace(OPTIONS, thresholds=DecisionThresholds(max_prefill_queue_size=5))
-    decisions = played(requests, Counts(1, 4), options).graph.tally.decisions
+    decisions = played(requests, WorkerCounts(1, 4), options).graph.tally.decisions
     assert decisions["remote", "long"] >= 5
     assert decisions["local", "queue_full"] > 10
 
 
 def test_a_prompt_that_fits_no_worker_is_refused():
-    result = played([Request(0.0, 70_000, 5), Request(0.1, 100, 5)], Counts(1, 1))
+    result = played([TraceRequest(0.0, 70_000, 5), TraceRequest(0.1, 100, 5)], WorkerCounts(1, 1))
     assert (result.records.refused, result.records.completed) == (1, 1)
 
 
@@ -264,19 +271,21 @@ class Recorder:
 
     name, tick_s = "recorder", 10.0
 
-    def __init__(self, wanted: dict[float, Counts]):
-        self.wanted, self.seen = wanted, list[tuple[float, Seen]]()
+    def __init__(self, wanted: dict[float, WorkerCounts]):
+        self.wanted, self.seen = wanted, list[tuple[float, ScalerInputs]]()
 
-    def tick(self, seen: Seen, now: float) -> Proposal:
+    def tick(self, seen: ScalerInputs, now: float) -> ScalerProposal:
         self.seen.append((now, seen))
         latest = max(at for at in self.wanted if at <= now)
-        return Proposal(self.wanted[latest], "as told")
+        return ScalerProposal(self.wanted[latest], "as told")
 
 
 def test_starts_take_their_time_and_drains_finish_their_requests():
     requests = constant(6.0, 200.0)
-    scaler = Recorder({0.0: Counts(1, 1), 40.0: Counts(3, 2), 120.0: Counts(1, 1)})
-    run = Run(requests, TIMING, OPTIONS, scaler, Counts(1, 1), PLENTY, start_s=25.0)
+    scaler = Recorder(
+        {0.0: WorkerCounts(1, 1), 40.0: WorkerCounts(3, 2), 120.0: WorkerCounts(1, 1)}
+    )
+    run = Run(requests, TIMING, OPTIONS, scaler, WorkerCounts(1, 1), PLENTY, start_s=25.0)
     result = run.run()
     seen = dict(scaler.seen)
     assert (seen[50.0].prefill.ready, seen[50.0].prefill.starting_ages_s) == (1, (10.0, 10.0))
@@ -293,8 +302,10 @@ def test_starts_take_their_time_and_drains_finish_their_requests():
 
 
 def test_a_start_that_is_no_longer_wanted_is_cancelled():
-    scaler = Recorder({0.0: Counts(1, 3), 20.0: Counts(1, 1)})
-    run = Run(constant(1.0, 100.0), TIMING, OPTIONS, scaler, Counts(1, 1), PLENTY, start_s=60.0)
+    scaler = Recorder({0.0: WorkerCounts(1, 3), 20.0: WorkerCounts(1, 1)})
+    run = Run(
+        constant(1.0, 100.0), TIMING, OPTIONS, scaler, WorkerCounts(1, 1), PLENTY, start_s=60.0
+    )
     result = run.run()
     extra_s = result.graph.decode.device_seconds() - result.ended_s
     assert extra_s == pytest.approx(2 * 20.0)
@@ -308,7 +319,7 @@ def test_the_oracle_serves_a_step_with_less_than_the_numbers_for_its_peak():
         requests=requests,
         timing=TIMING,
         options=OPTIONS,
-        counts=Counts(4, 4),
+        counts=WorkerCounts(4, 4),
         most_workers=16,
         start_s=30.0,
     )
@@ -341,10 +352,10 @@ def test_the_oracle_serves_a_step_with_less_than_the_numbers_for_its_peak():
 )
 def test_unknown_variants_are_refused(name: str):
     setting = Setting(
-        requests=[Request(0.0, 1, 1)],
+        requests=[TraceRequest(0.0, 1, 1)],
         timing=TIMING,
         options=OPTIONS,
-        counts=Counts(1, 1),
+        counts=WorkerCounts(1, 1),
         most_workers=2,
         start_s=1.0,
     )

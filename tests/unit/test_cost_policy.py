@@ -9,7 +9,7 @@ import pytest
 from dynamo_lite.policy.cost_policy import CostPolicy, Opinion, regret_s
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, decide
 from dynamo_lite.policy.exploration import SHARE, Exploration, coin
-from dynamo_lite.policy.prefill_costs import Costs, Engine
+from dynamo_lite.policy.prefill_costs import Costs, EngineState
 from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds
 
@@ -22,8 +22,10 @@ BUSY = replace(
 )
 
 
-def engine(streams: int = 50, usage: float = 0.5) -> Engine:
-    return Engine(StepLoad(0, 0.0, streams, streams * 1000), PromptWork(), 8192, 500_000, usage)
+def engine(streams: int = 50, usage: float = 0.5) -> EngineState:
+    return EngineState(
+        StepLoad(0, 0.0, streams, streams * 1000), PromptWork(), 8192, 500_000, usage
+    )
 
 
 def taught(at: float = NOW, remote: int = 60, noise: float = 0.02) -> CostPolicy:
@@ -216,7 +218,9 @@ def test_trials_are_few_and_the_same_request_is_tried_again():
         (CLOSE, replace(OPTIONS, itl_target_s=0.01), engine(1)),
     ],
 )
-def test_nothing_is_tried_that_could_hurt(costs: Costs, options: CostPolicyOptions, here: Engine):
+def test_nothing_is_tried_that_could_hurt(
+    costs: Costs, options: CostPolicyOptions, here: EngineState
+):
     policy, usual = taught(), Remote(DecisionReason.LONG)
     for number in range(500):
         said = Opinion(None, "close", costs)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from dynamo_lite.policy.drain import (
-    Candidate,
+    DrainCandidate,
     Finish,
     Leaving,
     Move,
     NoVictim,
     Pace,
-    Running,
+    RunningRequest,
     Safe,
     Unsafe,
     Victim,
@@ -27,11 +27,11 @@ from dynamo_lite.policy.drain import (
 from dynamo_lite.policy.request_pace import RequestPace
 
 
-def candidate(lease_id: int, busy: float | None = 0.0, **changes: Any) -> Candidate:
-    return Candidate(lease_id=lease_id, busy_s=busy, **changes)
+def candidate(lease_id: int, busy: float | None = 0.0, **changes: Any) -> DrainCandidate:
+    return DrainCandidate(lease_id=lease_id, busy_s=busy, **changes)
 
 
-def chosen(*candidates: Candidate, force: bool = False) -> int | None:
+def chosen(*candidates: DrainCandidate, force: bool = False) -> int | None:
     found = victim(candidates, force=force)
     return found.lease_id if isinstance(found, Victim) else None
 
@@ -146,9 +146,9 @@ def test_more_knowledge_of_writers_never_makes_it_safe():
 PACE = Pace(token_s=0.1, prefill_tokens_per_s=1000.0, output_tokens=200)
 
 
-def running(**changes: Any) -> Running:
+def running(**changes: Any) -> RunningRequest:
     fields = {"prompt_tokens": 500, "output_tokens": 20, "limit_tokens": 100, "how": "continue"}
-    return Running(**{**fields, **changes})
+    return RunningRequest(**{**fields, **changes})
 
 
 def test_a_request_moves_where_that_is_cheaper_than_its_end():
@@ -184,7 +184,7 @@ def test_its_own_pace_counts_and_the_usual_length():
         (running(limit_tokens=None), Pace(token_s=0.1, prefill_tokens_per_s=1000.0)),
     ],
 )
-def test_what_was_not_measured_moves_nothing(request_: Running, pace: Pace):
+def test_what_was_not_measured_moves_nothing(request_: RunningRequest, pace: Pace):
     assert isinstance(move_or_finish(request_, pace), Finish)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from dynamo_lite.forward.discovery import Joined, sort_out
-from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.protocols.base import Order
+from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.policy.forwarding import EngineChooser, EngineView
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
@@ -34,14 +34,14 @@ def test_the_last_port_there_is():
 
 
 def test_an_identity_that_comes_back_is_another_rank_s():
-    one = Engine(0, EngineOptions(url="http://a:1", role="prefill"), PROTOCOLS["nixl-push"])
+    one = KnownEngine(0, EngineOptions(url="http://a:1", role="prefill"), PROTOCOLS["nixl-push"])
     first, second = {"remote_engine_id": "a"}, {"remote_engine_id": "b"}
     for identity in (first, None, first, second, second):
         one.learned(identity)
         assert (one.varies, one.peer.identity) == (False, identity)
     one.learned(first)
     assert one.varies and one.peer.identity is None
-    assert one.protocol.order_for(one.peer) is Order.SERIAL
+    assert one.protocol.order_for(one.peer) is LegOrder.SERIAL
     one.forget()
     one.learned(first)
     assert not one.varies and one.peer.identity == first

@@ -8,8 +8,8 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers
-from dynamo_lite.forward.bodies import Request
-from dynamo_lite.forward.engines import Engine, EngineLoad, Engines, parse_load
+from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
 from dynamo_lite.forward.event_cutter import EventCutter
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
@@ -139,8 +139,8 @@ def test_load_is_read_of_vllm_and_sglang():
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
         'vllm:kv_cache_usage_perc{engine="1"} 0.5\n'
     )
-    assert parse_load(vllm) == EngineLoad(6, 0.5, waiting=2)
-    assert parse_load("sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n") == EngineLoad(
+    assert parse_load(vllm) == StockEngineLoad(6, 0.5, waiting=2)
+    assert parse_load("sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n") == StockEngineLoad(
         3, 0.0, 1
     )
     assert parse_load("process_cpu_seconds_total 1\nvllm:num_requests_running x\n") is None
@@ -150,24 +150,24 @@ def test_load_is_read_of_vllm_and_sglang():
 def test_numbers_that_are_no_load_are_skipped(value: str):
     page = f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
     assert parse_load(page) is None
-    assert parse_load(f"{page}vllm:num_requests_waiting 2\n") == EngineLoad(2, 0.0, waiting=2)
+    assert parse_load(f"{page}vllm:num_requests_waiting 2\n") == StockEngineLoad(2, 0.0, waiting=2)
 
 
-def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> Engine:
+def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> KnownEngine:
     options = EngineOptions(url="http://10.0.0.1:8000", role=role, **fields)
-    return Engine(0, options, PROTOCOLS[protocol])
+    return KnownEngine(0, options, PROTOCOLS[protocol])
 
 
-def placer(config: ForwarderConfig) -> tuple[Placer, Engines]:
+def placer(config: ForwarderConfig) -> tuple[Placer, KnownEngines]:
     """With healthy engines."""
     protocol = PROTOCOLS[config.protocol]
-    engines = Engines(config.engines, protocol)
+    engines = KnownEngines(config.engines, protocol)
     for one in engines.all:
         one.passed()
     return Placer(engines, protocol, config, SentPrompts(100), uniform=lambda: 0.0), engines
 
 
-def request(**fields: Any) -> Request:
+def request(**fields: Any) -> ClientRequest:
     return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
 
 
@@ -223,7 +223,7 @@ def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
 def test_other_requests_are_those_beyond_ours():
     one = engine()
     with one.leg(10), one.leg(5) as second:
-        one.reported(EngineLoad(5, 0.5))
+        one.reported(StockEngineLoad(5, 0.5))
         assert (one.other_requests, one.waiting_tokens) == (3, 15)
         second.answered()
         assert one.waiting_tokens == 10

@@ -5,9 +5,9 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from dynamo_lite.overview.compose import WANTED, Seen, compose
+from dynamo_lite.overview.compose import WANTED, OverviewInputs, compose
 from dynamo_lite.overview.drains import GraphSeen
-from dynamo_lite.overview.history import History
+from dynamo_lite.overview.history import CounterHistory
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.samples import Samples, increases, known, parse, quantile, total
 from dynamo_lite.protocol.kv import Load
@@ -50,9 +50,9 @@ MEMBERS = (
 )
 
 
-def view(history: History, **what: object) -> Overview:
+def view(history: CounterHistory, **what: object) -> Overview:
     seen = {"at": 100.0, "namespace": "t", "members": MEMBERS, "facts": {}, **what}
-    return compose(Seen(**seen), history)  # pyright: ignore[reportArgumentType]
+    return compose(OverviewInputs(**seen), history)  # pyright: ignore[reportArgumentType]
 
 
 def test_only_what_is_wanted_is_read():
@@ -73,7 +73,7 @@ def test_what_is_no_metric_is_refused(text: str):
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308", "1e19"])
 def test_values_that_cannot_be_summed_are_left_out(value: str):
     """A process that tells such must not end the planner, which looks at all of them."""
-    name, history = "dynamo_lite_prefill_decisions_total", History(60.0)
+    name, history = "dynamo_lite_prefill_decisions_total", CounterHistory(60.0)
     page = f'{name}{{verdict="remote",reason="long"}} {value}\n'
     for source in ("a", "b"):
         history.add(0.0, {source: parse(page, (name,))})
@@ -81,7 +81,7 @@ def test_values_that_cannot_be_summed_are_left_out(value: str):
 
 
 def test_impossible_facts_are_unknown():
-    huge, history = 10**400, History(60.0)
+    huge, history = 10**400, CounterHistory(60.0)
     facts = {DECODE: {**READY, "running": huge, "waiting": -1, "kv_usage": huge}}
     seen = next(w for w in view(history, facts=facts).workers if w.component == "VllmWorker")
     assert (seen.running, seen.waiting, seen.kv_usage) == (None, None, None)
@@ -121,7 +121,7 @@ def test_quantiles(observed: list[float], share: float, expected: float | None):
 
 
 def test_quantiles_are_of_what_was_observed_between_two_looks():
-    process, history = Process(), History(60.0)
+    process, history = Process(), CounterHistory(60.0)
     for _ in range(100):
         process.ttft.labels("m").observe(0.05)
     history.add(0.0, {"f": process.samples()})
@@ -133,7 +133,7 @@ def test_quantiles_are_of_what_was_observed_between_two_looks():
 
 
 def test_rates_are_of_the_last_seconds_and_totals_of_all_time():
-    process, history = Process(), History(60.0)
+    process, history = Process(), CounterHistory(60.0)
     process.decide("local", "short", 40)
     history.add(0.0, {"d": process.samples()})
     assert [d.per_s for d in view(history).decisions] == [0.0]
@@ -150,7 +150,7 @@ def test_rates_are_of_the_last_seconds_and_totals_of_all_time():
 
 
 def test_workers_that_do_not_answer_leave_or_come():
-    first, second, history = Process(), Process(), History(60.0)
+    first, second, history = Process(), Process(), CounterHistory(60.0)
     first.bytes.inc(1000)
     history.add(0.0, {"a": first.samples()})
     first.bytes.inc(500)
@@ -168,7 +168,7 @@ def test_workers_that_do_not_answer_leave_or_come():
 
 
 def test_workers_are_named_once_and_say_how_they_are():
-    prefill, history = Process(), History(60.0)
+    prefill, history = Process(), CounterHistory(60.0)
     prefill.depth.set(3)
     free = Gauge("dynamo_lite_kv_blocks_free", "", registry=prefill.registry)
     blocks = Gauge("dynamo_lite_kv_blocks_total", "", registry=prefill.registry)
@@ -189,7 +189,7 @@ def test_workers_are_named_once_and_say_how_they_are():
 
 
 def test_what_forwarders_know_and_answer():
-    first, second, history = Process(), Process(), History(60.0)
+    first, second, history = Process(), Process(), CounterHistory(60.0)
     for process, usable in ((first, (1, 1, 0)), (second, (1, 0, 0))):
         gauge = Gauge(
             "dynamo_lite_forward_engine_usable",
@@ -225,5 +225,5 @@ def test_links_of_those_who_left_are_not_shown():
             prefill_lease_id=PREFILL, engine_id=f"e{decode}", decode_lease_id=decode, ok=ok
         )
 
-    seen = view(History(60.0), links=[link(DECODE, False), link(0xBEEF, True)])
+    seen = view(CounterHistory(60.0), links=[link(DECODE, False), link(0xBEEF, True)])
     assert [(found.decode, found.state) for found in seen.links] == [("d", "failed")]

@@ -20,7 +20,7 @@ from dynamo_lite.policy.planner_inputs import (
     Seen,
 )
 from dynamo_lite.policy.planner_limits import bounds, contradictions, refusals
-from dynamo_lite.policy.planner_memory import AddWorkers, Memory, RemoveWorker, WithdrawStart
+from dynamo_lite.policy.planner_memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
@@ -140,7 +140,7 @@ def test_more_decode_workers_until_tokens_come_fast_enough():
     for requests in (10, 20, 30, 40, 50, 60):
         itl = itl.add(requests, 0.02 + 0.001 * requests)
     w = world(decode=Pool(ready=2), itl_target_s=0.05)
-    w.memory = Memory(itl=itl)
+    w.memory = PlannerMemory(itl=itl)
     w.decode = decode_load(0.1, 100, itl=0.07)
     assert w.tick().roles[D].wanted == 4
 
@@ -150,7 +150,7 @@ def test_a_target_that_no_number_reaches_adds_nothing():
     for requests in (10, 20, 30, 40, 50, 60):
         itl = itl.add(requests, 0.06 + 0.0001 * requests)
     w = world(itl_target_s=0.05)
-    w.memory = Memory(itl=itl)
+    w.memory = PlannerMemory(itl=itl)
     w.decode = decode_load(0.1, 50, itl=0.065)
     assert not any(p.actions for p in w.run(60))
 
@@ -353,15 +353,15 @@ def test_the_last_one_that_serves_stays_whatever_starts():
     role = RoleSeen(counts=counts, operations=(removal,))
     seen = Seen(roles={P: role}, manual={P: 1})
     limits = replace(LIMITS, prefill_max=50)
-    assert plan(Memory(), seen, limits, 0.0)[1].actions == ()
+    assert plan(PlannerMemory(), seen, limits, 0.0)[1].actions == ()
     more = replace(seen, roles={P: replace(role, counts=RoleCounts(starting=40, ready=3))})
-    assert len(plan(Memory(), more, limits, 0.0)[1].actions) == 1
+    assert len(plan(PlannerMemory(), more, limits, 0.0)[1].actions) == 1
 
 
 def test_the_change_of_the_planner_before_counts():
     role = RoleSeen(counts=RoleCounts(ready=1), changed=LastChange(up=False, age_s=10.0))
     seen = Seen(roles={P: role}, prefill=prefill_load(3000))
-    memory, _ = plan(Memory(), seen, LIMITS, 0.0)
+    memory, _ = plan(PlannerMemory(), seen, LIMITS, 0.0)
     _, proposal = plan(memory, seen, LIMITS, 5.0)
     assert proposal.actions == ()
     assert "no reversal for 50 s" in proposal.roles[P].reason
@@ -392,7 +392,7 @@ def test_the_budget_counts_workers_that_others_have_started():
     assert role.devices == 6
     limits = replace(LIMITS, budget_devices=7)
     seen = Seen(roles={P: role, D: RoleSeen(counts=RoleCounts())}, prefill=prefill_load(90_000))
-    memory, _ = plan(Memory(), seen, limits, 0.0)
+    memory, _ = plan(PlannerMemory(), seen, limits, 0.0)
     _, proposal = plan(memory, seen, limits, limits.tick_s)
     # The decode worker that the minimum asks for, and no prefill worker.
     assert [(a.role, a.size) for a in proposal.actions if isinstance(a, AddWorkers)] == [(D, 1)]
@@ -467,12 +467,12 @@ def test_a_start_without_measured_times_has_the_configured_timeout():
     add = Operation(id=1, kind="add", age_s=599.0)
     role = RoleSeen(counts=RoleCounts(ready=1, starting=1), operations=(add,))
     seen = Seen(roles={P: role})
-    assert plan(Memory(), seen, LIMITS, 0.0)[1].actions == ()
+    assert plan(PlannerMemory(), seen, LIMITS, 0.0)[1].actions == ()
     late = replace(role, operations=(replace(add, age_s=601.0),))
-    _, proposal = plan(Memory(), replace(seen, roles={P: late}), LIMITS, 0.0)
+    _, proposal = plan(PlannerMemory(), replace(seen, roles={P: late}), LIMITS, 0.0)
     assert [a.operation for a in proposal.actions] == [1]
     again = replace(role, operations=(replace(add, age_s=601.0, withdrawing=True),))
-    assert plan(Memory(), replace(seen, roles={P: again}), LIMITS, 0.0)[1].actions == ()
+    assert plan(PlannerMemory(), replace(seen, roles={P: again}), LIMITS, 0.0)[1].actions == ()
 
 
 def test_an_operator_s_number_is_reached_whatever_the_load():
@@ -497,7 +497,7 @@ def test_while_held_it_says_what_it_would_do():
 
 
 def test_without_counts_it_holds():
-    _, proposal = plan(Memory(), Seen(), LIMITS, 0.0)
+    _, proposal = plan(PlannerMemory(), Seen(), LIMITS, 0.0)
     assert proposal.hold == "the numbers of workers are not known"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.overview.model import Latency, Overview, Worker
+from dynamo_lite.overview.model import Latency, LiveProcess, Overview
 from dynamo_lite.policy.drain import Safe, Unsafe
 from dynamo_lite.protocol.backlog import Backlog
 from dynamo_lite.protocol.codec import encode
@@ -20,8 +20,8 @@ from tests.contract.planning import D, P
 SEEN = Overview(at=0.0, namespace="n", rate_s=1.0, latency_s=1.0, itl=Latency())
 
 
-def worker(waiting: int) -> Worker:
-    return Worker(
+def worker(waiting: int) -> LiveProcess:
+    return LiveProcess(
         component=D,
         instance=0,
         lease="1",

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.policy.planner import plan
 from dynamo_lite.policy.planner_inputs import Datum, Role, RoleSeen, Seen
-from dynamo_lite.policy.planner_memory import Memory, RoleMemory
+from dynamo_lite.policy.planner_memory import PlannerMemory, RoleMemory
 from dynamo_lite.policy.planner_needs import Need
 from dynamo_lite.policy.planner_step import RoleStep
 from dynamo_lite.policy.planner_work import Work
@@ -119,7 +119,7 @@ def test_the_most_tokens_of_a_worker_follow_from_its_pace_and_its_memory():
     assert Work().tokens_of_one(None, 0.0) is None
 
 
-def known(decode: int, arriving: float, **changes: float | None) -> tuple[Memory, Seen]:
+def known(decode: int, arriving: float, **changes: float | None) -> tuple[PlannerMemory, Seen]:
     """A memory that knows requests of 1,000 prefill and 100 output tokens, decode workers of 1,000
     tokens/s and prefill workers of 10,000; and what is seen of so many requests per second."""
     work = Work(pace=(0.01, 0.0008))
@@ -141,10 +141,10 @@ def known(decode: int, arriving: float, **changes: float | None) -> tuple[Memory
         prefill=prefill_load(1000 * arriving, rate=10_000),
         decode=replace(load, **{k: None if v is None else Datum(v) for k, v in changes.items()}),
     )
-    return Memory(prefill_rate=10_000, work=work, at=145.0), seen
+    return PlannerMemory(prefill_rate=10_000, work=work, at=145.0), seen
 
 
-def needed(memory: Memory, seen: Seen, role: Role) -> int | None:
+def needed(memory: PlannerMemory, seen: Seen, role: Role) -> int | None:
     return plan(memory, seen, LIMITS, 150.0)[1].roles[role].wanted
 
 

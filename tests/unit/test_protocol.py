@@ -255,7 +255,7 @@ FORWARDED = forwarding.ForwardExplained(
                             leg="prefill",
                             engine="a:1",
                             reason="load",
-                            candidates=[forwarding.Candidate(engine="a:1", score=-1.0)],
+                            candidates=[forwarding.LegCandidate(engine="a:1", score=-1.0)],
                             of=1,
                         )
                     ],

@@ -8,16 +8,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.policy.planner import begun, plan
-from dynamo_lite.policy.planner_inputs import Datum, Operation, Switches
+from dynamo_lite.policy.planner_inputs import Datum, Operation, SwitchHistory
 from dynamo_lite.policy.planner_limits import bounds
 from dynamo_lite.policy.planner_memory import (
     AddWorkers,
-    Memory,
+    PlannerMemory,
     RemoveWorker,
     SwitchWorker,
     WithdrawStart,
 )
-from dynamo_lite.policy.role_switch import DWELL_S, Unfit, Wait, judge
+from dynamo_lite.policy.role_switch import DWELL_S, Unfit, WaitToSwitch, judge
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 from tests.unit.test_planner import OPTIONS
@@ -167,12 +167,12 @@ def test_no_switch_while_a_device_becomes_free_anyway():
 
 
 @pytest.mark.parametrize(
-    ("switch_s", "expected"), [(None, Wait), (5.0, SwitchWorker), (60.0, Wait)]
+    ("switch_s", "expected"), [(None, WaitToSwitch), (5.0, SwitchWorker), (60.0, WaitToSwitch)]
 )
 def test_the_quicker_way_is_taken(switch_s: float | None, expected: type):
     w = world(1, 2)
     w.pools[D].draining = [math.inf]
-    seen = replace(w.seen(), switches=Switches(drain_s=10.0, start_s=switch_s))
+    seen = replace(w.seen(), switches=SwitchHistory(drain_s=10.0, start_s=switch_s))
     removal = RemoveWorker(role=D, starting=False, reason="test")
     assert isinstance(judge(seen, removal, P, "test", w.limits), expected)
 
@@ -195,11 +195,11 @@ def test_no_switch_beside_another_change(role):
     busy = replace(seen.roles[role], operations=(Operation(id=1, kind="remove", age_s=5.0),))
     seen = replace(seen, roles={**seen.roles, role: busy})
     removal = RemoveWorker(role=D, starting=False, reason="test")
-    assert isinstance(judge(seen, removal, P, "test", w.limits), Wait)
+    assert isinstance(judge(seen, removal, P, "test", w.limits), WaitToSwitch)
 
 
 def test_a_switch_is_a_change_of_both_roles():
-    memory = begun(Memory(), SwitchWorker(role=D, to=P, reason="test"), 7.0)
+    memory = begun(PlannerMemory(), SwitchWorker(role=D, to=P, reason="test"), 7.0)
     changed = {role: (one.changed_up, one.changed_at) for role, one in memory.roles.items()}
     assert changed == {D: (False, 7.0), P: (True, 7.0)}
 
@@ -210,7 +210,7 @@ def test_nothing_else_changes_during_a_switch():
     giving = replace(seen.roles[D], operations=(Operation(id=1, kind="give", age_s=5.0),))
     taking = replace(seen.roles[P], operations=(Operation(id=1, kind="take", age_s=0.0),))
     seen = replace(seen, roles={P: taking, D: giving}, manual={P: 3, D: 1})
-    _, proposal = plan(Memory(), seen, w.limits, 0.0)
+    _, proposal = plan(PlannerMemory(), seen, w.limits, 0.0)
     assert proposal.actions == ()
     assert "a switch from the other role is under way" in proposal.roles[P].reason
     assert "a switch to the other role is under way" in proposal.roles[D].reason

@@ -13,7 +13,7 @@ from dynamo_lite.policy.single_flight import (
     FlightReason,
     GoOn,
     SingleFlightThresholds,
-    Wait,
+    WaitForLeader,
     follow,
 )
 from tests.builders import ManualClock
@@ -47,9 +47,9 @@ def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (follows(), Wait(FlightReason.SHARED)),
+        (follows(), WaitForLeader(FlightReason.SHARED)),
         # A prompt that would stay here only because the queue is full waits as well.
-        (follows(FULL), Wait(FlightReason.SHARED)),
+        (follows(FULL), WaitForLeader(FlightReason.SHARED)),
         (follows(Local(disagg.DecisionReason.SHORT)), GoOn(FlightReason.NOT_LONG)),
         (follows(Local(disagg.DecisionReason.CACHED)), GoOn(FlightReason.NOT_LONG)),
         (follows(Local(disagg.DecisionReason.NOT_TRANSFERABLE)), GoOn(FlightReason.NOT_LONG)),
@@ -59,14 +59,14 @@ def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
         (follows(Local(disagg.DecisionReason.LEAVING)), GoOn(FlightReason.NOT_LONG)),
         (follows(shared=0), GoOn(FlightReason.NOTHING_SHARED)),
         (follows(shared=-64), GoOn(FlightReason.NOTHING_SHARED)),
-        (follows(uncached=150, shared=100, leader=100), Wait(FlightReason.SHARED)),
+        (follows(uncached=150, shared=100, leader=100), WaitForLeader(FlightReason.SHARED)),
         (follows(uncached=150, shared=99, leader=100), GoOn(FlightReason.SHARED_SHORT)),
         # At least half of its own work, and at least half of the leader's.
-        (follows(uncached=1000, shared=500, leader=600), Wait(FlightReason.SHARED)),
+        (follows(uncached=1000, shared=500, leader=600), WaitForLeader(FlightReason.SHARED)),
         (follows(uncached=1001, shared=500, leader=600), GoOn(FlightReason.MOSTLY_ITS_OWN)),
-        (follows(uncached=600, shared=500, leader=1000), Wait(FlightReason.SHARED)),
+        (follows(uncached=600, shared=500, leader=1000), WaitForLeader(FlightReason.SHARED)),
         (follows(uncached=600, shared=500, leader=1001), GoOn(FlightReason.LEADER_LONGER)),
-        (follows(waits=1), Wait(FlightReason.SHARED)),
+        (follows(waits=1), WaitForLeader(FlightReason.SHARED)),
         (follows(waits=2), GoOn(FlightReason.WAITED)),
     ],
 )

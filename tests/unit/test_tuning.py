@@ -198,13 +198,13 @@ def test_a_change_is_one_line_for_each_value():
     new = LiveOptionsRecord(
         values=VllmWorkerLiveOptions(single_flight_min_length=None), version=2, by="me@here"
     )
-    assert live_options_view.change_lines(live_options.Change(WORKER, old, new)) == [
+    assert live_options_view.change_lines(live_options.RecordChange(WORKER, old, new)) == [
         "VllmWorker.max-local-prefill-length: 7 -> (file)  (version 2 by me@here)",
         "VllmWorker.single-flight-min-length: (file) -> null  (version 2 by me@here)",
     ]
-    [line] = live_options_view.change_lines(live_options.Change(WORKER, new, new))
+    [line] = live_options_view.change_lines(live_options.RecordChange(WORKER, new, new))
     assert "no value differs" in line
-    lines = live_options_view.change_lines(live_options.Change(WORKER, old, None))
+    lines = live_options_view.change_lines(live_options.RecordChange(WORKER, old, None))
     assert lines == ["VllmWorker.max-local-prefill-length: 7 -> (file)  (record removed)"]
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from dynamo_lite.disagg.decode.remote_prefill import Place, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefill import QueuePlace, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.policy.backlog import (
@@ -91,9 +91,9 @@ class BacklogExchange:
             asked_tokens=totals.asked_tokens,
         )
 
-    def place(self, lane: Lane) -> Place:
+    def place(self, lane: Lane) -> QueuePlace:
         """Returns the place of a job that is queued now. Any thread."""
-        return Place(self._totals().ahead_of(lane), self._all_done_tokens)
+        return QueuePlace(self._totals().ahead_of(lane), self._all_done_tokens)
 
     def ahead_s(self, queued: RemotePrefill) -> float | None:
         """Estimated seconds that the workers need for what is before a queued job; None without a

@@ -20,7 +20,7 @@ from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import BlockPool
 from dynamo_lite.policy.cost_policy import CostPolicy, Opinion, regret_s, side_of
 from dynamo_lite.policy.disagg import DecisionReason, QueueView, Verdict
-from dynamo_lite.policy.prefill_costs import Engine
+from dynamo_lite.policy.prefill_costs import EngineState
 from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.protocol.options import DisaggOptions
 
@@ -175,7 +175,7 @@ class CostLearning:
             wrong = math.exp(abs(math.log(took_s / predicted_s)))
             self._stats.append(f"{COST_ERROR}/{side}", wrong)
 
-    def _here(self) -> Engine:
+    def _here(self) -> EngineState:
         assert self.pool is not None
         ahead = PromptWork()
         for prefill in self._prefills.computing.values():
@@ -183,4 +183,4 @@ class CostLearning:
                 ahead += work_of(left, prefill.prompt_tokens - left)
         blocks = self.pool.num_gpu_blocks
         usage = 1 - self.pool.get_num_free_blocks() / blocks
-        return Engine(self._load, ahead, self._budget, blocks * self._block_size, usage)
+        return EngineState(self._load, ahead, self._budget, blocks * self._block_size, usage)

@@ -34,7 +34,7 @@ class Decided(NamedTuple):
     propensity: float = 1.0
 
 
-class Place(NamedTuple):
+class QueuePlace(NamedTuple):
     """Where a job stood when it was queued."""
 
     #: Tokens of all engines that are computed before it.
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     done_tokens: int
 
 
-_NOWHERE = Place(0, 0)
+_NOWHERE = QueuePlace(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class RemotePrefill:
     #: Lane of the job. Read by the backlog on any thread.
     lane: Lane = Lane.LONG
     #: Place of the job in the queue. Read by the backlog on any thread.
-    place: Place = _NOWHERE
+    place: QueuePlace = _NOWHERE
     #: Whether the engine still waits for the KV, until it learns that the KV came or will not
     #: come. Read by `SingleFlight`.
     parked: bool = False

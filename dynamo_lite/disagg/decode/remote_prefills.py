@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import Decided, Place, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefill import Decided, QueuePlace, RemotePrefill
 from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
 from dynamo_lite.disagg.decode.stages import report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
@@ -103,7 +103,7 @@ class RemotePrefills:
         awaited_tokens: int,
         job_tokens: int,
         lane: Lane,
-        place: Place,
+        place: QueuePlace,
         hashes: Sequence[Hashable],
         above: TraceContext | None,
     ) -> float:

@@ -15,7 +15,7 @@ from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counte
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.single_flight import Wait, follow
+from dynamo_lite.policy.single_flight import WaitForLeader, follow
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class SingleFlight:
             waits=wait.waits,
             thresholds=decided.tuned.single_flight,
         )
-        if leader is None or not isinstance(decision, Wait):
+        if leader is None or not isinstance(decision, WaitForLeader):
             return False
         wait.leader, wait.prefix_tokens, wait.began = leader.request_id, prefix, self._now()
         wait.waits += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.disagg.counters import SECONDS, WRITTEN, Counters
 from dynamo_lite.disagg.messages import BlockWrite
-from dynamo_lite.disagg.prefill.staging import Slot
+from dynamo_lite.disagg.prefill.staging import StagingSlot
 from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.transfer.base import Transfer
@@ -25,7 +25,7 @@ class InFlightWrite:
     #: Whether it is the last write of the attempt.
     last: bool
     #: The staging slot that it reads from; None if it reads blocks.
-    slot: Slot | None
+    slot: StagingSlot | None
     #: None for a write of a single layer.
     of: BlockWrite | None = None
 
@@ -46,7 +46,7 @@ class OutgoingAttempt:
     #: Local block by position in the attempt; if blocks of both engines have the same size.
     local_ids: dict[int, int] = field(default_factory=dict)
     #: The staging slot of the first write in `queue`, if it has one.
-    slot: Slot | None = None
+    slot: StagingSlot | None = None
     #: Running checksum by peer; written by `WriteNotifications`.
     checksums: dict[str, int] = field(default_factory=dict)
     #: The next write repeats blocks of earlier writes, and must start after they have ended.

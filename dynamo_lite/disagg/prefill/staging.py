@@ -46,7 +46,7 @@ OpenTransposer = Callable[[int], Transposer]
 
 
 @dataclass
-class Slot:
+class StagingSlot:
     """A slot in use."""
 
     #: Address of its first byte.
@@ -108,7 +108,7 @@ class Staging:
         self._transposer = transposer
         self._free = [first + slot * self._slot_bytes for slot in range(self._slots)]
 
-    def fill(self, layout: Layout, write: BlockWrite) -> Slot | None:
+    def fill(self, layout: Layout, write: BlockWrite) -> StagingSlot | None:
         """Starts to convert the write's blocks into a slot; None while no slot is free.
 
         Raises ValueError if the write's blocks do not match the layout, TransferError.
@@ -119,13 +119,13 @@ class Staging:
         address = self._free.pop()
         offset = address - self._transposer.address
         try:
-            return Slot(address, self._transposer.transpose(layout, units, offset))
+            return StagingSlot(address, self._transposer.transpose(layout, units, offset))
         except Exception as exc:
             # A kernel that does not compile or a device error must not end the engine's step.
             self._free.append(address)
             raise TransferError(write.target_engine, f"could not stage blocks: {exc}") from exc
 
-    def release(self, slot: Slot | None) -> None:
+    def release(self, slot: StagingSlot | None) -> None:
         """Drops one reference; the slot is free after the last one."""
         if slot is not None:
             slot.users -= 1

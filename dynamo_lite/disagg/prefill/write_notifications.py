@@ -9,7 +9,7 @@ import msgspec
 from dynamo_lite.disagg.messages import BlockWrite
 from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
-from dynamo_lite.disagg.prefill.staging import Slot, Staging
+from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.transfer.digest import ReadMemory, checksum, sample
@@ -52,7 +52,11 @@ class WriteNotifications:
         return self._share(write, peer, sampled, value)
 
     def _staged(
-        self, write: BlockWrite, peer: RemoteRank, slot: Slot, checksums: MutableMapping[str, int]
+        self,
+        write: BlockWrite,
+        peer: RemoteRank,
+        slot: StagingSlot,
+        checksums: MutableMapping[str, int],
     ) -> dict[str, Any]:
         """The part with staging: the checksum covers the staged bytes. The bytes of earlier writes
         are gone by now.

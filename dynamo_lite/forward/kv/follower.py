@@ -5,7 +5,7 @@ from typing import Self
 
 import zmq.asyncio
 
-from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.kv.subscription import KvSubscription
 from dynamo_lite.policy.known_blocks import KnownBlocks
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -15,10 +15,10 @@ class KvEventFollower:
     """Async context manager: follows the engines that are there when it is entered, and those of
     `follow` until they leave."""
 
-    def __init__(self, engines: Engines, known: KnownBlocks):
+    def __init__(self, engines: KnownEngines, known: KnownBlocks):
         self._engines, self._known = engines, known
         self._tasks = OwnedTasks()
-        self._followed: dict[Engine, asyncio.Task[None]] = {}
+        self._followed: dict[KnownEngine, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
 
     async def __aenter__(self) -> Self:
@@ -30,7 +30,7 @@ class KvEventFollower:
         await self._tasks.end()
         self._context.destroy(linger=0)
 
-    def follow(self, engine: Engine) -> None:
+    def follow(self, engine: KnownEngine) -> None:
         """Does nothing for an engine that publishes no events."""
         endpoint = engine.options.kv_events
         if endpoint is None:
@@ -47,6 +47,6 @@ class KvEventFollower:
             subscription.run(), name=f"KV events of {engine.name}"
         )
 
-    def leave(self, engine: Engine) -> None:
+    def leave(self, engine: KnownEngine) -> None:
         if (task := self._followed.pop(engine, None)) is not None:
             task.cancel()

@@ -9,9 +9,9 @@ import msgspec
 from multidict import CIMultiDict
 from xxhash import xxh3_128_digest
 
-from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Incoming
-from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, TOKENS, Body
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.upstream import LegFailed, Upstream
@@ -44,7 +44,9 @@ class _Tokenized(msgspec.Struct):
 class Tokenizer:
     """timeout_s: how long a request waits for its tokens. results: counts prompts by result."""
 
-    def __init__(self, upstream: Upstream, engines: Engines, known: KnownBlocks, timeout_s: float):
+    def __init__(
+        self, upstream: Upstream, engines: KnownEngines, known: KnownBlocks, timeout_s: float
+    ):
         self.results: Counter[str] = Counter()
         self._upstream, self._engines, self._known = upstream, engines, known
         self._timeout_s = timeout_s
@@ -52,7 +54,7 @@ class Tokenizer:
         self._remembered_tokens = 0
         self._asks_again_at = 0.0
 
-    async def tokens(self, incoming: Incoming, request: Request) -> PromptTokens | None:
+    async def tokens(self, incoming: Incoming, request: ClientRequest) -> PromptTokens | None:
         """None if the tokens are not needed, or not known in time."""
         if not self._known.following or len(request.prompt) < _MIN_BYTES:
             return None
@@ -104,7 +106,9 @@ class Tokenizer:
             logger.warning("engine %s has not tokenized a prompt: %s", engine.name, exc or "late")
             return None
 
-    async def _ask_one(self, engine: Engine, incoming: Incoming, body: bytes) -> list[int] | None:
+    async def _ask_one(
+        self, engine: KnownEngine, incoming: Incoming, body: bytes
+    ) -> list[int] | None:
         """Returns None if the engine refuses the prompt. Raises LegFailed."""
         own = CIMultiDict({"content-type": "application/json"})
         if (key := incoming.headers.get("authorization")) is not None:
@@ -131,7 +135,7 @@ def _made(ids: list[int], salt: str | None) -> PromptTokens | None:
         return None
 
 
-def _question(request: Request) -> list[int] | Body | None:
+def _question(request: ClientRequest) -> list[int] | Body | None:
     """The tokens, or the request for `/tokenize`; None if the prompt cannot be tokenized."""
     body = request.body
     if request.route == CHAT:

@@ -31,7 +31,7 @@ VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
 MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
 
-class Order(enum.Enum):
+class LegOrder(enum.Enum):
     """When the legs are sent."""
 
     #: The decode leg needs the prefill leg's answer.
@@ -60,7 +60,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class HandoverAttempt:
     """One try of one request, with ids of its own: engines pair legs by them."""
 
     route: str
@@ -129,15 +129,15 @@ class ForwardProtocol:
     """One protocol; see docs/forwarding.md for how to add one."""
 
     name: str
-    order: Order
+    order: LegOrder
     routes: frozenset[str]
     #: Port of an engine's handover where the configuration names none; None: its HTTP port plus
     #: `port_offset`.
     default_port: int | None = None
     port_offset: int = 0
-    prefill: Callable[[Body, Attempt], Leg]
+    prefill: Callable[[Body, HandoverAttempt], Leg]
     #: The last argument is None in every order but SERIAL.
-    decode: Callable[[Body, Attempt, Handoff | None], Leg]
+    decode: Callable[[Body, HandoverAttempt, Handoff | None], Leg]
     #: Returns None if the answer has no handoff; then the decode leg computes the prompt itself.
     extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
     #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
@@ -164,7 +164,7 @@ class ForwardProtocol:
     #: one can take the KV.
     names_decode: bool = False
 
-    def order_for(self, prefill: Peer) -> Order:
+    def order_for(self, prefill: Peer) -> LegOrder:
         if self.needs_identity and prefill.identity is None:
-            return Order.SERIAL
+            return LegOrder.SERIAL
         return self.order

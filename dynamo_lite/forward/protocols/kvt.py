@@ -7,12 +7,12 @@ from typing import Any
 
 from dynamo_lite.forward.protocols.base import (
     COMPLETIONS,
-    Attempt,
     Body,
     ForwardProtocol,
     Handoff,
+    HandoverAttempt,
     Leg,
-    Order,
+    LegOrder,
     PrefillAnswer,
 )
 from dynamo_lite.forward.protocols.one_token import one_token
@@ -21,7 +21,7 @@ from dynamo_lite.forward.protocols.one_token import one_token
 _PORT_OFFSET = 20_000
 
 
-def _prefill(body: Body, attempt: Attempt) -> Leg:
+def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     """Not streamed, unlike Llumnix' own leg: only the end of the answer matters."""
     one = one_token(body, attempt.route)
     one["kv_transfer_params"] = {"do_remote_decode": True}
@@ -33,26 +33,26 @@ def _done(answer: PrefillAnswer) -> Handoff | None:
     return Handoff(None)
 
 
-def _where(attempt: Attempt) -> dict[str, Any]:
+def _where(attempt: HandoverAttempt) -> dict[str, Any]:
     return {"remote_host": attempt.prefill.host, "remote_port": attempt.prefill.port}
 
 
-def _with_params(body: Body, attempt: Attempt, params: dict[str, Any]) -> Leg:
+def _with_params(body: Body, attempt: HandoverAttempt, params: dict[str, Any]) -> Leg:
     """Both legs have the same request id, because only the id identifies the prefill leg."""
     return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
 
 
-def _batch_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _batch_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     return _with_params(body, attempt, _where(attempt))
 
 
-def _staged_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _staged_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     return _with_params(body, attempt, {**_where(attempt), "do_remote_prefill": True})
 
 
 BATCH = ForwardProtocol(
     name="kvt-batch",
-    order=Order.SINGLE,
+    order=LegOrder.SINGLE,
     routes=frozenset({COMPLETIONS}),
     port_offset=_PORT_OFFSET,
     prefill=_prefill,
@@ -61,7 +61,7 @@ BATCH = ForwardProtocol(
 
 STAGED = ForwardProtocol(
     name="kvt-staged",
-    order=Order.SERIAL,
+    order=LegOrder.SERIAL,
     routes=frozenset({COMPLETIONS}),
     port_offset=_PORT_OFFSET,
     prefill=_prefill,

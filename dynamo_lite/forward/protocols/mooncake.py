@@ -8,12 +8,12 @@ import msgspec
 from dynamo_lite.forward.protocols.base import (
     MIN_TOKENS_ROUTES,
     VLLM_ROUTES,
-    Attempt,
     Body,
     ForwardProtocol,
     Handoff,
+    HandoverAttempt,
     Leg,
-    Order,
+    LegOrder,
 )
 from dynamo_lite.forward.protocols.nixl import ask_for_prefill, hand_over, returned_params
 from dynamo_lite.forward.protocols.one_token import one_token
@@ -32,17 +32,17 @@ def engine_ids(answer: bytes) -> dict[int, str]:
         raise ValueError(f"unexpected answer of /query: {exc}") from exc
 
 
-def rank_of(attempt: Attempt) -> int:
+def rank_of(attempt: HandoverAttempt) -> int:
     """The data-parallel rank of the prefill engine that computes: drawn by the attempt's id."""
     ranks = sorted(attempt.prefill.engine_ids)
     return ranks[int(attempt.unique[:8], 16) % len(ranks)]
 
 
-def transfer_id(attempt: Attempt) -> str:
+def transfer_id(attempt: HandoverAttempt) -> str:
     return f"xfer-{attempt.unique}"
 
 
-def _prefill(body: Body, attempt: Attempt) -> Leg:
+def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     one = one_token(body, attempt.route)
     one["kv_transfer_params"] = {
         "do_remote_decode": True,
@@ -56,7 +56,7 @@ def _prefill(body: Body, attempt: Attempt) -> Leg:
     return Leg(one, headers)
 
 
-def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     peer = attempt.prefill
     host = f"[{peer.host}]" if ":" in peer.host else peer.host
     params = {
@@ -72,7 +72,7 @@ def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
 
 MOONCAKE = ForwardProtocol(
     name="mooncake",
-    order=Order.PARALLEL,
+    order=LegOrder.PARALLEL,
     routes=MIN_TOKENS_ROUTES,
     default_port=8998,
     query_path="/query",
@@ -82,7 +82,7 @@ MOONCAKE = ForwardProtocol(
 
 LLUMNIX = ForwardProtocol(
     name="llumnix-mooncake",
-    order=Order.SERIAL,
+    order=LegOrder.SERIAL,
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=returned_params,

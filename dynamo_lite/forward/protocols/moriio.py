@@ -11,12 +11,12 @@ import msgspec
 from dynamo_lite.forward.protocols.base import (
     MIN_TOKENS_ROUTES,
     VLLM_ROUTES,
-    Attempt,
     Body,
     ForwardProtocol,
     Handoff,
+    HandoverAttempt,
     Leg,
-    Order,
+    LegOrder,
     Peer,
     PrefillAnswer,
 )
@@ -32,12 +32,12 @@ def _zmq(peer: Peer) -> str:
     return f"host:{peer.host},handshake:{peer.port},notify:{notify}"
 
 
-def _request_id(attempt: Attempt) -> str:
+def _request_id(attempt: HandoverAttempt) -> str:
     addresses = f"___prefill_addr_{_zmq(attempt.prefill)}___decode_addr_{_zmq(attempt.decode)}"
     return f"{addresses}_{attempt.unique}"
 
 
-def _address(peer: Peer, attempt: Attempt) -> dict[str, Any]:
+def _address(peer: Peer, attempt: HandoverAttempt) -> dict[str, Any]:
     """The other engine, as the toy proxy names it. None: to be found by the handshake."""
     return {
         "transfer_id": f"tx-{attempt.unique}",
@@ -51,7 +51,7 @@ def _address(peer: Peer, attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _prefill(body: Body, attempt: Attempt) -> Leg:
+def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     one = one_token(body, attempt.route)
     one["kv_transfer_params"] = {
         **_address(attempt.decode, attempt),
@@ -69,7 +69,7 @@ def _returned(answer: PrefillAnswer) -> Handoff | None:
     return Handoff(msgspec.json.encode(params))
 
 
-def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     params: dict[str, Any] = _address(attempt.prefill, attempt)
     if handoff is not None:
         params |= msgspec.json.decode(handoff.params)
@@ -80,7 +80,7 @@ def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
 
 READ = ForwardProtocol(
     name="moriio-read",
-    order=Order.SERIAL,
+    order=LegOrder.SERIAL,
     routes=VLLM_ROUTES,
     default_port=_HANDSHAKE_PORT,
     prefill=_prefill,
@@ -91,7 +91,7 @@ READ = ForwardProtocol(
 
 WRITE = ForwardProtocol(
     name="moriio-write",
-    order=Order.PARALLEL,
+    order=LegOrder.PARALLEL,
     routes=MIN_TOKENS_ROUTES,
     default_port=_HANDSHAKE_PORT,
     prefill=_prefill,

@@ -9,17 +9,17 @@ from dataclasses import replace
 from dynamo_lite.forward.protocols.base import (
     CHAT,
     COMPLETIONS,
-    Attempt,
     Body,
     ForwardProtocol,
     Handoff,
+    HandoverAttempt,
     Leg,
-    Order,
+    LegOrder,
     Peer,
 )
 
 
-def bare_id(attempt: Attempt) -> str:
+def bare_id(attempt: HandoverAttempt) -> str:
     """The id that the client sees in place of both engines' ids, which may contain addresses."""
     return f"cmpl-{attempt.unique}"
 
@@ -33,24 +33,24 @@ def _prefill_body(body: Body) -> Body:
     return one
 
 
-def _static_prefill(body: Body, attempt: Attempt) -> Leg:
+def _static_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(_prefill_body(body), {"x-request-id": bare_id(attempt)})
 
 
-def _static_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _static_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     return Leg(dict(body), {"x-request-id": bare_id(attempt)})
 
 
-def _dynamic_prefill(body: Body, attempt: Attempt) -> Leg:
+def _dynamic_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     """Each engine's id ends with the other one's address."""
     return _dynamic(_prefill_body(body), attempt, attempt.decode)
 
 
-def _dynamic_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _dynamic_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     return _dynamic(dict(body), attempt, attempt.prefill)
 
 
-def _dynamic(body: Body, attempt: Attempt, other: Peer) -> Leg:
+def _dynamic(body: Body, attempt: HandoverAttempt, other: Peer) -> Leg:
     name = bare_id(attempt)
     return Leg(body, {"x-request-id": f"{name}_{other.address}"}, attempt.unique)
 
@@ -58,7 +58,7 @@ def _dynamic(body: Body, attempt: Attempt, other: Peer) -> Leg:
 #: One prefill and one decode engine, which know each other by their own configuration.
 STATIC = ForwardProtocol(
     name="neuron-static",
-    order=Order.PARALLEL,
+    order=LegOrder.PARALLEL,
     routes=frozenset({CHAT, COMPLETIONS}),
     prefill=_static_prefill,
     decode=_static_decode,

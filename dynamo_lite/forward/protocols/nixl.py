@@ -9,12 +9,12 @@ import msgspec
 
 from dynamo_lite.forward.protocols.base import (
     VLLM_ROUTES,
-    Attempt,
     Body,
     ForwardProtocol,
     Handoff,
+    HandoverAttempt,
     Leg,
-    Order,
+    LegOrder,
     PrefillAnswer,
 )
 from dynamo_lite.forward.protocols.one_token import object_of, one_token
@@ -32,7 +32,7 @@ ASK_FOR_PREFILL: Mapping[str, Any] = {
 _IDENTITY = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 
 
-def ask_for_prefill(body: Body, attempt: Attempt) -> Leg:
+def ask_for_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     one = one_token(body, attempt.route)
     one["kv_transfer_params"] = dict(ASK_FOR_PREFILL)
     return Leg(one, {"x-request-id": attempt.request_id})
@@ -65,7 +65,7 @@ def _not_pull(answer: PrefillAnswer) -> str:
     )
 
 
-def hand_over(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def hand_over(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     """The client's own id stays: legs are not paired by it, and the client sees it in its
     answer."""
     assert handoff is not None
@@ -75,7 +75,7 @@ def hand_over(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
 
 PULL = ForwardProtocol(
     name="nixl",
-    order=Order.SERIAL,
+    order=LegOrder.SERIAL,
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=returned_params,
@@ -106,7 +106,7 @@ def _as_handoff(answer: PrefillAnswer) -> Handoff | None:
     return None if found is None else Handoff(msgspec.json.encode(found))
 
 
-def _expect_push(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _expect_push(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     """The prefill engine pairs the legs by their request id, so both have the same."""
     peer = msgspec.json.decode(handoff.params) if handoff else attempt.prefill.identity
     params = {
@@ -120,7 +120,7 @@ def _expect_push(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
 
 PUSH = ForwardProtocol(
     name="nixl-push",
-    order=Order.PARALLEL,
+    order=LegOrder.PARALLEL,
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=_as_handoff,

@@ -9,16 +9,16 @@ from dynamo_lite.forward.protocols.base import (
     CHAT,
     COMPLETIONS,
     SGLANG_GENERATE,
-    Attempt,
     Body,
     ForwardProtocol,
     Handoff,
+    HandoverAttempt,
     Leg,
-    Order,
+    LegOrder,
 )
 
 
-def _leg(body: Body, attempt: Attempt) -> Leg:
+def _leg(body: Body, attempt: HandoverAttempt) -> Leg:
     """One room for each sequence: two that share a live room crash or hang both engines."""
     rooms, peer = attempt.rooms, attempt.prefill
     fields: dict[str, Any] = {
@@ -36,7 +36,7 @@ def _leg(body: Body, attempt: Attempt) -> Leg:
     return Leg({**body, **fields}, headers)
 
 
-def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
     return _leg(body, attempt)
 
 
@@ -49,7 +49,7 @@ def _joins_input_logprobs(body: Body, route: str) -> bool:
 
 BOOTSTRAP = ForwardProtocol(
     name="sglang",
-    order=Order.PARALLEL,
+    order=LegOrder.PARALLEL,
     routes=frozenset({CHAT, COMPLETIONS, SGLANG_GENERATE}),
     default_port=8998,
     prefill=_leg,

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from dynamo_lite.overview.model import Overview, Worker
+from dynamo_lite.overview.model import LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.backlog import DrainRate
 from dynamo_lite.policy.planner_inputs import Datum, DecodeLoad, PrefillLoad, Role
@@ -31,7 +31,7 @@ class Observed:
     prefill: PrefillLoad
     decode: DecodeLoad
     #: The live workers of each role.
-    workers: Mapping[Role, Sequence[Worker]]
+    workers: Mapping[Role, Sequence[LiveProcess]]
 
     def serving(self, role: Role, without: Set[int]) -> int:
         """without: leases that do not count."""
@@ -93,7 +93,7 @@ class Observation:
             workers=workers,
         )
 
-    def _prefill(self, decode: Sequence[Worker]) -> PrefillLoad:
+    def _prefill(self, decode: Sequence[LiveProcess]) -> PrefillLoad:
         """Demand is known if every decode worker's engine has told of its backlog lately."""
         now = self._now()
         rate = self._drain.tokens_per_s(now)
@@ -103,7 +103,7 @@ class Observation:
         complete = self._backlog.engines >= len(decode)
         return self._demand.load(self._backlog.totals(), rate, now, complete=complete)
 
-    def _decode(self, workers: Sequence[Worker], seen: Overview) -> DecodeLoad:
+    def _decode(self, workers: Sequence[LiveProcess], seen: Overview) -> DecodeLoad:
         admitted = [one.per_s for one in seen.decisions if one.verdict in _VERDICTS]
         rates = TokenRates(
             admitted_per_s=sum(admitted) if seen.rate_s else None,

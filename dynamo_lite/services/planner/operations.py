@@ -18,7 +18,7 @@ from dynamo_lite.services.planner.connector import Connector, Counted, Order
 from dynamo_lite.services.planner.departure import Departure
 from dynamo_lite.services.planner.stepping import step
 from dynamo_lite.services.planner.target import Target
-from dynamo_lite.services.planner.under_way import Running, UnderWay
+from dynamo_lite.services.planner.under_way import RunningOperation, UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Operations:
             if self._clock.monotonic() >= one.retry_at and one.record.component in counted.roles:
                 await self._step(one, counted)
 
-    async def _step(self, one: Running, counted: Counted) -> None:
+    async def _step(self, one: RunningOperation, counted: Counted) -> None:
         async def work() -> None:
             if not one.stored:
                 await self._under_way.enter(one, one.record.phase)
@@ -132,7 +132,7 @@ class Operations:
         act_s = self._may_act()
         await step(one, work, refused, within_s=act_s, clock=self._clock, what=what)
 
-    async def _go_on(self, one: Running, counted: Counted) -> None:
+    async def _go_on(self, one: RunningOperation, counted: Counted) -> None:
         counts = counted.roles[one.record.component]
         match one.record.kind, one.record.phase:
             case "add", "ordered":
@@ -148,14 +148,16 @@ class Operations:
             case _:
                 pass
 
-    async def _order_additions(self, one: Running, counted: Counted, counts: RoleCounts) -> None:
+    async def _order_additions(
+        self, one: RunningOperation, counted: Counted, counts: RoleCounts
+    ) -> None:
         version = counted.version
         for count in range(counts.starting + counts.ready + 1, one.record.count + 1):
             version = await self._version(one, version)
             await self._connector.add(self._order(one, version, count))
         await self._under_way.enter(one, "asked")
 
-    async def _await_start(self, one: Running, counts: RoleCounts) -> None:
+    async def _await_start(self, one: RunningOperation, counts: RoleCounts) -> None:
         if counts.starting:
             return
         if counts.ready < one.record.count:
@@ -164,7 +166,9 @@ class Operations:
         self._under_way.took(one)
         await self._under_way.end(one, "done")
 
-    async def _order_withdrawal(self, one: Running, counted: Counted, counts: RoleCounts) -> None:
+    async def _order_withdrawal(
+        self, one: RunningOperation, counted: Counted, counts: RoleCounts
+    ) -> None:
         version = counted.version
         # Also a worker of before may be starting again.
         least = max(one.record.before, counts.ready)
@@ -176,7 +180,9 @@ class Operations:
         self._under_way.took(one)
         await self._under_way.end(one, "withdrawn")
 
-    async def _order_removal(self, one: Running, counted: Counted, counts: RoleCounts) -> None:
+    async def _order_removal(
+        self, one: RunningOperation, counted: Counted, counts: RoleCounts
+    ) -> None:
         record = one.record
         if not record.lease_id:
             if counts.starting and counts.starting + counts.ready > record.count:
@@ -209,7 +215,7 @@ class Operations:
             return f"there would be fewer than the minimum, {least}"
         return ""
 
-    async def _await_leaving(self, one: Running, counted: Counted) -> None:
+    async def _await_leaving(self, one: RunningOperation, counted: Counted) -> None:
         """Asks the worker to leave. Orders its end when it has drained or its deadline is over."""
         record = one.record
         if one.departure is None:
@@ -254,14 +260,14 @@ class Operations:
             elif self._clock.monotonic() - one.began > one.record.within_s:
                 await self._under_way.end(one, "late")
 
-    async def _version(self, one: Running, above: int) -> int:
+    async def _version(self, one: RunningOperation, above: int) -> int:
         self._may_act()
         record = one.record
         return await self._target.next_version(
             above, record.component, record.count, record.reason, up=None
         )
 
-    def _order(self, one: Running, version: int, count: int) -> Order:
+    def _order(self, one: RunningOperation, version: int, count: int) -> Order:
         record = one.record
         lease_id = 0 if record.phase == "withdrawing" else record.lease_id
         return Order(

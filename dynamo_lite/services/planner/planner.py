@@ -18,7 +18,7 @@ from dynamo_lite.policy.planner_limits import bounds, contradictions
 from dynamo_lite.policy.planner_memory import (
     Action,
     AddWorkers,
-    Memory,
+    PlannerMemory,
     Proposal,
     SwitchWorker,
     WithdrawStart,
@@ -75,7 +75,7 @@ class Planner:
         self._limits = subset(PlannerOptions, self._config)
         self._stack = AsyncExitStack()
         self._wake = asyncio.Event()
-        self._memory = Memory()
+        self._memory = PlannerMemory()
         self._proposal = Proposal(hold="it has not looked yet")
         self._history = History()
         self._led = False

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamo_lite.policy.planner_inputs import Operation, Switches
+from dynamo_lite.policy.planner_inputs import Operation, SwitchHistory
 from dynamo_lite.policy.switch_book import times_text
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
@@ -92,11 +92,11 @@ class Switching:
         self._left &= set(live)
         return self._left | (set() if self._one is None else {self._one.record.lease_id})
 
-    def seen(self, last: SwitchRecord | None) -> Switches | None:
+    def seen(self, last: SwitchRecord | None) -> SwitchHistory | None:
         """What a decision needs. last: the record in etcd. None: the connector cannot switch."""
         if self._connector is None:
             return None
-        known = Switches(
+        known = SwitchHistory(
             drain_s=median(self._drains) if self._drains else None,
             start_s=median(self._starts) if self._starts else None,
         )

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Running(Stepped):
+class RunningOperation(Stepped):
     record: OperationRecord
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
@@ -41,7 +41,7 @@ class UnderWay:
     ):
         self._store, self._namespace, self._clock = store, namespace, clock
         self._records = records or AuthenticRecords()
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningOperation] = {}
         self._starts: defaultdict[str, StartTimes] = defaultdict(StartTimes)
         #: How operations have ended: (component, kind, outcome) to their number.
         self.ended: Counter[tuple[str, str, str]] = Counter()
@@ -52,7 +52,7 @@ class UnderWay:
     def __len__(self) -> int:
         return len(self._running)
 
-    def __iter__(self) -> Iterator[Running]:
+    def __iter__(self) -> Iterator[RunningOperation]:
         """Oldest first; they may end meanwhile."""
         return iter(list(self._running.values()))
 
@@ -66,7 +66,9 @@ class UnderWay:
                 self._store, key, value, OperationRecord, self._clock, self._records
             )
             if record is not None:
-                self._running[record.id] = Running(record, began=now, resumed=True, stored=True)
+                self._running[record.id] = RunningOperation(
+                    record, began=now, resumed=True, stored=True
+                )
                 logger.info("resumes %s", record)
 
     def forget(self) -> None:
@@ -123,26 +125,26 @@ class UnderWay:
 
     # Changes
 
-    def begins(self, record: OperationRecord) -> Running:
+    def begins(self, record: OperationRecord) -> RunningOperation:
         """Its record is stored by `enter`."""
-        self._running[record.id] = one = Running(record, began=self._clock.monotonic())
+        self._running[record.id] = one = RunningOperation(record, began=self._clock.monotonic())
         return one
 
-    def get(self, operation: int) -> Running | None:
+    def get(self, operation: int) -> RunningOperation | None:
         return self._running.get(operation)
 
-    def took(self, one: Running) -> None:
+    def took(self, one: RunningOperation) -> None:
         if not one.resumed:
             self._starts[one.record.component].add(self._clock.monotonic() - one.began)
 
-    async def enter(self, one: Running, phase: Phase) -> None:
+    async def enter(self, one: RunningOperation, phase: Phase) -> None:
         one.record = msgspec.structs.replace(one.record, phase=phase)
         key = self._key(one.record)
         await self._store.put(key, self._records.encoded(key, one.record))
         one.stored = True
         one.failures = 0
 
-    async def end(self, one: Running, outcome: str) -> None:
+    async def end(self, one: RunningOperation, outcome: str) -> None:
         await self._store.delete(self._key(one.record))
         self._running.pop(one.record.id, None)
         if one.record.kind == "remove" and outcome != "refused":

@@ -31,7 +31,7 @@ from dynamo_lite.simulation.engine.halves import (
     rank_clock,
     watch,
 )
-from dynamo_lite.simulation.engine.memory import KvMemory
+from dynamo_lite.simulation.engine.memory import SimKvMemory
 from dynamo_lite.simulation.engine.mover import Fabric, SimMover
 from dynamo_lite.simulation.engine.pool import BlockPool
 
@@ -60,7 +60,7 @@ class EngineSetup:
 
 
 @dataclass
-class Engine:
+class SimEngineProcess:
     """The inside of an engine's process, for its component's pipe and for the invariants."""
 
     setup: EngineSetup
@@ -85,11 +85,11 @@ class Engine:
 class Assembly:
     """Makes engines of shipped parts. Mutants override its methods."""
 
-    def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> Engine:
+    def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> SimEngineProcess:
         config, rng = setup.config, setup.rng
         decodes = isinstance(setup.engine_config.role, DecodeEngineConfig)
         shift = rng.randrange(_SHIFTS) * config.block_size * 8
-        memory = KvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
+        memory = SimKvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
         mover = SimMover(setup.fabric, setup.engine_config.engine_id, setup.address, memory)
         pool = BlockPool(config.num_blocks)
         metadata = self._metadata(setup, mover)
@@ -101,7 +101,7 @@ class Assembly:
             halves.scheduler.bind_block_pool(pool, lambda job: requests[job].block_ids)
         else:
             halves.scheduler.bind_block_pool(pool, core.scheduler.cache)
-        return Engine(setup, core, halves, mover, metadata)
+        return SimEngineProcess(setup, core, halves, mover, metadata)
 
     def decode_halves(
         self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata

@@ -15,11 +15,11 @@ from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.simulation.engine.halves import DecodeHalves, PrefillHalves, merge
-from dynamo_lite.simulation.engine.memory import KvMemory
+from dynamo_lite.simulation.engine.memory import SimKvMemory
 from dynamo_lite.simulation.engine.plan import Plan
 from dynamo_lite.simulation.engine.pool import BlockPool
-from dynamo_lite.simulation.engine.request import SimRequest, Status
-from dynamo_lite.simulation.engine.scheduler import Scheduler
+from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus
+from dynamo_lite.simulation.engine.scheduler import SimScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class SimCore:
         self,
         config: SimModelConfig,
         pool: BlockPool,
-        memory: KvMemory,
+        memory: SimKvMemory,
         halves: DecodeHalves | PrefillHalves | None,
         *,
         clock: Clock,
         deliver: Callable[[Outputs], None],
     ):
         self.config, self.pool, self.memory, self.halves = config, pool, memory, halves
-        self.scheduler = Scheduler(
+        self.scheduler = SimScheduler(
             pool,
             config.block_size,
             halves,
@@ -203,7 +203,7 @@ class SimCore:
     def _end_generated(self, plan: Plan) -> None:
         for request_id in plan.num_scheduled_tokens:
             request = self.scheduler.requests.get(request_id)
-            if request is None or request.status is not Status.RUNNING:
+            if request is None or request.status is not SimRequestStatus.RUNNING:
                 continue
             if request.finish_reason is not None:
                 self.scheduler.finish(request)

@@ -42,7 +42,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.permits import Permit
-from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
+from dynamo_lite.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
 from dynamo_lite.simulation.engine.core import Outputs
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling, sampling_from_bytes
 from dynamo_lite.simulation.engine.request import SimRequest
@@ -60,7 +60,7 @@ class Home(Protocol):
     """Where engines' processes run."""
 
     def start_engine(
-        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+        self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
     ) -> EngineProcess:
         """Runs `main` as a process of its own; `on_end` is called in the caller's process
         when it has ended, however it did."""
@@ -81,7 +81,7 @@ class SimEngine:
     ):
         self._setup, self._home, self._assembly = setup, home, assembly
         self._messaging, self._on_counts = messaging, on_counts
-        self._engine: Engine | None = None
+        self._engine: SimEngineProcess | None = None
         self._process: EngineProcess | None = None
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
         self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()

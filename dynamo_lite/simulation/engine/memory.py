@@ -40,7 +40,7 @@ class SimScratch(Memory):
         return self.raw[slot * _SLOT_BYTES :][:length].tobytes()
 
 
-class KvMemory(Memory):
+class SimKvMemory(Memory):
     """PLANES words per token: layer "0" in one plane, layer "1" with K and V apart.
 
     base: address of the first byte. dense: whether each plane's blocks lie back

@@ -17,7 +17,7 @@ import numpy as np
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.simulation.engine.copies import Copy, copies_of
-from dynamo_lite.simulation.engine.memory import KvMemory, SimScratch
+from dynamo_lite.simulation.engine.memory import SimKvMemory, SimScratch
 from dynamo_lite.transfer.block_map import Descriptors
 
 #: A write's descriptors land in at most this many portions.
@@ -214,7 +214,7 @@ class SimMover:
     that is being started, for the fabric's callbacks.
     """
 
-    def __init__(self, fabric: Fabric, name: str, address: str, memory: KvMemory):
+    def __init__(self, fabric: Fabric, name: str, address: str, memory: SimKvMemory):
         self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
         self.scratch = SimScratch()
         self.attempt = ""

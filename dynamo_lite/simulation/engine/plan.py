@@ -8,7 +8,7 @@ from dynamo_lite.policy.step_time import StepLoad
 from dynamo_lite.simulation.engine.request import SimRequest
 
 
-class Connector(Protocol):
+class SchedulerHalf(Protocol):
     """A scheduler half, called as vLLM calls a KV connector. A step is its message to the rank."""
 
     def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:

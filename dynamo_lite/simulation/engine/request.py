@@ -10,7 +10,7 @@ from dynamo_lite.simulation.engine.model import Sampler, Sampling, extend_states
 from dynamo_lite.simulation.engine.pool import Block
 
 
-class Status(enum.Enum):
+class SimRequestStatus(enum.Enum):
     WAITING = "waiting"
     PARKED = "parked"  # its KV comes from elsewhere
     RUNNING = "running"
@@ -35,7 +35,7 @@ class SimRequest:
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
-    status: Status = Status.WAITING
+    status: SimRequestStatus = SimRequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
     blocks: list[Block] = field(default_factory=list[Block])
     num_computed_tokens: int = 0

@@ -12,19 +12,19 @@ from typing import Any
 
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
-from dynamo_lite.simulation.engine.plan import Connector, Plan
+from dynamo_lite.simulation.engine.plan import Plan, SchedulerHalf
 from dynamo_lite.simulation.engine.pool import Block, BlockPool
-from dynamo_lite.simulation.engine.request import SimRequest, Status
+from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus
 
 
-class Scheduler:
+class SimScheduler:
     """budget_tokens: of one step. max_running: sequences computed at a time."""
 
     def __init__(
         self,
         pool: BlockPool,
         block_size: int,
-        connector: Connector | None,
+        connector: SchedulerHalf | None,
         *,
         budget_tokens: int,
         max_running: int,
@@ -58,15 +58,15 @@ class Scheduler:
         """Whether its blocks wait for KV from elsewhere, or did so when it ended."""
         if self.requests.get(request.request_id) is not request:
             return False
-        if request.status is Status.FINISHED:
+        if request.status is SimRequestStatus.FINISHED:
             return bool(request.blocks)
-        return request.status is Status.PARKED and request.request_id not in self._arrived
+        return request.status is SimRequestStatus.PARKED and request.request_id not in self._arrived
 
     def waiting_for_kv(self) -> list[SimRequest]:
         return [
             r
             for r in self._holding
-            if r.status is Status.PARKED and r.request_id not in self._arrived
+            if r.status is SimRequestStatus.PARKED and r.request_id not in self._arrived
         ]
 
     def add(self, request: SimRequest) -> None:
@@ -76,15 +76,15 @@ class Scheduler:
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            if request is None or request.status is Status.FINISHED:
+            if request is None or request.status is SimRequestStatus.FINISHED:
                 continue
-            if request.status is Status.RUNNING:
+            if request.status is SimRequestStatus.RUNNING:
                 self._running.remove(request)
             elif request in self._holding:
                 self._holding.remove(request)
             else:
                 self._waiting.remove(request)
-            parked = request.status is Status.PARKED and request_id not in self._arrived
+            parked = request.status is SimRequestStatus.PARKED and request_id not in self._arrived
             self._arrived.discard(request_id)
             self._failed.discard(request_id)
             self._finish(request, parked=parked)
@@ -124,7 +124,7 @@ class Scheduler:
         """Takes over what the rank has received, lost and sent."""
         for request_id in sorted(results.lost):
             request = self.requests.get(request_id)
-            if request is not None and request.status is Status.PARKED:
+            if request is not None and request.status is SimRequestStatus.PARKED:
                 request.num_computed_tokens = 0
                 self._failed.add(request_id)
         if self._connector is not None and (
@@ -132,7 +132,7 @@ class Scheduler:
         ):
             self._connector.worker_output(results, report)
         for request_id in sorted(results.received | results.lost):
-            if self.requests[request_id].status is Status.PARKED:
+            if self.requests[request_id].status is SimRequestStatus.PARKED:
                 self._arrived.add(request_id)
             else:
                 self._free(self.requests[request_id])
@@ -145,7 +145,7 @@ class Scheduler:
         self._finish(request, parked=False)
 
     def _finish(self, request: SimRequest, *, parked: bool) -> None:
-        request.status = Status.FINISHED
+        request.status = SimRequestStatus.FINISHED
         self._unreported_end = True
         sending = self._connector is not None and self._connector.finished(request)
         if not (parked or sending):
@@ -181,7 +181,7 @@ class Scheduler:
         plan.preempted.append(request.request_id)
         self._release(request)
         request.num_computed_tokens = 0
-        request.status = Status.WAITING
+        request.status = SimRequestStatus.WAITING
         self._waiting.appendleft(request)
 
     def _schedule_waiting(self, plan: Plan, now: float) -> None:
@@ -197,21 +197,21 @@ class Scheduler:
             self._waiting.popleft()
             if admitted is None:
                 deferred.append(request)
-            elif request.status is Status.PARKED:
+            elif request.status is SimRequestStatus.PARKED:
                 self._holding.append(request)
         self._waiting.extendleft(reversed(deferred))
 
     def _schedule_holding(self, plan: Plan, now: float) -> bool:
         """Returns whether others may follow."""
         for request in list(self._holding):
-            if request.status is Status.PARKED:
+            if request.status is SimRequestStatus.PARKED:
                 if request.request_id not in self._arrived:
                     continue
                 self._unpark(request)
             admitted = self._admit(request, plan, now) if self._may_run(plan) else False
             if admitted is False:
                 return False
-            if admitted and request.status is not Status.PARKED:
+            if admitted and request.status is not SimRequestStatus.PARKED:
                 self._holding.remove(request)
         return True
 
@@ -222,7 +222,7 @@ class Scheduler:
     def _unpark(self, request: SimRequest) -> None:
         """Its KV came, or will not come: it can be scheduled."""
         self._arrived.discard(request.request_id)
-        request.status = Status.WAITING
+        request.status = SimRequestStatus.WAITING
         if request.request_id in self._failed:
             self._failed.discard(request.request_id)
             self._release(request)
@@ -261,9 +261,9 @@ class Scheduler:
             request.cached_tokens, request.external_tokens = cached, external
             request.waited_s = now - request.arrived
         if park:
-            request.status, request.parked_at = Status.PARKED, now
+            request.status, request.parked_at = SimRequestStatus.PARKED, now
             return True
-        request.status = Status.RUNNING
+        request.status = SimRequestStatus.RUNNING
         self._running.append(request)
         plan.num_scheduled_tokens[request.request_id] = count
         return True

@@ -16,7 +16,7 @@ _RETRY_S = 1.0
 _TRIES = 60
 
 
-class Listener:
+class SimListener:
     def __init__(
         self, network: "Network", process: SimProcess, port: int, on_accept: Callable[[End], None]
     ):

@@ -13,7 +13,11 @@ from typing import Any
 from aetcd import rpc
 from grpc.aio import Metadata, UsageError
 
-from dynamo_lite.simulation.network.grpc_connection import NO_CONNECTION, GrpcConnection, State
+from dynamo_lite.simulation.network.grpc_connection import (
+    NO_CONNECTION,
+    ConnectivityState,
+    GrpcConnection,
+)
 from dynamo_lite.simulation.network.network import Network
 
 
@@ -51,7 +55,7 @@ class SimChannel:
 
     async def ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
         """The response to one request. Raises AioRpcError."""
-        if self._connection.state is State.FAILING:
+        if self._connection.state is ConnectivityState.FAILING:
             await asyncio.sleep(0)
             raise rpc_error(rpc.StatusCode.UNAVAILABLE, NO_CONNECTION)
         answer: asyncio.Future[Any] = self._loop.create_future()
@@ -85,15 +89,15 @@ class SimChannel:
         self._last_number += 1
         number = self._last_number
         match self._connection.state:
-            case State.READY:
+            case ConnectivityState.READY:
                 self._connection.send((kind, number, method, what))
                 call.sent = True
-            case State.FAILING:
+            case ConnectivityState.FAILING:
                 refused = rpc_error(rpc.StatusCode.UNAVAILABLE, NO_CONNECTION)
                 self._loop.call_soon(self._fail, number, refused)
-            case State.SHUTDOWN:
+            case ConnectivityState.SHUTDOWN:
                 raise UsageError("Channel is closed.")
-            case State.IDLE | State.CONNECTING:
+            case ConnectivityState.IDLE | ConnectivityState.CONNECTING:
                 call.unsent = (kind, number, method, what)
                 self._connection.connect()
         self._calls[number] = call

@@ -17,7 +17,7 @@ _SILENCE_S = (5.0, 7.0)
 NO_CONNECTION = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
 
 
-class State(Enum):
+class ConnectivityState(Enum):
     """As gRPC's connectivity states."""
 
     IDLE = auto()  # the next call connects
@@ -47,7 +47,7 @@ class GrpcConnection:
         self._loop = network.loop
         self._process = network.loop.current_process()
         self._on_ready, self._on_item, self._on_lost = on_ready, on_item, on_lost
-        self.state = State.IDLE
+        self.state = ConnectivityState.IDLE
         self._end: End | None = None
         self._dialling: Dial | None = None
         self._ungreeted: End | None = None
@@ -58,8 +58,8 @@ class GrpcConnection:
 
     def connect(self) -> None:
         """Begins to connect if the state is IDLE."""
-        if self.state is State.IDLE:
-            self.state = State.CONNECTING
+        if self.state is ConnectivityState.IDLE:
+            self.state = ConnectivityState.CONNECTING
             self._dial()
 
     def send(self, item: Any) -> None:
@@ -69,7 +69,7 @@ class GrpcConnection:
 
     def close(self) -> None:
         self._stop_dialling()
-        self.state = State.SHUTDOWN
+        self.state = ConnectivityState.SHUTDOWN
         end, self._end = self._end, None
         if end is not None:
             end.close()
@@ -89,20 +89,20 @@ class GrpcConnection:
     def _greeted(self, end: End) -> None:
         self._ungreeted = None
         self._stop_dialling()
-        self._end, self.state = end, State.READY
+        self._end, self.state = end, ConnectivityState.READY
         end.start(self._on_item, self._broken)
         self._on_ready()
 
     def _not_connected(self) -> None:
         self._stop_dialling()
-        self.state = State.FAILING
+        self.state = ConnectivityState.FAILING
         low, high = _BACKOFF_S
         after_s = low + (high - low) * self._network.random()
         self._timer = self._loop.call_later(after_s, self._dial)
         self._on_lost(NO_CONNECTION)
 
     def _broken(self, why: str) -> None:
-        self._end, self.state = None, State.IDLE
+        self._end, self.state = None, ConnectivityState.IDLE
         self._on_lost(why or "Socket closed")
 
     def _stop_dialling(self) -> None:

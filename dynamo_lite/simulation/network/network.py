@@ -14,7 +14,7 @@ from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
 from dynamo_lite.simulation.network.channel import End
-from dynamo_lite.simulation.network.dial import Dial, Listener
+from dynamo_lite.simulation.network.dial import Dial, SimListener
 from dynamo_lite.simulation.network.stream import StreamServer, StreamTransport
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Network:
         self._isolated: set[str] = set()
         self._ends: dict[End, None] = {}
         self._watched: dict[SimProcess, None] = {}
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: dict[int, SimListener] = {}
         #: Unix sockets: path to the port that stands for it.
         self.unix_sockets: dict[str, int] = {}
         self._numbers = 0
@@ -126,7 +126,7 @@ class Network:
 
     def listen(
         self, process: SimProcess, on_accept: Callable[[End], None], port: int = 0
-    ) -> Listener:
+    ) -> SimListener:
         """Takes connections for `process`; `on_accept` is called in the current context.
 
         port: unique in the whole network; 0 for a free one. Raises OSError when taken.
@@ -135,12 +135,12 @@ class Network:
             port = _FIRST_PORT + self.next_number()
         if port in self._listeners:
             raise OSError(f"port {port} is in use")
-        listener = Listener(self, process, port, on_accept)
+        listener = SimListener(self, process, port, on_accept)
         self._listeners[port] = listener
         self.watch(process)
         return listener
 
-    def forget_listener(self, listener: Listener) -> None:
+    def forget_listener(self, listener: SimListener) -> None:
         if self._listeners.get(listener.port) is listener:
             del self._listeners[listener.port]
 
@@ -220,7 +220,7 @@ class Network:
         self._numbers += 1
         return self._numbers
 
-    def listener_at(self, port: int) -> Listener | None:
+    def listener_at(self, port: int) -> SimListener | None:
         return self._listeners.get(port)
 
     def call_at(self, when: float, function: Callable[..., Any], *args: Any) -> SimHandle:

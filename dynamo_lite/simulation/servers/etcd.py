@@ -16,7 +16,7 @@ from dynamo_lite.simulation.network.grpc import rpc_error
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.servers.etcd_data import EtcdData, in_range
 from dynamo_lite.simulation.servers.etcd_leases import EtcdLeases
-from dynamo_lite.simulation.servers.server import Connection, Server
+from dynamo_lite.simulation.servers.server import ClientConnection, SimServer
 
 PORT = 2379
 
@@ -40,7 +40,7 @@ _TARGETS: dict[int, str] = {
 class _Watch:
     """A client's watch on a range of keys."""
 
-    connection: Connection
+    connection: ClientConnection
     #: Of the stream within the connection.
     number: int
     watch_id: int
@@ -54,7 +54,7 @@ class _Watch:
         return kv.mod_revision >= self.from_revision and in_range(kv.key, self.first, self.end)
 
 
-class EtcdServer(Server):
+class EtcdServer(SimServer):
     """Runs as `process` on `data` until that dies. At its start every lease gets its whole
     time-to-live again, as in etcd.
 
@@ -105,7 +105,9 @@ class EtcdServer(Server):
 
     # The connections
 
-    def on_unary(self, connection: Connection, number: int, method: str, request: Any) -> None:
+    def on_unary(
+        self, connection: ClientConnection, number: int, method: str, request: Any
+    ) -> None:
         item = ("answer", number, *self._answer(method, request))
         if self._slowest_answer_s:
             delay_s = self._slowest_answer_s * self._random()
@@ -123,17 +125,19 @@ class EtcdServer(Server):
         except rpc.AioRpcError as error:
             return error, None
 
-    def left(self, connection: Connection) -> None:
+    def left(self, connection: ClientConnection) -> None:
         super().left(connection)
         self._watches = [watch for watch in self._watches if watch.connection is not connection]
 
-    def on_stream(self, connection: Connection, number: int, method: str, request: Any) -> None:
+    def on_stream(
+        self, connection: ClientConnection, number: int, method: str, request: Any
+    ) -> None:
         if method != "/etcdserverpb.Watch/Watch":
             connection.send(("answer", number, _unknown(method), None))
         elif request.WhichOneof("request_union") == "create_request":
             self._watch(connection, number, request.create_request)
 
-    def on_cancel(self, connection: Connection, number: int) -> None:
+    def on_cancel(self, connection: ClientConnection, number: int) -> None:
         self._watches = [
             watch
             for watch in self._watches
@@ -249,7 +253,7 @@ class EtcdServer(Server):
 
     # Watches
 
-    def _watch(self, connection: Connection, number: int, request: Any) -> None:
+    def _watch(self, connection: ClientConnection, number: int, request: Any) -> None:
         """A revision in the future is waited for in silence, as etcd does."""
         data = self.data
         watch_id = sum(w.connection is connection and w.number == number for w in self._watches)

@@ -53,7 +53,7 @@ class Message:
     expires_at: float
 
 
-class Stream:
+class SimStream:
     """Messages in their order until they are acknowledged, deleted or too old."""
 
     def __init__(self, config: Mapping[str, Any], process: SimProcess, sender: Sender):
@@ -169,7 +169,7 @@ class Consumer:
     """
 
     def __init__(
-        self, stream: Stream, config: Mapping[str, Any], process: SimProcess, sender: Sender
+        self, stream: SimStream, config: Mapping[str, Any], process: SimProcess, sender: Sender
     ):
         self.config = config
         self.created = _time_text(process.wall())
@@ -300,19 +300,19 @@ class JetStream:
 
     def __init__(self, process: SimProcess, sender: Sender):
         self._process, self._sender = process, sender
-        self._streams: dict[str, Stream] = {}
-        self._by_subject: dict[str, Stream] = {}
+        self._streams: dict[str, SimStream] = {}
+        self._by_subject: dict[str, SimStream] = {}
 
-    def stream(self, name: str) -> Stream | None:
+    def stream(self, name: str) -> SimStream | None:
         return self._streams.get(name)
 
-    def taking(self, subject: str) -> Stream | None:
+    def taking(self, subject: str) -> SimStream | None:
         """The stream that stores what is published to `subject`."""
         return self._by_subject.get(subject)
 
-    def add(self, config: Mapping[str, Any]) -> Stream:
+    def add(self, config: Mapping[str, Any]) -> SimStream:
         """A new stream; none has its name or one of its subjects."""
-        stream = Stream(config, self._process, self._sender)
+        stream = SimStream(config, self._process, self._sender)
         self._streams[stream.name] = stream
         for subject in config["subjects"]:
             self._by_subject[subject] = stream

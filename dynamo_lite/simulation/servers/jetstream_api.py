@@ -5,7 +5,13 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.simulation.servers.jetstream import Consumer, JetStream, Sender, Stream, StreamFull
+from dynamo_lite.simulation.servers.jetstream import (
+    Consumer,
+    JetStream,
+    Sender,
+    SimStream,
+    StreamFull,
+)
 from dynamo_lite.simulation.servers.nats_protocol import header
 
 API = "$JS.API."
@@ -63,7 +69,7 @@ class JetStreamApi:
         return True
 
     def _store(
-        self, stream: Stream, subject: str, reply: str, headers: bytes, payload: bytes
+        self, stream: SimStream, subject: str, reply: str, headers: bytes, payload: bytes
     ) -> None:
         try:
             sequence, duplicate = stream.store(
@@ -167,14 +173,14 @@ class JetStreamApi:
         stream = self._stream(names[0])
         return _consumer_facts(stream, stream.consumer(msgspec.json.decode(payload)["config"]))
 
-    def _stream(self, name: str) -> Stream:
+    def _stream(self, name: str) -> SimStream:
         stream = self._jetstream.stream(name)
         if stream is None:
             raise _Refused(*_NO_STREAM)
         return stream
 
 
-def _stream_facts(stream: Stream) -> _Answer:
+def _stream_facts(stream: SimStream) -> _Answer:
     messages = stream.messages
     return {
         "config": stream.config,
@@ -189,7 +195,7 @@ def _stream_facts(stream: Stream) -> _Answer:
     }
 
 
-def _consumer_facts(stream: Stream, consumer: Consumer) -> _Answer:
+def _consumer_facts(stream: SimStream, consumer: Consumer) -> _Answer:
     _ = stream.messages  # reading them drops those that are too old
     return {
         "stream_name": stream.name,

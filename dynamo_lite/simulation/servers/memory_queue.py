@@ -12,7 +12,7 @@ from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.incarnation import Incarnations
-from dynamo_lite.simulation.servers.memory_stream import Entry, Stream
+from dynamo_lite.simulation.servers.memory_stream import Entry, MemoryStream
 
 
 class MemoryBroker:
@@ -21,7 +21,7 @@ class MemoryBroker:
     def __init__(self) -> None:
         self.connected = True
         self._context = contextvars.copy_context()
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, MemoryStream] = {}
         self.users: list[MemoryQueue] = []
 
     def set_connected(self, connected: bool) -> None:
@@ -46,9 +46,9 @@ class MemoryBroker:
         if not self.connected:
             raise BrokerUnavailable("the memory broker is disconnected")
 
-    def stream(self, name: str, config: QueueConfig) -> Stream:
+    def stream(self, name: str, config: QueueConfig) -> MemoryStream:
         """Raises StartupError when the stream has another configuration."""
-        stream = self._streams.setdefault(name, Stream(config, self._context))
+        stream = self._streams.setdefault(name, MemoryStream(config, self._context))
         if _shared(stream.config) != _shared(config):
             raise StartupError(
                 f"the queue {name} exists with another configuration: "
@@ -65,7 +65,7 @@ class MemoryJob:
     """Implements Job. answered: its holder is done with it, even if the broker did not get the
     answer."""
 
-    def __init__(self, broker: MemoryBroker, stream: Stream, entry: Entry):
+    def __init__(self, broker: MemoryBroker, stream: MemoryStream, entry: Entry):
         self._broker = broker
         self._stream = stream
         self._entry = entry
@@ -128,7 +128,7 @@ class MemoryQueue:
         self._name = stream
         self._subject = subject
         self._config = config or QueueConfig()
-        self._stream = Stream(self._config, contextvars.copy_context())
+        self._stream = MemoryStream(self._config, contextvars.copy_context())
         self._incarnations = Incarnations()
         self._turns = LaneTurns()
         self._held: list[MemoryJob] = []

@@ -28,7 +28,7 @@ class Entry:
             self.timer = None
 
 
-class Stream:
+class MemoryStream:
     """All state of one queue, shared by its users. number: how often it was made.
 
     context: in which its timers run, independent of the caller.

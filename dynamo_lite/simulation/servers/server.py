@@ -8,16 +8,16 @@ from dynamo_lite.simulation.network.channel import End
 from dynamo_lite.simulation.network.network import Network
 
 
-class Connection:
+class ClientConnection:
     """One client's connection, as the server sees it. `client`: its process's name."""
 
-    def __init__(self, server: "Server", end: End):
+    def __init__(self, server: "SimServer", end: End):
         self._server = server
         self._end = end
         self.client = end.peer.process.name
 
     def __repr__(self) -> str:
-        return f"Connection({self._end!r})"
+        return f"ClientConnection({self._end!r})"
 
     @property
     def is_open(self) -> bool:
@@ -44,30 +44,30 @@ class Connection:
             return None, exc
 
 
-class Server:
+class SimServer:
     """A server that runs as `process` on `port`, until that process dies."""
 
     def __init__(self, network: Network, process: SimProcess, port: int):
         self.network = network
         self.loop = network.loop
         self.process = process
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[ClientConnection, None] = {}
         process.run(network.listen, process, self._accept, port)
 
-    def call(self, connection: Connection, operation: str, arguments: tuple[Any, ...]) -> Any:
+    def call(self, connection: ClientConnection, operation: str, arguments: tuple[Any, ...]) -> Any:
         """Answers a call, at once. A DynamoLiteError or LookupError is the answer, too."""
         return getattr(self, f"on_{operation}")(connection, *arguments)
 
-    def take(self, connection: Connection, item: Any) -> None:
+    def take(self, connection: ClientConnection, item: Any) -> None:
         """Takes what is not a call: (name, arguments...)."""
         name, *arguments = item
         getattr(self, f"on_{name}")(connection, *arguments)
 
-    def left(self, connection: Connection) -> None:
+    def left(self, connection: ClientConnection) -> None:
         """The client closed, or its connection broke."""
         self.connections.pop(connection, None)
 
     def _accept(self, end: End) -> None:
-        connection = Connection(self, end)
+        connection = ClientConnection(self, end)
         self.connections[connection] = None
         connection.start()

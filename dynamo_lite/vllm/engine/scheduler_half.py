@@ -14,7 +14,7 @@ from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import NewRole
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.role_orders import RoleOrders
-from dynamo_lite.disagg.server_clients import Servers
+from dynamo_lite.disagg.server_clients import NatsEtcdClients
 from dynamo_lite.runtime.drops import uncounted
 from dynamo_lite.runtime.etcd.client import free_cancelled_calls
 from dynamo_lite.runtime.process.logs import hold_lease
@@ -112,7 +112,7 @@ class ActiveHalf:
 
     def _made(self) -> DecodeScheduler | PrefillScheduler:
         config = self._config
-        cache, outside = self._vllm_config.cache_config, Servers(config)
+        cache, outside = self._vllm_config.cache_config, NatsEtcdClients(config)
         orders = None if self._change is None else self._change.orders
 
         def open_bridge(session: Session) -> Bridge:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamo_lite.transfer.transpose import Layout, Move, Units
+from dynamo_lite.transfer.transpose import ArrayMove, Layout, Units
 
 #: Words that a program copies per iteration.
 _BATCH = 1024
@@ -93,7 +93,7 @@ class KernelCopy:
         return table
 
 
-def _row(move: Move, word_bytes: int) -> list[int]:
+def _row(move: ArrayMove, word_bytes: int) -> list[int]:
     places = [
         number
         for place in (move.source, move.target)

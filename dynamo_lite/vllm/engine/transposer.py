@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from dynamo_lite.transfer.digest import Span
-from dynamo_lite.transfer.transpose import Layout, Place, Units
+from dynamo_lite.transfer.transpose import ArrayPlace, Layout, Units
 from dynamo_lite.vllm.engine.device_reads import memory_reader
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,11 @@ class TorchTransposer:
 
 
 def _view(
-    storage: torch.UntypedStorage, start: int, place: Place, shape: Sequence[int], word_bytes: int
+    storage: torch.UntypedStorage,
+    start: int,
+    place: ArrayPlace,
+    shape: Sequence[int],
+    word_bytes: int,
 ) -> torch.Tensor:
     """One side of a move as [blocks, units, heads, groups, items, words]. start: in bytes."""
     strides = (place.block, place.unit, place.head, place.group, place.item, word_bytes)
