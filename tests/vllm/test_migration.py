@@ -16,7 +16,7 @@ import pytest
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import assert_same, joined, prompt_ids, prose
 from tests.vllm.graph import Graph, PlainServer, eventually
-from tests.vllm.test_membership import revoke
+from tests.vllm.test_membership import DRAINED, revoke
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 Request = tuple[str, dict[str, Any]]
 
 MOVED = "dynamo_lite_requests_moved_total"
-DRAINED = "dynamo_lite_requests_drained_total"
 LOST = "dynamo_lite_requests_lost_total"
 #: So many events every stream must have had when a worker is lost.
 BEGUN = 2
