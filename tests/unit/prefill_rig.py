@@ -151,7 +151,7 @@ class Rig:
         links: PeerLinks | None = None,
         tracer: Tracer | None = None,
         seals: GrantSeals | None = None,
-        waits: JobWaits,
+        waits: JobWaits = USUAL_WAITS,
     ):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
         cells = [0] * (16 * CELLS_OF_PERMIT)
