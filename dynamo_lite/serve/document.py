@@ -82,6 +82,25 @@ def _read_file(document: Document, file: Path) -> None:
     if not isinstance(tree, dict):
         raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
     document.tree = tree
+    _drop_keys(document, (), tree)
+
+
+def _drop_keys(document: Document, path: KeyPath, value: Any) -> None:
+    """Reports and removes keys that JSON cannot have: dates and binary data. Options reach vLLM
+    and the processes as JSON."""
+    if isinstance(value, list):
+        for inner in value:
+            _drop_keys(document, path, inner)
+    if not isinstance(value, dict):
+        return
+    for key, inner in list(value.items()):
+        here = (*path, str(key))
+        if key is None or isinstance(key, (str, int, float)):
+            _drop_keys(document, here, inner)
+        else:
+            kind = type(key).__name__
+            document.complain(here, f"a key is text or a number, got a value of type {kind}")
+            del value[key]
 
 
 def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
@@ -141,6 +160,7 @@ def _apply_override(document: Document, text: str) -> None:
         node = child
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
+    _drop_keys(document, path, parsed)
 
 
 def _secret_in(key: str, value: Any) -> str | None:

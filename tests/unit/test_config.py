@@ -205,8 +205,28 @@ PrefillWorker:
 
 
 @pytest.mark.parametrize(
+    ("text", "key", "kind"),
+    [
+        ("2026-11-25: 1", "2026-11-25", "date"),
+        ("hf-overrides: {rope: [{2026-11-25: 1}]}", "hf-overrides.rope.2026-11-25", "date"),
+        ("hf-overrides: {!!binary YQ==: 1}", "hf-overrides.b'a'", "bytes"),
+    ],
+)
+def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: str, kind: str):
+    whole = (
+        f"Frontend: {{model: m}}\nPrefillWorker: {{model: m}}\nVllmWorker:\n  model: m\n  {text}"
+    )
+    expected = f"FILE:5: VllmWorker.{key}: a key is text or a number, got a value of type {kind}"
+    assert load.mistakes(whole) == [expected]
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "--VllmWorker.hf-overrides={2026-11-25: 1}",
+            "2026-11-25: a key is text or a number, got a value of type date",
+        ),
         ("--Processor.ServiceArgs.workers=2", "Processor runs inside Frontend"),
         ("--Processor.model=m", "accepted: request-timeout-s"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),

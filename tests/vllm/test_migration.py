@@ -16,13 +16,14 @@ import pytest
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import assert_same, joined, prompt_ids, prose
 from tests.vllm.graph import Graph, PlainServer, eventually
-from tests.vllm.test_membership import DRAINED, revoke
+from tests.vllm.test_membership import revoke
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 #: The path, and the body without what makes it a stream.
 Request = tuple[str, dict[str, Any]]
 
+DRAINED = "dynamo_lite_requests_drained_total"
 MOVED = "dynamo_lite_requests_moved_total"
 LOST = "dynamo_lite_requests_lost_total"
 #: So many events every stream must have had when a worker is lost.
