@@ -151,6 +151,7 @@ class Decode:
         *,
         hash_block_size: int | None = BLOCK,
         secret_file: str | None = None,
+        overlapping_steps: int = 1,
     ):
         self.clock, self.pool, self.taken = clock, FakePool(), {}
         self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
@@ -188,6 +189,7 @@ class Decode:
             ledger=self.ledger,
             new_attempt=lambda: self.new_attempt(),
             hash_block_size=hash_block_size,
+            overlapping_steps=overlapping_steps,
         )
         self.half.bind_block_pool(self.pool)
         self.bridge: Any = self.half.bridge
@@ -285,10 +287,9 @@ class Decode:
     async def take_cancel(self, payload: bytes) -> None:
         self.cancelled.append(decode_cancel_attempt(payload))
 
-    @property
-    def attempts(self) -> list[str]:
-        """The attempts that were asked for since the last step."""
-        return list(self.half._step.expect)
+    def attempt_of(self, request_id: str) -> str:
+        """The last attempt of a request."""
+        return self.half.prefills.by_request[request_id].attempt
 
     def tune(self, values: VllmWorkerLiveOptions, version: int) -> None:
         """The live options of the engine's component have changed."""

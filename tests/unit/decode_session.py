@@ -123,7 +123,7 @@ class Scene:
 
     async def ask(self, request_id: str, *, claimed_by: int | None = None) -> str:
         assert self.decode.admit(prompt(request_id, 10)) > 0
-        [attempt] = self.decode.attempts
+        attempt = self.decode.attempt_of(request_id)
         await asyncio.sleep(0.1)
         if claimed_by is not None:
             assert await self.decode.claim(attempt, claimed_by) == Granted()

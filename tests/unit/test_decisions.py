@@ -205,8 +205,9 @@ class Computing:
         self.rate = PrefillRate(self.prefills, overlapping_steps)
 
     def computes(self, request_id: str, tokens: int) -> RemotePrefill:
-        prefill = self.prefills.proposed(prompt(request_id, tokens), HERE)
-        self.prefills.allocated(prefill)
+        request = prompt(request_id, tokens)
+        prefill = self.prefills.proposed(request, HERE)
+        assert self.prefills.allocated(request) is prefill
         return prefill
 
     def finish(self, prefill: RemotePrefill, now: float) -> None:

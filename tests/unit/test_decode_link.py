@@ -9,7 +9,6 @@ import contextlib
 
 import pytest
 
-from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.policy import backlog
@@ -105,16 +104,18 @@ async def test_a_job_asks_for_the_first_token_that_its_request_may_get(decode: D
     assert (await decode.job_of_step()).first_token is None
 
 
-async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(decode: Decode):
-    decode.half._offers, offered = PrefixOffers(2), []
-    for name, filling in (("r1", [2]), ("r2", []), ("r3", []), ("r4", [])):
-        decode.admit(prompt(name, 17), 12)
-        if name == "r3":
-            decode.pool.blocks[0].is_null = True
-        decode.half.build_step(filling)
-        offered.append((await decode.job()).prefix_block_ids)
-        decode.pool.blocks[0].is_null = False
-        decode.finish(name)  # so that all hit the same blocks
+async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(clock: ManualClock):
+    decode, offered = Decode(clock, overlapping_steps=2), []
+    async with decode.queue:
+        for name, filling in (("r1", [2]), ("r2", []), ("r3", []), ("r4", [])):
+            decode.admit(prompt(name, 17), 12)
+            if name == "r3":
+                decode.pool.blocks[0].is_null = True
+            decode.half.build_step(filling)
+            offered.append((await decode.job()).prefix_block_ids)
+            decode.pool.blocks[0].is_null = False
+            decode.finish(name)  # so that all hit the same blocks
+        await decode.network()
     assert offered == [[], [], [], [0, 1, 2]]
 
 

@@ -179,7 +179,7 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
                 assert loop_time() - since <= seconds, other.heard
 
         assert scene.decode.admit(prompt("r1", 10)) > 0
-        [attempt] = scene.decode.attempts
+        attempt = scene.decode.attempt_of("r1")
         await told_within(0.1, queued_jobs=1, queued_tokens={Lane.SHORT: 9}, claimed_tokens=0)
         await scene.decode.claim(attempt, WRITER)
         await told_within(0.1, queued_jobs=0, claimed_jobs=1, claimed_tokens=9, done_tokens=0)
@@ -238,7 +238,7 @@ async def test_a_remote_prefill_ends_with_its_requests_time():
     async with Scene().open(WRITER) as scene:
         soon = prompt("r1", 10, kv_transfer_params=time_limit(2.0, loop_time()))
         assert scene.decode.admit(soon) > 0
-        [attempt] = scene.decode.attempts
+        attempt = scene.decode.attempt_of("r1")
         assert 1.9 < await scene.given_up_within(2.5, attempt) < 2.2
         assert scene.decode.counted("remote/deadline") == 1
         late = prompt("r2", 10, kv_transfer_params=time_limit(0.0, loop_time()))
@@ -339,7 +339,7 @@ def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
                     await scene.hush(WRITER)
                     await asyncio.sleep(60)
                 assert scene.decode.admit(prompt("r1", 10)) > 0
-                [attempt] = scene.decode.attempts
+                attempt = scene.decode.attempt_of("r1")
                 about.append(f"request r1: attempt {attempt}")
                 if event == "writer_done":
                     await scene.decode.network()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
@@ -11,10 +10,8 @@ from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import time_left_s
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, decide
-from dynamo_lite.protocol.trace import TraceContext
 
 
 class Decider:
@@ -91,17 +88,3 @@ class Decider:
 def _was_served(known: RemotePrefill | None) -> bool:
     """Whether the prompt's prefix is cached because it waited for another request's."""
     return known is not None and known.wait is not None and known.wait.served
-
-
-def note_decision(stats: Counters, above: TraceContext, prefill: RemotePrefill, now: float) -> None:
-    """Notes the span of a decision, which holds since `now`."""
-    decided = prefill.decided
-    attributes: dict[str, str | int] = {
-        "dynamo_lite.verdict": "remote" if prefill.is_remote else "local",
-        "dynamo_lite.reason": decided.verdict.reason.value,
-        "dynamo_lite.prompt_tokens": prefill.prompt_tokens,
-        "dynamo_lite.cached_tokens": decided.cached_tokens,
-    }
-    if decided.queue is not None:
-        attributes["dynamo_lite.queue_jobs"] = decided.queue.jobs
-    note_child(stats, "decision", above, decided.at, now, attributes)

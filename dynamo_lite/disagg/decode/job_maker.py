@@ -1,11 +1,12 @@
-"""Makes the prefill job of a request whose blocks are reserved."""
+"""Makes the prefill jobs of requests whose blocks are reserved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dynamo_lite.disagg.decode.backlog import BacklogExchange
-from dynamo_lite.disagg.decode.prefix_offers import first_awaited
+from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
+from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.transfer_params import first_token_sampling, time_left_s
@@ -15,34 +16,36 @@ from dynamo_lite.runtime.clock import Clock
 
 
 class JobMaker:
-    """Runs on the engine's thread. block_size: in tokens. new_attempt: returns a new id."""
+    """Runs on the engine's thread. block_size: in tokens. new_attempt: returns a new id.
+    overlapping_steps: see `PrefixOffers`."""
 
     def __init__(
         self,
         engine_id: str,
         block_size: int,
+        book: LockedLedger,
         prefills: RemotePrefills,
         flights: SingleFlight,
         backlog: BacklogExchange,
         clock: Clock,
         new_attempt: Callable[[], str],
+        overlapping_steps: int,
     ):
         self._engine_id, self._block_size = engine_id, block_size
-        self._prefills, self._flights, self._backlog = prefills, flights, backlog
-        self._clock, self._new_attempt = clock, new_attempt
+        self._book, self._prefills, self._flights = book, prefills, flights
+        self._backlog, self._clock, self._new_attempt = backlog, clock, new_attempt
+        self._offers = PrefixOffers(overlapping_steps)
 
-    def make(
+    def begin(
         self,
         prefill: RemotePrefill,
         request: Prompt,
         pool: BlockPool,
         block_ids: Sequence[int],
         external: int,
-    ) -> tuple[RemotePrefillRequest, float]:
-        """Begins an attempt that brings the KV of `external` tokens.
-
-        block_ids: the prompt's blocks. Returns the job, and until when the engine waits for the
-        KV, in monotonic seconds.
+    ) -> None:
+        """Begins an attempt that brings the KV of `external` tokens. Its job is one of those of
+        the step. block_ids: the prompt's blocks.
         """
         size, wanted = self._block_size, request.num_prompt_tokens - 1
         first = first_awaited(pool, block_ids, (wanted - external) // size)
@@ -80,7 +83,17 @@ class JobMaker:
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
             first_token=_first_token(request, wanted - external),
         )
-        return job, until
+        # The writer may read the prefix while it writes the rest, so both are held.
+        blocks = (*job.prefix_block_ids, *job.block_ids)
+        with self._book.lock:
+            self._book.ledger.allocated(request.request_id, attempt, blocks, until)
+        self._offers.add(job)
+
+    def take(self, pool: BlockPool, filling: Iterable[int]) -> list[RemotePrefillRequest]:
+        """Returns the jobs of the step that is being scheduled, and forgets them. filling: blocks
+        that this step completes."""
+        self._offers.step(filling)
+        return self._offers.take(pool)
 
 
 def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:

@@ -12,26 +12,30 @@ from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, QueuePlace, RemotePrefill
 from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
-from dynamo_lite.disagg.decode.stages import report_end, report_resume
+from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.backlog import BacklogTotals
 from dynamo_lite.policy.disagg import WANT_OF_ROOM
 from dynamo_lite.policy.instructions import Ended, Outcome
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.protocol.trace import TraceContext, traced
+from dynamo_lite.runtime.listeners import Listeners
 
 
 class RemotePrefills:
     """Methods run on the engine's thread unless they say otherwise.
 
-    stats: receives spans, and the stages of remote prefills whose KV came. decisions: keeps
-    the records for `explain`. now: monotonic.
+    stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
+    keeps the records for `explain`. now: monotonic.
     """
 
     def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
         self._stats, self._now = stats, now
+        #: Called when a decision holds, and when a prompt is scheduled whose KV came.
+        self.on_decided = Listeners[[RemotePrefill, float]]("the decisions")
+        self.on_resumed = Listeners[[RemotePrefill]]("the remote prefills")
         # Other classes read the next three fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
@@ -79,8 +83,15 @@ class RemotePrefills:
         self.by_request[request_id] = prefill
         return prefill
 
-    def allocated(self, prefill: RemotePrefill) -> None:
-        """The engine has reserved the prompt's blocks: the decision holds."""
+    def allocated(self, request: Prompt) -> RemotePrefill | None:
+        """The engine has reserved the prompt's blocks, so the decision about it holds. Returns
+        its record; None if the decision holds since before."""
+        prefill = self.by_request.get(request.request_id)
+        if prefill is None:
+            return None
+        if prefill.allocated:
+            self._scheduled(prefill)
+            return None
         prefill.allocated, prefill.wait = True, None
         if not prefill.is_remote:
             self._computes(prefill, prefill.decided.at, prefill.decided.cached_tokens)
@@ -89,6 +100,10 @@ class RemotePrefills:
                 with self._lock:
                     self._backlog.overflow_tokens += prefill.left_tokens
         self.decisions.append(prefill)
+        now = self._now()
+        self.on_decided.notify(prefill, now)
+        report_decision(self._stats, traced(request.trace_headers), prefill, now)
+        return prefill
 
     def asked(
         self,
@@ -186,16 +201,6 @@ class RemotePrefills:
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
 
-    def scheduled(self, request_id: str) -> RemotePrefill | None:
-        """The engine computes the prompt's last token. Returns the record if its KV came from
-        a remote prefill, and this is the first time."""
-        prefill = self.by_request.get(request_id)
-        if prefill is None or prefill.received_at is None or prefill.scheduled_at is not None:
-            return None
-        prefill.scheduled_at = self._now()
-        report_resume(self._stats, prefill)
-        return prefill
-
     def computed(self, prefill: RemotePrefill, took_s: float | None) -> None:
         """The engine has computed the prompt in `took_s` seconds; None: it was aborted."""
         prefill.computed_s = took_s
@@ -280,6 +285,14 @@ class RemotePrefills:
     def busy(self) -> bool:
         """Whether the engine must keep stepping, because only a step can carry writers' reports."""
         return self._reports.busy
+
+    def _scheduled(self, prefill: RemotePrefill) -> None:
+        """The engine computes the prompt's last token. Only the first time after its KV came
+        counts."""
+        if prefill.received_at is not None and prefill.scheduled_at is None:
+            prefill.scheduled_at = self._now()
+            report_resume(self._stats, prefill)
+            self.on_resumed.notify(prefill)
 
     def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
         prefill.here_at, prefill.here_tokens = at, prefill.prompt_tokens - cached

@@ -13,17 +13,15 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dynamo_lite.disagg.bridge import OpenBridge
-from dynamo_lite.disagg.counters import DECISION, REMOTE, Counters
+from dynamo_lite.disagg.counters import REMOTE, Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.cost_learning import CostLearning
-from dynamo_lite.disagg.decode.decider import Decider, note_decision
+from dynamo_lite.disagg.decode.decider import Decider
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.job_maker import JobMaker
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.passing import Passing
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
-from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
-from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
@@ -47,7 +45,6 @@ from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.policy.step_time import StepLoad
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger(__name__)
@@ -110,14 +107,18 @@ class DecodeScheduler:
         self._jobs = JobMaker(
             config.engine_id,
             block_size,
+            self._book,
             prefills,
             self._flights,
             self._net.backlog,
             clock,
             new_attempt,
+            overlapping_steps,
         )
-        self._offers = PrefixOffers(overlapping_steps)
-        self._passing = Passing()
+        self._passing = passing = Passing()
+        prefills.on_decided.add(lambda prefill, _: passing.allocated(prefill.request_id))
+        prefills.on_decided.add(self._costs.decided)
+        prefills.on_resumed.add(self._rate.add_remote)
         self.bridge = open_bridge(self._net.session)
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
@@ -168,20 +169,10 @@ class DecodeScheduler:
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
-        prefill = self.prefills.by_request.get(request.request_id)
-        if prefill is None or prefill.allocated:
-            if (resumed := self.prefills.scheduled(request.request_id)) is not None:
-                self._rate.add_remote(resumed)
-            return
-        self._passing.allocated(request.request_id)
-        self.prefills.allocated(prefill)
-        self._costs.decided(prefill, self._clock.monotonic())
-        kind = "remote" if prefill.is_remote else "local"
-        self.stats.add(f"{DECISION}/{kind}/{prefill.decided.verdict.reason.value}")
-        if external:
-            self._ask(prefill, request, block_ids, external)
-        if (above := traced(request.trace_headers)) is not None:
-            note_decision(self.stats, above, prefill, self._clock.monotonic())
+        prefill = self.prefills.allocated(request)
+        if prefill is not None and external:
+            assert self._pool is not None
+            self._jobs.begin(prefill, request, self._pool, block_ids, external)
 
     def build_step(
         self,
@@ -202,8 +193,9 @@ class DecodeScheduler:
         self._costs.step(load, scheduled or {}, now)
         self._rate.step(scheduled or {}, now)
         self._apply(self._steals.step(scheduled or {}, now), fresh=True)
-        self._offers.step(filling)
-        for job in self._offers.take(self._pool):
+        for job in self._jobs.take(self._pool, filling):
+            self._step.expect[job.attempt] = job.request_id
+            self._step.blocks[job.attempt] = tuple(job.block_ids)
             self.bridge.submit(self._net.push(job))
         with self._book.lock:
             due = self._book.ledger.tick(now)
@@ -271,19 +263,6 @@ class DecodeScheduler:
         """Whether the engine must make steps even without requests."""
         waits = bool(self._step.give_up or self._net.listening)
         return waits or self._book.busy or self.prefills.busy
-
-    def _ask(
-        self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
-    ) -> None:
-        assert self._pool is not None
-        job, until = self._jobs.make(prefill, request, self._pool, block_ids, external)
-        # The writer may read the prefix while it writes the rest, so both are held.
-        blocks = (*job.prefix_block_ids, *job.block_ids)
-        with self._book.lock:
-            self._book.ledger.allocated(request.request_id, job.attempt, blocks, until)
-        self._step.expect[job.attempt] = request.request_id
-        self._step.blocks[job.attempt] = tuple(job.block_ids)
-        self._offers.add(job)
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
         """Carries out instructions about blocks and requests. fresh: the instructions for the

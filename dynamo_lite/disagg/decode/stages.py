@@ -7,9 +7,10 @@
 each other durations only, because their clocks differ. Traced requests get spans as well.
 """
 
-from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.counters import DECISION, Counters
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.span_notes import note_child, note_span
+from dynamo_lite.protocol.trace import TraceContext
 
 
 def stages_s(prefill: RemotePrefill) -> dict[str, float]:
@@ -26,6 +27,25 @@ def stages_s(prefill: RemotePrefill) -> dict[str, float]:
     if prefill.scheduled_at is not None:
         stages["resume"] = prefill.scheduled_at - prefill.received_at
     return stages
+
+
+def report_decision(
+    stats: Counters, above: TraceContext | None, prefill: RemotePrefill, now: float
+) -> None:
+    """Counts a decision, and notes its span. It holds since `now`."""
+    decided, kind = prefill.decided, "remote" if prefill.is_remote else "local"
+    stats.add(f"{DECISION}/{kind}/{decided.verdict.reason.value}")
+    if above is None:
+        return
+    attributes: dict[str, str | int] = {
+        "dynamo_lite.verdict": kind,
+        "dynamo_lite.reason": decided.verdict.reason.value,
+        "dynamo_lite.prompt_tokens": prefill.prompt_tokens,
+        "dynamo_lite.cached_tokens": decided.cached_tokens,
+    }
+    if decided.queue is not None:
+        attributes["dynamo_lite.queue_jobs"] = decided.queue.jobs
+    note_child(stats, "decision", above, decided.at, now, attributes)
 
 
 def report_end(stats: Counters, prefill: RemotePrefill) -> None:
