@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dynamo_lite.protocol import names
+from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.runtime.tracing.tracer import check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document
@@ -36,6 +37,10 @@ _CHILD_DEFAULTS = {
     # Without this bound UCX's registration cache grows without limit; the value is vLLM's.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
+
+#: Set, too, where the graph's processes listen on loopback: UCX opens a TCP port on every network
+#: device that it may use, whether or not it uses it.
+_LOOPBACK_DEFAULTS = {"UCX_NET_DEVICES": "lo"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +133,16 @@ def accepted_keys(service: Service) -> list[str]:
     return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
 
 
-def child_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: ours, our defaults, then the service's own.
+def child_environment(own: Mapping[str, str], bind_host: str = "") -> dict[str, str]:
+    """The environment of a child process: ours, our defaults, then the service's own. bind_host:
+    where it listens, if it may open ports for KV.
 
     Without the servers' URLs: engines need not have their passwords.
     """
     own_variables = VARIABLES.values()
     inherited = {key: value for key, value in os.environ.items() if key not in own_variables}
-    return {**_CHILD_DEFAULTS, **inherited, **own}
+    defaults = _CHILD_DEFAULTS | (_LOOPBACK_DEFAULTS if is_loopback(bind_host) else {})
+    return {**defaults, **inherited, **own}
 
 
 def _check_sections(graph: Graph, document: Document) -> None:

@@ -48,7 +48,9 @@ class Launches:
         plans, logs = self._directory / "plans", self._directory / "logs"
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
-        environment = child_environment({**self.service.env_of(instance), **devices})
+        environment = child_environment(
+            {**self.service.env_of(instance), **devices}, self._config.shared.bind_host
+        )
         log_settings = logging_config(
             self._log_format,
             self.service.service.name,

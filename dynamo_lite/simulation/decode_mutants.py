@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.policy.attempt import Attempt, AttemptState, Refusal, Terms
@@ -111,11 +110,9 @@ class UngrantedCommits(Shipped):
 
 
 class _NoAttemptId(DecodeScheduler):
-    def _ask(
-        self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
-    ) -> None:
+    def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         self._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
-        super()._ask(prefill, request, block_ids, external)
+        super().state_after_alloc(request, block_ids, external)
 
 
 class NoAttemptId(Shipped):

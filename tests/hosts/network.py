@@ -117,9 +117,11 @@ class Host:
         """The TCP ports that other hosts reach."""
         listed = _output(
             *("nsenter", f"--net=/run/netns/{self.name}"),
-            *("ss", "--no-header", "--tcp", "-n", "--listening", "src", self.address),
+            *("ss", "--no-header", "--tcp", "-n", "--listening"),
         )
-        return sorted({int(line.split()[3].rpartition(":")[2]) for line in listed.splitlines()})
+        places = [line.split()[3].rpartition(":") for line in listed.splitlines()]
+        reached = (self.address, "0.0.0.0", "*", "[::]")
+        return sorted({int(port) for address, _, port in places if address in reached})
 
     def _connected(self, which: str) -> bool:
         command = ["ss", "--no-header", "--tcp", "-n", "state", "established", which]

@@ -405,6 +405,16 @@ def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):
     assert child_environment({})["UCX_RCACHE_MAX_UNRELEASED"] == "7"
 
 
+def test_kv_ports_are_opened_where_the_graph_listens(monkeypatch: pytest.MonkeyPatch):
+    variable = "UCX_NET_DEVICES"
+    monkeypatch.delenv(variable, raising=False)
+    assert child_environment({}, "127.0.0.1")[variable] == "lo"
+    assert variable not in child_environment({}, "0.0.0.0")
+    assert child_environment({variable: "mlx5_0:1"}, "127.0.0.1")[variable] == "mlx5_0:1"
+    monkeypatch.setenv(variable, "eth1")
+    assert child_environment({}, "127.0.0.1")[variable] == "eth1"
+
+
 def test_a_fixed_status_port_is_the_first_of_a_service_s_processes(load: Loader):
     config = load(GOOD, "--VllmWorker.ServiceArgs.status-port=9000")
     assert [service.status_port for service in config.services] == [0, 0, 9000, 0]

@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from dynamo_lite.cli.access_environment import etcd_environment
+from dynamo_lite.runtime.address import is_loopback
 from tests.vllm.asking import ask
 from tests.vllm.graph import Graph, eventually
 
@@ -117,6 +119,20 @@ def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):
             assert all(check["ok"] for check in probe.json()["checks"].values())
     assert "workers" in httpx.get(f"{disagg.url}/ready", timeout=10).json()["checks"]
     assert httpx.get(f"{disagg.url}/health", timeout=10).content == b"", "vLLM's own"
+
+
+def test_every_port_is_on_loopback(disagg: Graph):
+    """Also those of the engines and of UCX."""
+    listening = {
+        (psutil.Process(pid).name(), connection.laddr.ip)
+        for pid in (disagg.pid, *disagg.descendants())
+        for connection in psutil.Process(pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {"nats-server", "etcd"} < {name for name, _ in listening}
+    engines = [disagg.engine_pid(name) for name in ("VllmWorker", "PrefillWorker")]
+    assert all(psutil.Process(pid).net_connections(kind="inet") for pid in engines)
+    assert {name for name, ip in listening if not is_loopback(ip)} == set()
 
 
 def test_an_idle_graph_is_small_and_quiet(disagg: Graph):
