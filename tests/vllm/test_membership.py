@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from dynamo_lite.serve.run_state import ProcessState
-from tests.vllm.asking import prompt_ids, tokens_of
+from tests.vllm.asking import prompt_ids, prose, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
 from tests.vllm.live import live_options
 from tests.vllm.test_decisions import REMOTE, counting
@@ -157,7 +157,7 @@ async def _bound_to_their_workers(graph: Graph, count: int) -> AsyncIterator[Non
 async def _of_a_grammar(http: httpx.AsyncClient, number: int, begun: asyncio.Event) -> str:
     body = {
         "model": "tiny",
-        "prompt": prompt_ids(20 + number, 520),
+        "prompt": prose(9, number),
         "temperature": 1,
         "max_tokens": 500,
         "structured_outputs": {"regex": "[a-f ]{400}"},
