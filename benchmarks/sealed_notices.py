@@ -129,7 +129,7 @@ def report(found: dict[int, Found]) -> None:
     print("CPU per write in microseconds; median (lowest to highest)\n")
     for size, one in found.items():
         print(
-            f"{size // _KIB:6} KiB  on {spread(one.on, 1)}, off {spread(one.off, 1)},"
+            f"{size // _KIB} KiB: on {spread(one.on, 1)}, off {spread(one.off, 1)},"
             f" {spread(one.more, 1)} more, {spread(one.ratios)} x"
         )
 
