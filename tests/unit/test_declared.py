@@ -1,4 +1,4 @@
-"""The dependencies that pyproject.toml declares bring every module that the shipped code imports."""
+"""Declared dependencies bring every module that the shipped code imports."""
 
 import re
 import sys
