@@ -1,0 +1,97 @@
+"""CPU time that the graph's secret and TLS cost a decode worker with vLLM, per streamed request."""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.command import begin, parser_of, until_interrupted, write_json
+from benchmarks.disagg import cpu_s
+from benchmarks.figures import spread, verdict
+from benchmarks.graph import RunningGraph, running_graph
+from benchmarks.runtime import load
+from benchmarks.sealing import WORKER_TARGET
+from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+
+_GRAPH = ("graphs.agg:Frontend", "configs/agg.yaml")
+_ABOUT = """\
+Two graphs of configs/agg.yaml with the tiny model answer the same streamed chat
+requests of 64 tokens, in turn:
+
+  on   as `serve` starts a graph whose address other hosts reach: a secret, TLS on
+       the connections between Frontend and worker, TLS to etcd
+  off  no secret and no TLS, on a nats-server and an etcd without authentication
+
+Counted is the CPU time of the decode worker and its engine. The tiny model computes
+less than any other, so this is the highest share that the secret and TLS can have on
+one core. `benchmarks.sealing` has workers whose engines compute nothing.
+"""
+
+
+@dataclass(frozen=True)
+class Round:
+    """CPU milliseconds per request of the worker and its engine."""
+
+    on: float
+    off: float
+
+
+def main() -> None:
+    parser = parser_of("sealed_engine", _ABOUT)
+    parser.add_argument("--rounds", type=int, help="of both graphs (default 9; 3 with --quick)")
+    parser.add_argument("--requests", type=int, default=64, help="per round (default 64)")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
+    parser.add_argument("--quick", action="store_true", help="three rounds, for trying")
+    options = begin(parser)
+    options.rounds = options.rounds or (3 if options.quick else 9)
+    rounds: list[Round] = []
+    with until_interrupted():
+        asyncio.run(measure(options, rounds))
+    if rounds:
+        report(rounds, options)
+    write_json(options.json, [asdict(one) for one in rounds])
+
+
+async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
+    """Adds to `rounds`."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-")))
+        nats = await stack.enter_async_context(EmbeddedNats(folder / "nats"))
+        etcd = await stack.enter_async_context(EmbeddedEtcd(folder / "etcd"))
+        on = stack.enter_context(running_graph(*_GRAPH, "--Graph.bind-host=0.0.0.0"))
+        off = stack.enter_context(
+            running_graph(*_GRAPH, "--nats-url", nats.url, "--etcd-url", etcd.url)
+        )
+        for graph in (on, off):
+            await _cost_ms(graph, options)
+        for number in range(options.rounds):
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+            costs: dict[int, float] = {}
+            for graph in (on, off) if number % 2 else (off, on):
+                costs[graph.pid] = await _cost_ms(graph, options)
+            rounds.append(Round(costs[on.pid], costs[off.pid]))
+
+
+async def _cost_ms(graph: RunningGraph, options: argparse.Namespace) -> float:
+    worker = (graph.process("VllmWorker").pid,)  # its engine is below it
+    before_s = cpu_s(worker)
+    await load(graph.port, options.requests, options.concurrency)
+    return 1000 * (cpu_s(worker) - before_s) / options.requests
+
+
+def report(rounds: list[Round], options: argparse.Namespace) -> None:
+    print(f"CPU per streamed 64-token chat request, {options.concurrency} at a time,")
+    print(f"{len(rounds)} rounds of {options.requests}; median (lowest to highest)\n")
+    ratios = [one.on / one.off for one in rounds]
+    on, off = [one.on for one in rounds], [one.off for one in rounds]
+    print(f"worker and its engine  on {spread(on)} ms, off {spread(off)} ms")
+    met = statistics.median(ratios) <= WORKER_TARGET
+    print(f"on / off {spread(ratios)} x{verdict(met, WORKER_TARGET)}")
+
+
+if __name__ == "__main__":
+    main()
