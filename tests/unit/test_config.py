@@ -221,6 +221,23 @@ def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: st
 
 
 @pytest.mark.parametrize(
+    "text",
+    ["a: &a [*a]", "a: &a [[1, [*a]]]", "a: &a {b: *a}", "a: &a {<<: *a}", "a: &a [{b: [*a]}]"],
+)
+def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
+    [mistake] = load.mistakes(f"Frontend: {{model: m}}\nVllmWorker:\n  {text}")
+    assert mistake.startswith("FILE: not valid YAML: a value contains itself through an alias")
+    assert mistake.endswith("line 3, column 6")
+
+
+def test_values_may_be_used_twice(load: Loader):
+    """Also inside each other, as long as this has an end."""
+    text = "VllmWorker:\n  a: &a [1]\n  b: &b {c: *a, d: [*a, *a]}\n  e: [*b, {f: *b}]"
+    [*mistakes] = load.mistakes(f"Frontend: {{model: m}}\n{text}")
+    assert not any("YAML" in mistake for mistake in mistakes)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         (
@@ -233,6 +250,7 @@ def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: st
         ("--VllmWorker.remote-prefill=1", "valid boolean"),
         ("--VllmWorker.queue.max-jobs=8", "must have the same value in all services"),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
+        ("--VllmWorker.hf-overrides=&a [*a]", "a value contains itself through an alias"),
         ("--Frontend=3", "unknown option"),
         ("--Frontend.common-configs=model", "expected a list"),
         ("--Graph.devices=-1", "greater than or equal to 0"),
