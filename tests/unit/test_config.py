@@ -12,7 +12,7 @@ from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
-from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.address import host_port, is_loopback
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
@@ -311,21 +311,22 @@ def test_unknown_graphs(name: str, message: str):
         load_graph(name)
 
 
-@pytest.mark.parametrize(
-    ("file", "graph", "router"),
-    [
-        ("agg", agg.Frontend, "round-robin"),
-        ("agg", agg_router.Frontend, "component"),
-        ("disagg", disagg.Frontend, "round-robin"),
-        ("disagg", disagg_router.Frontend, "component"),
-        ("disagg_gpu", disagg.Frontend, "round-robin"),
-        ("disagg_2p2d", disagg.Frontend, "kv"),
-        ("disagg_planner", disagg_planner.Frontend, "kv"),
-        ("static_1p1d", disagg.Frontend, "round-robin"),
-        ("chaos", disagg_router.Frontend, "component"),
-        ("gpu_check", disagg.Frontend, "round-robin"),
-    ],
-)
+#: File, graph, and the router that it chooses.
+SHIPPED = [
+    ("agg", agg.Frontend, "round-robin"),
+    ("agg", agg_router.Frontend, "component"),
+    ("disagg", disagg.Frontend, "round-robin"),
+    ("disagg", disagg_router.Frontend, "component"),
+    ("disagg_gpu", disagg.Frontend, "round-robin"),
+    ("disagg_2p2d", disagg.Frontend, "kv"),
+    ("disagg_planner", disagg_planner.Frontend, "kv"),
+    ("static_1p1d", disagg.Frontend, "round-robin"),
+    ("chaos", disagg_router.Frontend, "component"),
+    ("gpu_check", disagg.Frontend, "round-robin"),
+]
+
+
+@pytest.mark.parametrize(("file", "graph", "router"), SHIPPED)
 def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
     document = read_document(ROOT / "configs" / f"{file}.yaml", [])
     config = resolve(graph, document)
@@ -376,9 +377,25 @@ def test_the_forwarders_configurations_resolve(file: str, protocol: str, engines
     assert options.discovers is not bool(engines)
 
 
-def test_every_configuration_of_a_forwarder_is_tested():
-    found = {path.stem for path in (ROOT / "configs").glob("forward_*.yaml")}
-    assert found == {file for file, _, _ in FORWARDERS}
+GRAPHS: dict[str, Graph] = {
+    **{file: graph for file, graph, _ in SHIPPED},
+    **{file: forward.Forwarder for file, _, _ in FORWARDERS},
+}
+
+
+def test_every_shipped_configuration_is_tested():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == GRAPHS.keys()
+
+
+@pytest.mark.parametrize("file", GRAPHS)
+def test_shipped_configurations_bind_to_loopback(file: str):
+    document = read_document(ROOT / "configs" / f"{file}.yaml", [])
+    config = resolve(GRAPHS[file], document)
+    document.raise_mistakes()
+    hosts = [options["host"] for options in describe(config).values() if "host" in options]
+    assert len(hosts) == 1, "the one HTTP port"
+    for host in (*hosts, config.shared.bind_host):
+        assert is_loopback(host), host
 
 
 @pytest.mark.parametrize(
