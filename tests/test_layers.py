@@ -40,7 +40,7 @@ HOMES = {
     "aiohttp": ("forward",),
     "zmq": ("vllm", "forward/kv"),
     "opentelemetry": ("runtime/tracing",),
-    "pydantic": ("serve", "cli"),
+    "pydantic": ("serve", "cli", "vllm/frontend"),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
     "typer": ("serve", "cli"),

@@ -4,7 +4,6 @@ import asyncio
 import logging.config
 import os
 import secrets
-import shutil
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.demo_model import make_demo_model
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.embedded_folders import check_folders, empty_folders, folder_of
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.place import GraphPlace
@@ -39,9 +39,6 @@ from dynamo_lite.serve.switchable import check_switchable
 from dynamo_lite.services.services import Graph
 
 _MAX_LONE_SERVICES = 1000
-
-#: Marker file of a folder that holds only an embedded server's data, so may be emptied.
-_MARKER = ".dynamo-lite-embedded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +190,11 @@ async def _connect(
             message = "--service-name needs --nats-url and --etcd-url"
             raise ConfigError([f"{message}, because no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
+    nats_folder, etcd_folder = (folder_of(request.state_dir, name) for name in ("nats", "etcd"))
+    pairs = ((nats_folder, nats_url), (etcd_folder, etcd_url))
+    folders = [folder for folder, url in pairs if url is None]
+    # Nothing is written where a folder turns out to be somebody else's.
+    check_folders(folders)
     servers: list[Server] = []
     secret = _secret(request, directory, nats_url)
     namespace, authenticated = request.config.shared.namespace, secret is not None
@@ -202,47 +204,18 @@ async def _connect(
     )
     for warning in startup_checks.readable_by_others(nats_url, etcd_url):
         progress.line("serve", warning)
-    data = request.state_dir / "embedded"
-    for name, url in (("nats", nats_url), ("etcd", etcd_url)):
-        if url is None:
-            _empty_folder(data / name)
+    empty_folders(folders)
     if nats_url is None:
-        embedded = EmbeddedNats(data / "nats", token=secrets.token_hex(16))
+        embedded = EmbeddedNats(nats_folder, token=secrets.token_hex(16))
         nats = await stack.enter_async_context(embedded)
         nats_url = nats.url
         servers.append(nats)
     if etcd_url is None:
-        etcd = await stack.enter_async_context(EmbeddedEtcd(data / "etcd", private=True))
+        etcd = await stack.enter_async_context(EmbeddedEtcd(etcd_folder, private=True))
         etcd_url = etcd.url
         servers.append(etcd)
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
     return GraphPlace(nats_url=nats_url, etcd_url=etcd_url, secret=secret), servers
-
-
-def _empty_folder(directory: Path) -> None:
-    """Makes an empty folder for an embedded server; data of an earlier run is removed.
-
-    Raises ConfigError, and removes nothing, when the folder has files but no marker file;
-    StartupError when it cannot be emptied.
-    """
-    marker = directory / _MARKER
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        content = [path for path in directory.iterdir() if path != marker]
-        if content and not marker.is_file():
-            raise ConfigError(
-                [
-                    f"--state-dir: {directory} is not empty and has no marker file {_MARKER}, so it"
-                    " may hold foreign data; nothing was removed; choose another --state-dir"
-                ]
-            )
-        # The marker is written first and never removed, so that the next start recognises the
-        # folder of a killed server.
-        marker.touch()
-        for path in content:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    except OSError as exc:
-        raise StartupError(f"cannot empty the embedded server's folder {directory}: {exc}") from exc
 
 
 def run(request: ServeRequest) -> int:

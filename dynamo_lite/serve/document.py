@@ -73,6 +73,7 @@ def _read_file(document: Document, file: Path) -> None:
         root = loader.get_single_node()
         if root is None:
             return
+        _refuse_circles(root, set(), set())
         _note_origins(document, root, ())
         tree = loader.construct_document(root)
     except (yaml.YAMLError, ValueError) as exc:
@@ -83,6 +84,27 @@ def _read_file(document: Document, file: Path) -> None:
         raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
     document.tree = tree
     _drop_keys(document, (), tree)
+
+
+def _refuse_circles(node: yaml.Node, above: set[int], seen: set[int]) -> None:
+    """Raises a YAMLError for a value that contains itself through an alias: nothing that reads the
+    values would end.
+
+    above: ids of the nodes that this one is in. seen: ids of nodes that were checked; many aliases
+    may name one node.
+    """
+    if id(node) in above:
+        raise yaml.MarkedYAMLError(
+            problem="a value contains itself through an alias", problem_mark=node.start_mark
+        )
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))
+    above.add(id(node))
+    for child in node.value:
+        for inner in child if isinstance(child, tuple) else (child,):
+            _refuse_circles(inner, above, seen)
+    above.remove(id(node))
 
 
 def _drop_keys(document: Document, path: KeyPath, value: Any) -> None:
@@ -142,7 +164,7 @@ def _apply_override(document: Document, text: str) -> None:
         )
         return
     try:
-        parsed = yaml.load(value, Loader=yaml.CSafeLoader)
+        parsed = _parsed(value)
     except (yaml.YAMLError, ValueError) as exc:
         document.mistakes.append(f"--{name}: not valid YAML: {' '.join(str(exc).split())}")
         return
@@ -161,6 +183,18 @@ def _apply_override(document: Document, text: str) -> None:
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
     _drop_keys(document, path, parsed)
+
+
+def _parsed(value: str) -> Any:
+    loader = yaml.CSafeLoader(value)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _refuse_circles(root, set(), set())
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
 
 
 def _secret_in(key: str, value: Any) -> str | None:

@@ -1,6 +1,7 @@
 """What every store must do; and what etcd must do when its server dies, hangs or is wiped."""
 
 import asyncio
+import ctypes
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -235,6 +236,20 @@ async def test_a_stalled_event_loop_costs_no_lease(etcd_server) -> None:
         assert lease.loss is None
         assert await store.get("n/own") == b"1"
         assert await lease.verify() is None
+
+
+async def test_a_stall_that_holds_the_interpreter_lock_costs_the_lease(etcd_server) -> None:
+    """No thread of the process can refresh it; the process knows it when it runs again."""
+    async with EtcdStore(etcd_server.url) as store, store.lease(2) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        ctypes.PyDLL(None).sleep(int(lease.ttl_s * 2) + 1)  # does not release the lock
+        assert lease.loss is LeaseLoss.EXPIRED
+        assert await lease.lost() is LeaseLoss.EXPIRED
+
+        async def gone() -> bool:
+            return await store.get("n/own") is None
+
+        await eventually(gone, 5)
 
 
 async def test_a_hung_event_loop_does_not_keep_its_lease(etcd_server) -> None:

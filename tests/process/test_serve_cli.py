@@ -308,6 +308,12 @@ def test_a_state_directory_s_own_folders_are_left_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])
 def test_a_folder_that_may_be_somebody_else_s_is_not_emptied(tmp_path: Path, name: str):
+    """Nor is the other folder, which an earlier start has made, or the secret replaced."""
+    other = tmp_path / "embedded" / ("etcd" if name == "nats" else "nats")
+    other.mkdir(parents=True)
+    left = [other / ".dynamo-lite-embedded", other / "left"]
+    for file in left:
+        file.touch()
     file = tmp_path / "embedded" / name / "data" / "db"
     file.parent.mkdir(parents=True)
     file.write_text("production")
@@ -317,3 +323,15 @@ def test_a_folder_that_may_be_somebody_else_s_is_not_emptied(tmp_path: Path, nam
     assert f"--state-dir: {tmp_path / 'embedded' / name} is not empty" in line
     assert "nothing was removed" in line
     assert file.read_text() == "production"
+    assert sorted(other.iterdir()) == left and not (tmp_path / "secret").exists()
+
+
+def test_a_secret_that_may_be_somebody_else_s_is_not_overwritten(tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("production")
+    result = run("serve", STUB, "--state-dir", str(tmp_path))
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert f"error: --state-dir: {secret} is not from an earlier start" in line
+    assert "--secret-file" in line
+    assert secret.read_text() == "production"

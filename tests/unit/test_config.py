@@ -12,7 +12,7 @@ from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
-from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.address import host_port, is_loopback
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
@@ -221,6 +221,23 @@ def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: st
 
 
 @pytest.mark.parametrize(
+    "text",
+    ["a: &a [*a]", "a: &a [[1, [*a]]]", "a: &a {b: *a}", "a: &a {<<: *a}", "a: &a [{b: [*a]}]"],
+)
+def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
+    [mistake] = load.mistakes(f"Frontend: {{model: m}}\nVllmWorker:\n  {text}")
+    assert mistake.startswith("FILE: not valid YAML: a value contains itself through an alias")
+    assert mistake.endswith("line 3, column 6")
+
+
+def test_values_may_be_used_twice(load: Loader):
+    """Also inside each other, as long as this has an end."""
+    text = "VllmWorker:\n  a: &a [1]\n  b: &b {c: *a, d: [*a, *a]}\n  e: [*b, {f: *b}]"
+    [*mistakes] = load.mistakes(f"Frontend: {{model: m}}\n{text}")
+    assert not any("YAML" in mistake for mistake in mistakes)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         (
@@ -233,6 +250,7 @@ def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: st
         ("--VllmWorker.remote-prefill=1", "valid boolean"),
         ("--VllmWorker.queue.max-jobs=8", "must have the same value in all services"),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
+        ("--VllmWorker.hf-overrides=&a [*a]", "a value contains itself through an alias"),
         ("--Frontend=3", "unknown option"),
         ("--Frontend.common-configs=model", "expected a list"),
         ("--Graph.devices=-1", "greater than or equal to 0"),
@@ -293,21 +311,22 @@ def test_unknown_graphs(name: str, message: str):
         load_graph(name)
 
 
-@pytest.mark.parametrize(
-    ("file", "graph", "router"),
-    [
-        ("agg", agg.Frontend, "round-robin"),
-        ("agg", agg_router.Frontend, "component"),
-        ("disagg", disagg.Frontend, "round-robin"),
-        ("disagg", disagg_router.Frontend, "component"),
-        ("disagg_gpu", disagg.Frontend, "round-robin"),
-        ("disagg_2p2d", disagg.Frontend, "kv"),
-        ("disagg_planner", disagg_planner.Frontend, "kv"),
-        ("static_1p1d", disagg.Frontend, "round-robin"),
-        ("chaos", disagg_router.Frontend, "component"),
-        ("gpu_check", disagg.Frontend, "round-robin"),
-    ],
-)
+#: File, graph, and the router that it chooses.
+SHIPPED = [
+    ("agg", agg.Frontend, "round-robin"),
+    ("agg", agg_router.Frontend, "component"),
+    ("disagg", disagg.Frontend, "round-robin"),
+    ("disagg", disagg_router.Frontend, "component"),
+    ("disagg_gpu", disagg.Frontend, "round-robin"),
+    ("disagg_2p2d", disagg.Frontend, "kv"),
+    ("disagg_planner", disagg_planner.Frontend, "kv"),
+    ("static_1p1d", disagg.Frontend, "round-robin"),
+    ("chaos", disagg_router.Frontend, "component"),
+    ("gpu_check", disagg.Frontend, "round-robin"),
+]
+
+
+@pytest.mark.parametrize(("file", "graph", "router"), SHIPPED)
 def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
     document = read_document(ROOT / "configs" / f"{file}.yaml", [])
     config = resolve(graph, document)
@@ -358,9 +377,25 @@ def test_the_forwarders_configurations_resolve(file: str, protocol: str, engines
     assert options.discovers is not bool(engines)
 
 
-def test_every_configuration_of_a_forwarder_is_tested():
-    found = {path.stem for path in (ROOT / "configs").glob("forward_*.yaml")}
-    assert found == {file for file, _, _ in FORWARDERS}
+GRAPHS: dict[str, Graph] = {
+    **{file: graph for file, graph, _ in SHIPPED},
+    **{file: forward.Forwarder for file, _, _ in FORWARDERS},
+}
+
+
+def test_every_shipped_configuration_is_tested():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == GRAPHS.keys()
+
+
+@pytest.mark.parametrize("file", GRAPHS)
+def test_shipped_configurations_bind_to_loopback(file: str):
+    document = read_document(ROOT / "configs" / f"{file}.yaml", [])
+    config = resolve(GRAPHS[file], document)
+    document.raise_mistakes()
+    hosts = [options["host"] for options in describe(config).values() if "host" in options]
+    assert len(hosts) == 1, "the one HTTP port"
+    for host in (*hosts, config.shared.bind_host):
+        assert is_loopback(host), host
 
 
 @pytest.mark.parametrize(

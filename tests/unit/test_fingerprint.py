@@ -148,8 +148,9 @@ SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
         ({"hf_overrides": {"rms_norm_eps": 0.5}}, {"config"}),
         ({"max_model_len": 256}, {"max_model_len"}),
         ({"dtype": "float32"}, {"dtype"}),
+        ({"quantization": "fp8"}, {"quantization"}),
     ],
-    ids=["rope", "config", "length", "dtype"],
+    ids=["rope", "config", "length", "dtype", "quantization"],
 )
 def test_what_makes_other_kv_is_in_the_fingerprint(models: Path, given: dict, names: set[str]):
     assert changed(models, **given) - {"attention"} == names

@@ -27,6 +27,7 @@ from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import connector, scheduler_half
 from dynamo_lite.vllm.engine.engine_config import transfer_config
+from dynamo_lite.vllm.engine.free_blocks import FreeRuns
 from tests.unit.decode_engine import Bridge
 
 BLOCK, POOL, MODEL_TOKENS = 32, 40, 1024
@@ -136,6 +137,20 @@ def engine(
     config.cache_config.num_gpu_blocks = POOL
     config.scheduler_config.async_scheduling = request.param is AsyncScheduler
     return Engine(config, request.param)
+
+
+def test_the_engine_s_pool_hands_out_ascending_runs(engine: Engine):
+    """vLLM's own queue would hand out what was freed in any order."""
+    manager = engine.scheduler.kv_cache_manager
+    assert type(manager.block_pool.free_block_queue) is FreeRuns
+    for name in "abcdefgh":
+        engine.add(name, blocks=4)
+    engine.step()
+    engine.end("b", "h", "d", "c", "g", "e")
+    engine.add("long", blocks=12)
+    assert engine.step() == ["long"]
+    ids = manager.get_block_ids("long")[0]
+    assert ids == sorted(ids)
 
 
 def test_one_that_is_admitted_although_it_was_skipped_harms_nobody():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 from dynamo_lite.serve.run_state import RunState
 from dynamo_lite.serve.secret_file import (
@@ -132,9 +132,63 @@ def test_a_made_secret_is_kept_where_records_outlive_the_graph(tmp_path: Path):
     path = made_secret(tmp_path, keep=True)
     first = path.read_bytes()
     assert made_secret(tmp_path, keep=True).read_bytes() == first
-    path.write_text("no key")
-    made_secret(tmp_path, keep=True)
-    GraphSecret(path)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    "content", [b"", b"password\n", b"00" * 32 + b"\nrest", b"\xff" * 65], ids=range(4)
+)
+def test_a_file_that_no_start_has_made_is_not_overwritten(
+    tmp_path: Path, content: bytes, keep: bool
+):
+    path = made_secret(tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{path} is not .* one line of 64 .*--secret-file"):
+        made_secret(tmp_path, keep=keep)
+    assert path.read_bytes() == content
+    assert {entry.name for entry in tmp_path.iterdir()} == {"embedded", "secret"}
+
+
+def test_a_secret_that_an_operator_made_is_not_overwritten(tmp_path: Path):
+    """`openssl rand -hex 32 > secret`, and then a start with `--state-dir .`."""
+    path = tmp_path / "secret"
+    graph_secret(path, OLD)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has no marker file"):
+            made_secret(tmp_path)
+        assert path.read_text() == OLD.hex() + "\n"
+        assert list(tmp_path.iterdir()) == [path]
+    # It is a secret all the same.
+    assert made_secret(tmp_path, keep=True) == path
+
+
+def test_a_secret_of_two_keys_is_not_overwritten(tmp_path: Path):
+    path = made_secret(tmp_path)
+    graph_secret(path, OLD, NEW)
+    with pytest.raises(ConfigError, match="does not have one line"):
+        made_secret(tmp_path)
+    assert path.read_text().split() == [OLD.hex(), NEW.hex()]
+
+
+def test_links_and_folders_are_not_overwritten(tmp_path: Path):
+    path = made_secret(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match="no regular file"):
+        made_secret(tmp_path)
+    assert path.is_symlink()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="no regular file"):
+        made_secret(tmp_path, keep=True)
+
+
+def test_another_user_s_secret_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = made_secret(tmp_path)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        made_secret(tmp_path)
 
 
 def test_a_lone_service_takes_the_secret_of_the_graph_beside_it_only():

@@ -18,9 +18,10 @@ def body(kind: str, size: int) -> tuple[str, bytes]:
     if kind == "ids":
         start, item, end = b'{"model":"tiny","max_tokens":1,"prompt":[', b"1,", b"1]}"
         return "/v1/completions", start + item * ((size - 64) // len(item)) + end
-    if kind == "bad messages":
+    if kind in ("bad messages", "bad invocations"):
         start, item, end = b'{"model":"tiny","messages":[', b"{},", b"{}]}"
-        return "/v1/chat/completions", start + item * ((size - 64) // len(item)) + end
+        path = "/invocations" if kind == "bad invocations" else "/v1/chat/completions"
+        return path, start + item * ((size - 64) // len(item)) + end
     start, item, end = b'{"model":"tiny","prompt":"', b"a b", b'"}'
     return "/tokenize", start + item * ((size - 64) // len(item)) + end
 

@@ -11,11 +11,9 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import vllm.envs as envs
-from fastapi import FastAPI
-from pydantic_core import SchemaValidator
 from starlette.datastructures import State
 from starlette.types import ASGIApp
 from vllm.config import VllmConfig
@@ -33,15 +31,14 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
+from dynamo_lite.vllm.frontend.invocations import replace_invocations
 from dynamo_lite.vllm.frontend.keys import KeyGuard
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import OpenCore
+from dynamo_lite.vllm.frontend.validation import fail_fast_routes
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
 
 logger = logging.getLogger(__name__)
-
-#: Schemas of pydantic-core that have the option `fail_fast`.
-_LISTS = ("list", "tuple", "set", "frozenset")
 
 
 class _Parser(FlexibleArgumentParser):
@@ -141,35 +138,6 @@ def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int)
     return KeyGuard(guarded, keys, root_path) if keys else guarded
 
 
-def _fail_fast_routes(app: FastAPI) -> None:
-    """Makes the validation of request bodies stop at the first bad element of a list.
-
-    By default pydantic collects every error of every element, for each alternative of its type:
-    500 kB of `messages: [{}, {}, ...]` are 2.5 million errors, which block vLLM's event loop for
-    17 s. The client only gets the first ones, so nothing is lost.
-
-    Only the validators of this app's routes are changed, not vLLM's request types. So
-    `/invocations`, which validates by itself, still collects all errors.
-    """
-    for route in app.routes:
-        adapter = getattr(getattr(route, "body_field", None), "_type_adapter", None)
-        if adapter is not None:
-            # Prebuilt validators of nested models would still collect all errors.
-            schema = _fail_fast(adapter.core_schema)
-            adapter.validator = SchemaValidator(schema, _use_prebuilt=False)
-
-
-def _fail_fast(schema: Any) -> Any:
-    if isinstance(schema, dict):
-        changed = {key: _fail_fast(value) for key, value in schema.items()}
-        if schema.get("type") in _LISTS:
-            changed["fail_fast"] = True
-        return changed
-    if isinstance(schema, list | tuple):
-        return type(schema)(_fail_fast(value) for value in schema)
-    return schema
-
-
 @asynccontextmanager
 async def open_app(
     flags: Sequence[str],
@@ -193,7 +161,8 @@ async def open_app(
     try:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
-        _fail_fast_routes(app)
+        fail_fast_routes(app)
+        replace_invocations(app, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
