@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.policy.instructions import Outcome
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import MODEL, UNCOMPILED, Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE
@@ -55,11 +56,14 @@ class Joined(Graph):
 
 
 def failures(*graphs: Graph) -> dict[str, float]:
-    """Remote prefills that brought something else than they should, or could not be written."""
-    outcomes = ("corrupt", "writer_failed")
+    """Remote prefills that brought something else than they should, or were not written in time."""
+    writers = (outcome for outcome in Outcome if outcome.name.startswith("WRITER_"))
+    failed = [Outcome.CORRUPT, Outcome.DEADLINE, *writers]
     return {
-        outcome: sum(graph.count("VllmWorker", REMOTE, outcome=outcome) for graph in graphs)
-        for outcome in outcomes
+        outcome.value: sum(
+            graph.count("VllmWorker", REMOTE, outcome=outcome.value) for graph in graphs
+        )
+        for outcome in failed
     }
 
 
