@@ -6,6 +6,7 @@ answered with each status ("none": the connection ended without an answer).
 
 import asyncio
 import json
+import socket
 import sys
 from collections import Counter
 from urllib.parse import urlsplit
@@ -22,13 +23,18 @@ def body(kind: str, size: int) -> tuple[str, bytes]:
         start, item, end = b'{"model":"tiny","messages":[', b"{},", b"{}]}"
         path = "/invocations" if kind == "bad invocations" else "/v1/chat/completions"
         return path, start + item * ((size - 64) // len(item)) + end
+    if kind == "slow reader":
+        return "/v1/completions", b'{"model":"tiny","prompt":"a","stream":true,"max_tokens":4000}'
     start, item, end = b'{"model":"tiny","prompt":"', b"a b", b'"}'
     return "/tokenize", start + item * ((size - 64) // len(item)) + end
 
 
 async def ask(url: str, kind: str, size: int) -> str:
-    """Sends until there is an answer. slow: a byte now and then; deaf: does not read."""
+    """Sends until there is an answer. slow: a byte now and then; deaf: does not read; slow reader:
+    reads its tokens a byte now and then, so that the Frontend holds them."""
     host = urlsplit(url)
+    if kind == "slow reader":
+        return await read_slowly(host.hostname or "", host.port or 80)
     reader, writer = await asyncio.open_connection(host.hostname, host.port)
     writer.transport.set_write_buffer_limits(0)
     try:
@@ -54,6 +60,23 @@ async def ask(url: str, kind: str, size: int) -> str:
         return "none"
     finally:
         writer.transport.abort()
+
+
+async def read_slowly(host: str, port: int) -> str:
+    path, whole = body("slow reader", 0)
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the least that there is
+        await loop.sock_connect(sock, (host, port))
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(whole)}\r\n\r\n"
+        await loop.sock_sendall(sock, head.encode() + whole)
+        said = b""
+        while byte := await loop.sock_recv(sock, 1):
+            said += byte
+            await asyncio.sleep(0.1)
+    return said.split()[1].decode() if said else "none"
 
 
 async def send(writer: asyncio.StreamWriter, kind: str, whole: bytes, size: int) -> None:
