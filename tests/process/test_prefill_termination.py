@@ -4,75 +4,30 @@ The decode engine is the test's: it pushes jobs and grants claims.
 """
 
 import asyncio
-import itertools
 import signal
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.prefill import WriterDone
-from dynamo_lite.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.tasks import running
-from tests.builders import eventually, graph_secret, prefill_job
-from tests.process.null_decode import ENGINE, decode_engine
+from tests.builders import eventually, graph_secret
+from tests.process.null_decode import decode_engine
 from tests.process.pods import Cluster, Pod, cluster
+from tests.process.prefill_load import Jobs
 
 GRAPH = "tests.process.rights_graph:Backs"
-WRITE_S = 4.0
-"""Longer than a promise to stay holds (3 s): a worker that leaves has to renew it."""
-SLOW = f"--PrefillWorker.write-s={WRITE_S}"
-#: Jobs that are pushed and not over.
-OUTSTANDING = 6
+LEASE_TTL_S = 4.0
+WRITE_S = 5.0
+"""Longer than the lease, and than a promise to stay holds (3 s): a worker that leaves has to renew
+its promise."""
+SLOW = (f"--Graph.lease-ttl-s={LEASE_TTL_S}", f"--PrefillWorker.write-s={WRITE_S}")
 ACK_WAIT_S = 2.0
 _PATIENCE_S = 40.0
 
 
-class Jobs:
-    """The load. `load` and `listen` run in tasks."""
-
-    def __init__(self) -> None:
-        #: Lease of the writer by attempt, of jobs that are being written.
-        self.holders: dict[str, int] = {}
-        self.done: asyncio.Queue[WriterDone] = asyncio.Queue()
-        self.pushed: set[str] = set()
-        #: By attempt: its ends, as (writer, outcome).
-        self.ended: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
-
-    async def load(self, queue: PrefillQueue) -> None:
-        for number in itertools.count():
-            await eventually(lambda: len(self.open) < OUTSTANDING, _PATIENCE_S)
-            self.pushed.add(attempt := f"a{number}")
-            job = prefill_job(attempt, engine_id=ENGINE)
-            await queue.push(encode_sealed(job), message_id=attempt)
-
-    async def listen(self) -> None:
-        while True:
-            said = await self.done.get()
-            self.ended[said.attempt].append((said.writer_lease_id, said.outcome))
-
-    @property
-    def open(self) -> set[str]:
-        return self.pushed - self.ended.keys()
-
-    def of(self, writer: int) -> set[str]:
-        """What this worker writes."""
-        return {attempt for attempt, holder in self.holders.items() if holder == writer}
-
-    async def new_writer(self, *known: int) -> int:
-        """The lease of a worker that has begun to write."""
-        found: set[int] = await eventually(
-            lambda: set(self.holders.values()) - set(known), _PATIENCE_S
-        )
-        [lease] = found
-        return lease
-
-
 async def prefill_worker(pods: Cluster, *options: str) -> Pod:
-    waits = (
-        f"--{name}.queue.ack-wait-s={ACK_WAIT_S}" for name in ("VllmWorker", "PrefillWorker")
-    )
+    waits = (f"--{name}.queue.ack-wait-s={ACK_WAIT_S}" for name in ("VllmWorker", "PrefillWorker"))
     pod = await pods.start(GRAPH, "PrefillWorker", *waits, *options)
     await pod.wait_line("ready PrefillWorker-0")
     return pod
@@ -104,11 +59,13 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         async with running(jobs.load(queue), name="load"):
             # A rolling update: the new worker first, then the old one drains. It finishes what it
             # has claimed, and nobody else does.
-            old_pod = await prefill_worker(pods, SLOW)
+            old_pod = await prefill_worker(pods, *SLOW)
             old = await jobs.new_writer()
-            new_pod = await prefill_worker(pods, SLOW)
+            new_pod = await prefill_worker(pods, *SLOW)
             new = await jobs.new_writer(old)
-            claimed = await eventually(lambda: jobs.of(old), _PATIENCE_S)
+            before = jobs.of(old)
+            await eventually(lambda: jobs.of(old) - before, _PATIENCE_S)
+            claimed = jobs.of(old)
             assert await pods.terminate(old_pod, pre_stop_s=0, grace_period_s=30) == 0
             assert all(jobs.ended[attempt] == [(old, "written")] for attempt in claimed)
             assert not jobs.of(old)
@@ -125,6 +82,6 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
             return (await queue.depth()).total == 0
 
         await eventually(answered, _PATIENCE_S)
-    assert {outcome for ends in jobs.ended.values() for _, outcome in ends} == {"written"}
+    assert jobs.outcomes() == {"written"}
     assert all(len(ends) == 1 for ends in jobs.ended.values())
     assert not {jobs.ended[attempt][0][0] for attempt in lost} & {old, new}
