@@ -26,6 +26,7 @@ _LONGEST = (
     "sim/test_seeds.py",
     "process/test_benchmarks.py",
     "process/test_termination.py",
+    "process/test_secret_rotation.py",
     "process/test_stranger.py",
     "process/test_rights.py",
     "process/test_package.py",

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -19,6 +18,7 @@ from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
 from tests.builders import eventually
 from tests.joining import PATIENCE_S, Cluster, Running, cluster
+from tests.lacking import lacking
 from tests.unit.test_dashboard import vllm_app
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -132,8 +132,7 @@ def read_page(program: str, url: str) -> tuple[str, list[str]]:
 @pytest.mark.timeout(240)
 async def test_the_page_shows_them(c: Cluster, messaging: Messaging):
     if (program := find_chromium()) is None:
-        missing = "no chromium is installed"
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
+        lacking("no chromium is installed")
     forwarder = await started(c)
     await c.ask(forwarder)
     async with served(c, messaging) as url:

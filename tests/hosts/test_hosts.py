@@ -9,20 +9,19 @@ from tests.hosts.network import unavailable
 from tests.hosts.rig import NULL, Rig
 from tests.hosts.scenarios import frontend_host_vanishes, play, worker_host_vanishes
 from tests.hosts.wall import no_compiler
+from tests.lacking import lacking
 
-_WHY_NOT = unavailable()
 #: How far the wall clocks of two of the hosts are apart, at least, as their records say.
 MINUTES_S = 300
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaked_tasks"),
-    pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "hosts can be made"),
-]
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
 @pytest.mark.timeout(600)
 async def test_a_worker_host_and_a_frontend_host_vanish(tmp_path: Path) -> None:
     """The other scenarios are run by `scripts/hosts_check`."""
+    if why := unavailable():
+        lacking(why)
     known = told_questions()
     async with Rig(tmp_path, NULL) as rig:
         for scenario in (worker_host_vanishes, frontend_host_vanishes):

@@ -6,11 +6,15 @@ import sys
 import pytest
 
 from tests.hosts.network import Host, hosts, remove_left_overs, unavailable
+from tests.lacking import lacking
 from tests.process.command import ROOT
 
-_WHY_NOT = unavailable()
 
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "hosts can be made")
+@pytest.fixture(autouse=True, scope="module")
+def hosts_can_be_made() -> None:
+    if why := unavailable():
+        lacking(why)
+
 
 _SERVER = """
 import socket

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.wall import build, no_compiler, shifted
+from tests.lacking import lacking
 
-_WHY_NOT = no_compiler()
 
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "there is one")
+@pytest.fixture(autouse=True, scope="module")
+def a_compiler() -> None:
+    if why := no_compiler():
+        lacking(why)
+
 
 _CLOCKS = """
 import datetime, threading, time

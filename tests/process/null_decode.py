@@ -8,7 +8,15 @@ from pathlib import Path
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import Granted, WriterDone, decode_claim, decode_writer_done
+from dynamo_lite.protocol.prefill import (
+    Granted,
+    StayAccepted,
+    StayRefused,
+    WriterDone,
+    decode_claim,
+    decode_writer_done,
+    decode_writer_stays,
+)
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.queue.open import open_queue
@@ -29,21 +37,36 @@ async def decode_engine(
     secret: Path,
     done: asyncio.Queue[WriterDone],
     config: QueueConfig | None = None,
+    holders: dict[str, int] | None = None,
 ) -> AsyncIterator[PrefillQueue]:
-    """Grants every claim on `ENGINE`, and puts what the writers say at the end into `done`. Yields
-    its queue."""
+    """Grants every claim on `ENGINE`, accepts the promises of writers that leave, and puts what
+    the writers say at the end into `done`. Yields its queue.
+
+    holders: has, for each attempt that is claimed and not over, the lease of its writer.
+    """
     seals = GrantSeals(GraphSecret(secret))
+    held: dict[str, int] = {} if holders is None else holders
 
     async def claim(payload: bytes) -> bytes:
         asked = decode_claim(payload)
+        held[asked.attempt] = asked.writer_lease_id
         grant = grant_for(asked, prefill_job(asked.attempt, engine_id=ENGINE))
         return encode(Granted(grant=seals.sealed(grant)))
+
+    async def stays(payload: bytes) -> bytes:
+        said = decode_writer_stays(payload)
+        if held.get(said.attempt) != said.writer_lease_id:
+            return encode(StayRefused(reason="another writer holds it"))
+        return encode(StayAccepted())
 
     async def listen(payload: bytes) -> bytes:
         return b""
 
     async def ended(payload: bytes) -> None:
-        done.put_nowait(decode_writer_done(payload))
+        said = decode_writer_done(payload)
+        if held.get(said.attempt) == said.writer_lease_id:
+            del held[said.attempt]
+        done.put_nowait(said)
 
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -51,6 +74,7 @@ async def decode_engine(
         messaging = await enter(open_messaging(nats_url, str(secret)))
         for subject, handler in (
             (names.claim_subject, claim),
+            (names.writer_stays_subject, stays),
             (names.listen_subject, listen),
             (names.writer_done_subject, ended),
         ):

@@ -111,6 +111,7 @@ class Cluster:
                 events = (await reply.text()).strip().split("\n\n")
             assert events[-1] == "data: [DONE]", events[-1]
             parts = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+            assert all("choices" in part for part in parts), parts[-1]
             text = "".join(part["choices"][0]["text"] for part in parts)
             assert text == answer(TOKENS)
             assert parts[-1]["choices"][0]["finish_reason"] == "length"
@@ -118,17 +119,20 @@ class Cluster:
 
     async def lost(self, session: aiohttp.ClientSession) -> float:
         """How many requests the Frontends have moved although their worker did not leave."""
-        drained = await self._count(session, "dynamo_lite_requests_drained_total ")
+        drained = await self.count(session, "dynamo_lite_requests_drained_total ")
         return await self.moved(session) - drained
 
     async def moved(self, session: aiohttp.ClientSession) -> float:
         """How many requests the Frontends have moved to another worker."""
-        return await self._count(session, "dynamo_lite_requests_moved_total{")
+        return await self.count(session, "dynamo_lite_requests_moved_total{")
 
-    async def _count(self, session: aiohttp.ClientSession, start: str) -> float:
-        """The sum of the metrics with lines that begin like this, over all Frontends."""
+    async def count(
+        self, session: aiohttp.ClientSession, start: str, service: str = "Frontend"
+    ) -> float:
+        """The sum of the metrics with lines that begin like this, over all pods of a service, all
+        of which run."""
         total = 0.0
-        for run in self.state_dir.glob("lone/Frontend-*/run.json"):
+        for run in self.state_dir.glob(f"lone/{service}-*/run.json"):
             [process] = json.loads(run.read_text())["processes"]
             async with session.get(f"{process['status_url']}/metrics") as reply:
                 for line in (await reply.text()).splitlines():

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport, OnFirstToken
@@ -24,20 +24,23 @@ _LOOK_S = 0.002
 
 class NullPrefillEngine:
     """PrefillEngine that writes nothing. As a real one it waits for each job's permit, in the
-    component's file."""
+    component's file, and acts only while the permit holds and the fence is open.
+
+    write_s: how long the writes of a job would take.
+    """
 
     model = "null"
     load = EngineLoad(gave_tokens=True)
     metadata = None
 
-    def __init__(self, fence: FenceHolder):
-        self._permits = FenceReader(fence.path)
+    def __init__(self, fence: FenceHolder, write_s: float):
+        self._fence, self._write_s = FenceReader(fence.path), write_s
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._permits.close()
+        self._fence.close()
 
     async def describe(self) -> EngineStatus:
         raise Unavailable("a null engine has no process of its own")
@@ -52,9 +55,15 @@ class NullPrefillEngine:
         permit: Permit,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
-        while (verdict := self._permits.verdict(permit)) is Verdict.PENDING:
+        while self._fence.verdict(permit) is Verdict.PENDING:
             await asyncio.sleep(_LOOK_S)
-        return AttemptOutcome(job.attempt, "written" if verdict is Verdict.GRANTED else "abandoned")
+        now = asyncio.get_running_loop().time
+        written_at = now() + self._write_s
+        while self._fence.open() and self._fence.verdict(permit) is Verdict.GRANTED:
+            if now() >= written_at:
+                return AttemptOutcome(job.attempt, "written")
+            await asyncio.sleep(_LOOK_S)
+        return AttemptOutcome(job.attempt, "abandoned")
 
     async def test_link(self, target: EngineMetadata) -> LinkReport:
         return LinkReport()
@@ -64,8 +73,18 @@ class NullPrefillEngine:
     async def abandon(self, attempt: str) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class NullPrefillConfig(PrefillWorkerConfig):
+    #: How long the writes of a job take.
+    write_s: float = 0.0
+
+
 class NullPrefillBackend(VllmBackend):
     """The shipped queue and fence."""
+
+    def __init__(self, spec: ProcessSpec, write_s: float):
+        super().__init__(spec)
+        self._write_s = write_s
 
     async def prepare(self) -> None: ...
 
@@ -73,20 +92,21 @@ class NullPrefillBackend(VllmBackend):
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> AbstractAsyncContextManager[NullPrefillEngine]:
         assert isinstance(fence, FenceHolder)
-        return NullPrefillEngine(fence)
+        return NullPrefillEngine(fence, self._write_s)
 
 
 class NullPrefillWorker(PrefillWorker):
-    """Component. config: the fields of `PrefillWorkerConfig`."""
+    """Component. config: the fields of `NullPrefillConfig`."""
 
     def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
-        super().__init__(config, spec, NullPrefillBackend(spec))
+        own = {key: value for key, value in config.items() if key != "write_s"}
+        super().__init__(own, spec, NullPrefillBackend(spec, config["write_s"]))
 
 
 [_DECODE] = null_graph.Worker.services
 _PREFILL = Service(
     name="PrefillWorker",
-    config=PrefillWorkerConfig,
+    config=NullPrefillConfig,
     component=f"{__name__}:NullPrefillWorker",
 )
 

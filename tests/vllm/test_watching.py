@@ -1,6 +1,5 @@
 """A remote prefill as an observer of the graph sees it: on the page, and by `top`."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 from playwright.sync_api import Page
 
 from benchmarks.browser import find_chromium, open_page
+from tests.lacking import lacking
 from tests.vllm.asking import ask, prompt_ids
 from tests.vllm.graph import Graph
 
@@ -21,8 +21,7 @@ PATIENCE_MS = 60_000
 @pytest.fixture
 def page() -> Iterator[Page]:
     if (program := find_chromium()) is None:
-        missing = "no chromium is installed"
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
+        lacking("no chromium is installed")
     with open_page(program) as page:
         page.set_default_timeout(PATIENCE_MS)
         yield page

@@ -1,0 +1,58 @@
+"""Jobs for prefill workers, from the decode engine that is the test's."""
+
+import asyncio
+import itertools
+from collections import defaultdict
+
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.queue.base import PrefillQueue
+from tests.builders import eventually, prefill_job
+from tests.process.null_decode import ENGINE
+
+#: Jobs that are pushed and not over.
+OUTSTANDING = 6
+_PATIENCE_S = 40.0
+
+
+class Jobs:
+    """The load. `load` and `listen` run in tasks."""
+
+    def __init__(self) -> None:
+        #: Lease of the writer by attempt, of jobs that are being written.
+        self.holders: dict[str, int] = {}
+        self.done: asyncio.Queue[WriterDone] = asyncio.Queue()
+        self.pushed: set[str] = set()
+        #: By attempt: its ends, as (writer, outcome).
+        self.ended: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+
+    async def load(self, queue: PrefillQueue) -> None:
+        for number in itertools.count():
+            await eventually(lambda: len(self.open) < OUTSTANDING, _PATIENCE_S)
+            self.pushed.add(attempt := f"a{number}")
+            job = prefill_job(attempt, engine_id=ENGINE)
+            await queue.push(encode_sealed(job), message_id=attempt)
+
+    async def listen(self) -> None:
+        while True:
+            said = await self.done.get()
+            self.ended[said.attempt].append((said.writer_lease_id, said.outcome))
+
+    def outcomes(self) -> set[str]:
+        return {outcome for ends in self.ended.values() for _, outcome in ends}
+
+    @property
+    def open(self) -> set[str]:
+        return self.pushed - self.ended.keys()
+
+    def of(self, writer: int) -> set[str]:
+        """What this worker writes."""
+        return {attempt for attempt, holder in self.holders.items() if holder == writer}
+
+    async def new_writer(self, *known: int) -> int:
+        """The lease of a worker that has begun to write."""
+        found: set[int] = await eventually(
+            lambda: set(self.holders.values()) - set(known), _PATIENCE_S
+        )
+        [lease] = found
+        return lease
