@@ -4,18 +4,15 @@ import argparse
 import asyncio
 import statistics
 import sys
-import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.disagg import cpu_s
 from benchmarks.figures import spread, verdict
 from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.runtime import load
-from benchmarks.sealing import WORKER_TARGET
-from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from benchmarks.sealing import ON, WORKER_TARGET, open_servers
 
 _GRAPH = ("graphs.agg:Frontend", "configs/agg.yaml")
 _ABOUT = """\
@@ -59,13 +56,8 @@ def main() -> None:
 async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
     """Adds to `rounds`."""
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-")))
-        nats = await stack.enter_async_context(EmbeddedNats(folder / "nats"))
-        etcd = await stack.enter_async_context(EmbeddedEtcd(folder / "etcd"))
-        on = stack.enter_context(running_graph(*_GRAPH, "--Graph.bind-host=0.0.0.0"))
-        off = stack.enter_context(
-            running_graph(*_GRAPH, "--nats-url", nats.url, "--etcd-url", etcd.url)
-        )
+        on = stack.enter_context(running_graph(*_GRAPH, *ON))
+        off = stack.enter_context(running_graph(*_GRAPH, *await open_servers(stack)))
         for graph in (on, off):
             await _cost_ms(graph, options)
         for number in range(options.rounds):

@@ -19,6 +19,8 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 
 FRONTEND_TARGET = 1.05
 WORKER_TARGET = 1.10
+#: Options of `serve` for a secret and TLS.
+ON = ("--Graph.bind-host=0.0.0.0",)
 
 _WORKERS = ("VllmWorker", BUSY_WORKER)
 #: Graph, configuration and service with the HTTP port.
@@ -112,11 +114,8 @@ def main() -> None:
 async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
     """Adds to `rounds`."""
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-")))
-        nats = await stack.enter_async_context(EmbeddedNats(folder / "nats"))
-        etcd = await stack.enter_async_context(EmbeddedEtcd(folder / "etcd"))
-        on = await started(stack, options, "--Graph.bind-host=0.0.0.0")
-        off = await started(stack, options, "--nats-url", nats.url, "--etcd-url", etcd.url)
+        on = await started(stack, options, *ON)
+        off = await started(stack, options, *await open_servers(stack))
         for measured in (on, off):
             await measured.costs(4 * options.concurrency, options.concurrency)
         meters = (*on.meters, *off.meters)
@@ -131,6 +130,14 @@ async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
             for measured in (on, off) if number % 2 else (off, on):
                 costs[measured] = await measured.costs(options.requests, options.concurrency)
             rounds.append(Round(costs[on], costs[off]))
+
+
+async def open_servers(stack: AsyncExitStack) -> tuple[str, ...]:
+    """Options of `serve` for a graph on servers without authentication, which end with `stack`."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-")))
+    nats = await stack.enter_async_context(EmbeddedNats(folder / "nats"))
+    etcd = await stack.enter_async_context(EmbeddedEtcd(folder / "etcd"))
+    return "--nats-url", nats.url, "--etcd-url", etcd.url
 
 
 async def started(stack: AsyncExitStack, options: argparse.Namespace, *flags: str) -> Measured:
