@@ -2,13 +2,18 @@
 same tests."""
 
 import base64
+import contextlib
+import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,6 +25,7 @@ from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
 from tests.builders import graph_secret
+from tests.hostile import MESSAGES, listening_ports, tell
 
 SIZE = 4096
 WAIT_S = 20.0
@@ -331,9 +337,9 @@ def test_a_dead_peer_fails_what_is_under_way(operation):
 
 
 class Victim:
-    """`nixl_peer.py` in a process that ends by kill -9."""
+    """`nixl_peer.py` in a process that ends by kill -9. env: besides this process's."""
 
-    def __init__(self, role: str):
+    def __init__(self, role: str, **env: str):
         script = Path(__file__).with_name("nixl_peer.py")
         self.process = subprocess.Popen(
             [sys.executable, str(script), role],
@@ -341,7 +347,7 @@ class Victim:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
             text=True,
         )
         assert self.process.stdout is not None
@@ -361,11 +367,11 @@ class Victim:
 
 
 @pytest.fixture
-def victim() -> Iterator[Callable[[str], Victim]]:
+def victim() -> Iterator[Callable[..., Victim]]:
     victims: list[Victim] = []
 
-    def start(role: str) -> Victim:
-        victims.append(Victim(role))
+    def start(role: str, **env: str) -> Victim:
+        victims.append(Victim(role, **env))
         return victims[-1]
 
     yield start
@@ -454,3 +460,41 @@ def test_a_closed_agent_takes_nothing_more_for_memory_that_another_one_has(victi
         assert renewed.notices() == []
     assert (target.buffer == 7).all()
     renewed.close()
+
+
+def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
+    """Requests of all kinds, TLS, noise, and connections that say nothing. UCX takes only peers
+    that begin with its number."""
+    target = victim("target", UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
+    there = np.array([(target.buffer["address"], SIZE, 0)], dtype=np.uint64)
+    places = [("127.0.0.1", port) for port in listening_ports(target.process.pid)]
+    assert places, "KV goes over TCP"
+    noise = Random(7)
+    messages = [*MESSAGES, *(noise.randbytes(size) for size in (1, 8, 5000, SIZE))]
+    source = Party(NixlMover, 1)
+    source.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
+
+    def round_trip(fill: int) -> None:
+        for start, sent in ((source.mover.write, fill), (source.mover.read, 0)):
+            source.buffer[:] = sent
+            transfer = start("target", source.at((0, SIZE)), there, memory=DRAM)
+            deadline = time.monotonic() + WAIT_S
+            while not transfer.done():
+                assert time.monotonic() < deadline
+        assert (source.buffer == fill).all()
+
+    round_trip(200)
+    with contextlib.ExitStack() as stack:
+        for place in places * 20:
+            stack.enter_context(socket.create_connection(place, timeout=WAIT_S))
+        pool = stack.enter_context(ThreadPoolExecutor(8))
+        tries = [
+            pool.submit(tell, place, message, tls=tls)
+            for place, message, tls in itertools.product(places, messages, (False, True))
+        ]
+        rounds = itertools.count(1)
+        while not all(one.done() for one in tries):
+            round_trip(next(rounds) % 199)
+        round_trip(200)
+    assert {one.result() for one in tries} == {b""} and target.process.poll() is None
+    source.mover.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hosts import kv
+from tests.hosts.kv_scenarios import SCENARIOS as KV_SCENARIOS
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
 from tests.hosts.rig import NULL, VLLM, Rig, same_clocks
@@ -35,11 +36,12 @@ async def run(wanted: list[str], directory: Path) -> int:
 
 
 async def run_engines(wanted: list[str], directory: Path) -> int:
-    """As `run`, with real engines and the scenarios of `kv.py`."""
+    """As `run`, with real engines and the scenarios of `kv_scenarios.py`."""
     right = await kv.plain_answers(directory)
     async with Rig(directory, VLLM) as rig:
         _say(f"the hosts are up; logs in {directory}")
-        return await kv.play_all(rig, right, wanted, _say)
+        scenarios = {name: KV_SCENARIOS[name] for name in wanted}
+        return await kv.play_all(rig, right, scenarios, _say)
 
 
 async def _until_told(running: Coroutine[Any, Any, int]) -> int:
@@ -60,7 +62,7 @@ def main() -> int:
         "machine, while requests and jobs run: three NATS servers, three etcd members, two "
         "Frontends and two decode workers with engines that compute nothing. Needs root. Exit code "
         "0: every answer was right and no job was lost; 1: not; 2: it cannot run here.",
-        epilog=f"Scenarios: {', '.join(SCENARIOS)}. With --engines: {', '.join(kv.SCENARIOS)}.",
+        epilog=f"Scenarios: {', '.join(SCENARIOS)}. With --engines: {', '.join(KV_SCENARIOS)}.",
     )
     parser.add_argument(
         "--scenario", action="append", metavar="NAME", help="one of those below; default: all"
@@ -70,14 +72,14 @@ def main() -> int:
         action="store_true",
         help="instead: two Frontends, two decode and two prefill workers with vLLM and the tiny"
         " model on the CPU, KV over TCP between the hosts; answers are compared with"
-        " those of one plain vLLM server; also: every block comes back. About 25 minutes; 8 GiB",
+        " those of one plain vLLM server; also: every block comes back. About 35 minutes; 8 GiB",
     )
     parser.add_argument("--directory", type=Path, help="keeps logs and state here")
     options = parser.parse_args()
     if why := unavailable():
         print(f"error: {why}", file=sys.stderr)
         return 2
-    known = list(kv.SCENARIOS if options.engines else SCENARIOS)
+    known = list(KV_SCENARIOS if options.engines else SCENARIOS)
     wanted = options.scenario or known
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--scenario {unknown[0]}: unknown; known: {', '.join(known)}")

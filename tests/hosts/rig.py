@@ -42,17 +42,21 @@ FOREIGN_USER = "VllmWorker"
 #: A process that loads vLLM's modules on a busy machine must not lose it.
 LEASE_TTL_S = 10
 _NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
+#: Of each kind, on hosts of their own.
+_SERVERS = 3
 _READY_S = 400.0
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What runs on the hosts. options: of every command. services: how many hosts of each."""
+    """What runs on the hosts. options: of every command. services: how many hosts of each. kv: the
+    workers whose engines have ports for KV."""
 
     graph: str
     options: tuple[str, ...]
     services: dict[str, int]
+    kv: tuple[str, ...] = ()
 
 
 NULL = Kind(
@@ -71,6 +75,7 @@ VLLM = Kind(
     graph="graphs.disagg:Frontend",
     options=("-f", VLLM_CONFIG, "--Common.queue.replicas=3"),
     services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
+    kv=("VllmWorker", "PrefillWorker"),
 )
 """vLLM with the tiny model; KV goes over TCP from host to host."""
 
@@ -138,16 +143,20 @@ class Rig:
             self._wall = wall.build(self.directory)
         async with AsyncExitStack() as stack:
             stack.callback(self._reap)  # after the hosts have killed what runs there
-            made = stack.enter_context(hosts(3 + sum(self.kind.services.values()) + 1))
-            self.stranger = made[-1]
-            self.nats, self.etcd = self._servers(made[:3])
+            needed = 2 * _SERVERS + sum(self.kind.services.values()) + 1
+            made = stack.enter_context(hosts(needed))
+            self.stranger = made.pop()
+            login = ("graph", secrets.token_hex(16))
+            write_private(self.directory / "login", ":".join(login).encode())
+            self.nats = self._nats(made[:_SERVERS], login)
+            self.etcd = self._etcd(made[_SERVERS : 2 * _SERVERS])
             self._started += [*self.nats.members.values(), *self.etcd.members.values()]
             for server in self._started:
                 server.start()
             await self.nats.formed()
             await self.etcd.healthy()
             graph_secret(self.directory / "secret")
-            free = made[3:]
+            free = made[2 * _SERVERS :]
             for service, number in self.kind.services.items():
                 self.services[service] = [
                     self._service(service, index, free.pop(0)) for index in range(number)
@@ -169,8 +178,16 @@ class Rig:
         return [one for group in self.services.values() for one in group]
 
     @property
-    def server_hosts(self) -> list[Host]:
+    def nats_hosts(self) -> list[Host]:
         return [server.host for server in self.nats.members.values()]
+
+    @property
+    def etcd_hosts(self) -> list[Host]:
+        return [member.host for member in self.etcd.members.values()]
+
+    @property
+    def server_hosts(self) -> list[Host]:
+        return [*self.nats_hosts, *self.etcd_hosts]
 
     async def members(self) -> list[EndpointRecord]:
         """The endpoints in etcd. Raises DynamoLiteError."""
@@ -303,40 +320,39 @@ class Rig:
         for program in self._started:
             program.reap()
 
-    def _servers(self, made: list[Host]) -> tuple[NatsCluster[Program], EtcdCluster[Program]]:
+    def _nats(self, made: list[Host], login: tuple[str, str]) -> NatsCluster[Program]:
         at = {f"n{number}": host for number, host in enumerate(made)}
         routes = {name: (host.address, _ROUTE_PORT) for name, host in at.items()}
-        peers = {name: f"https://{host.address}:{_PEER_PORT}" for name, host in at.items()}
-        login = ("graph", secrets.token_hex(16))
-        write_private(self.directory / "login", ":".join(login).encode())
         foreign = _foreign_account(login[1])
-        certificates = self._certificates([host.address for host in made])
-        nats: dict[str, Program] = {}
-        etcd: dict[str, Program] = {}
+        members: dict[str, Program] = {}
         for name, host in at.items():
             folder = self.directory / name
-            (folder / "nats").mkdir(parents=True)
-            (folder / "etcd").mkdir()
-            place = (host.address, _NATS_PORT)
-            config = folder / "nats.conf"
-            config.write_text(nats_config(name, place, folder / "nats", routes, login, foreign))
-            program = embedded.program("nats-server")
+            folder.mkdir()
+            config, place = folder / "nats.conf", (host.address, _NATS_PORT)
+            config.write_text(nats_config(name, place, folder, routes, login, foreign))
+            command = [embedded.program("nats-server"), "-c", str(config)]
             url = f"nats://{host.address}:{_NATS_PORT}"
-            log = folder / "nats.log"
-            nats[name] = Program(host, name, [program, "-c", str(config)], log, url)
+            members[name] = Program(host, name, command, folder / "nats.log", url)
+        return NatsCluster(members, f"?login={self.directory / 'login'}", login)
+
+    def _etcd(self, made: list[Host]) -> EtcdCluster[Program]:
+        at = {f"e{number}": host for number, host in enumerate(made)}
+        peers = {name: f"https://{host.address}:{_PEER_PORT}" for name, host in at.items()}
+        certificates = self._certificates([host.address for host in made])
+        members: dict[str, Program] = {}
+        for name, host in at.items():
+            folder = self.directory / name
+            folder.mkdir()
             url = f"https://{host.address}:{_ETCD_PORT}"
             command = [
                 embedded.program("etcd"),
-                *etcd_arguments(name, url, peers, folder / "etcd"),
+                *etcd_arguments(name, url, peers, folder),
                 *_etcd_tls(certificates),
             ]
-            etcd[name] = Program(host, name, command, folder / "etcd.log", url)
+            members[name] = Program(host, name, command, folder / "etcd.log", url)
         tls = ssl.create_default_context(cafile=certificates.folder / "ca.pem")
         tls.load_cert_chain(*certificates.files("client"))
-        return (
-            NatsCluster(nats, f"?login={self.directory / 'login'}", login),
-            EtcdCluster(etcd, certificates.query(client=True), tls),
-        )
+        return EtcdCluster(members, certificates.query(client=True), tls)
 
     def _certificates(self, addresses: list[str]) -> Certificates:
         """The servers' are for these addresses."""

@@ -1,24 +1,21 @@
 """What happens to the hosts while they are under load."""
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 from dynamo_lite.protocol import names
-from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S, parse_address
+from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S
 from tests.builders import eventually
 from tests.hosts.load import Clients, Jobs, Known
 from tests.hosts.network import Host
+from tests.hosts.ports_tried import stream_ports, try_every_port
 from tests.hosts.program import Program
 from tests.hosts.release import Release
-from tests.hosts.rig import API_KEY, HTTP_PORT, LEASE_TTL_S, Rig
-from tests.hosts.subjects import dropped, restarts, try_every_subject
-from tests.process.command import ROOT
+from tests.hosts.rig import HTTP_PORT, LEASE_TTL_S, Rig
+from tests.hosts.subjects import restarts, try_every_subject
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
 _AGAIN_S = 120.0
@@ -30,8 +27,6 @@ _LATE_S = 8.0
 _LOOK_S = 0.5
 #: Longer than a request is under way to its Frontend.
 _ARRIVES_S = 0.3
-#: Until a stranger has tried everything at ports that say nothing for seconds.
-_TRIED_S = 400.0
 
 
 @dataclass
@@ -118,7 +113,7 @@ async def frontend_host_vanishes(stage: Stage) -> None:
     time, notice that nothing is acknowledged; the other Frontend's clients notice nothing."""
     gone = stage.clients[0]
     host = gone.frontend.host
-    ports = await _stream_ports(stage.rig)
+    ports = await stream_ports(stage.rig)
 
     async def connected() -> bool:
         """A worker that is a member is connected to a moment later."""
@@ -145,10 +140,12 @@ async def frontend_host_vanishes(stage: Stage) -> None:
     await gone.arrive()
 
 
-async def server_host_vanishes(stage: Stage) -> None:
-    """One NATS server and one etcd member at once."""
-    leader = await stage.rig.etcd.leader()
-    with stage.rig.unplugged(stage.rig.etcd.members[leader].host):
+async def server_hosts_vanish(stage: Stage) -> None:
+    """The leader of the queue's stream and that of etcd at once."""
+    server = await stage.rig.nats.leader(names.prefill_stream("jobs"))
+    member = await stage.rig.etcd.leader()
+    leaders = stage.rig.nats.members[server].host, stage.rig.etcd.members[member].host
+    with stage.rig.unplugged(*leaders):
         await stage.outlast_lease()
         await stage.goes_on()
 
@@ -172,6 +169,26 @@ async def worker_parted_from_servers_shortly(stage: Stage) -> None:
 async def worker_parted_from_servers(stage: Stage) -> None:
     cut = stage.rig.parted([stage.worker.host], stage.rig.server_hosts)
     await _until_the_worker_is_gone(stage, cut)
+
+
+async def worker_parted_from_etcd(stage: Stage) -> None:
+    """NATS still carries its heartbeats."""
+    cut = stage.rig.parted([stage.worker.host], stage.rig.etcd_hosts)
+    await _until_the_worker_is_gone(stage, cut)
+
+
+async def worker_parted_from_etcd_shortly(stage: Stage) -> None:
+    cut = stage.rig.parted([stage.worker.host], stage.rig.etcd_hosts)
+    await _for_less_than_a_lease(stage, cut)
+
+
+async def worker_parted_from_nats(stage: Stage) -> None:
+    """Longer than a lease, which lives on in etcd: it is silent to the others, and nobody ends."""
+    before = restarts(stage.rig), await stage.rig.leases()
+    with stage.rig.parted([stage.worker.host], stage.rig.nats_hosts):
+        await stage.outlast_lease()
+        await stage.goes_on()
+    assert (restarts(stage.rig), await stage.rig.leases()) == before
 
 
 async def worker_hears_no_server(stage: Stage) -> None:
@@ -252,46 +269,13 @@ async def _frontend_upgraded(
 
 
 async def stranger_tries_every_port(stage: Stage) -> None:
-    """From a host of its own, without any secret. It gets nothing, and nobody else notices."""
-    before, counted = restarts(stage.rig), await dropped(stage.rig, "stream")
-    streams = {f"{p.host.address}:{port}" for p, port in await _stream_ports(stage.rig)}
-    hosts = [*stage.rig.server_hosts, *(program.host for program in stage.rig.programs)]
-    places = {f"{host.address}:{port}" for host in hosts for port in host.ports()}
-    assert len(places) >= 4 * 3 + 2 * len(stage.rig.programs) and streams <= places, places
-    heard = await asyncio.to_thread(_stranger_hears, stage.rig, sorted(places))
-    assert set(heard) == places
-    for place, (plain, encrypted) in heard.items():
-        if wrong := _secrets_in(stage.rig, plain + encrypted):
-            raise AssertionError(f"{place} tells a stranger {wrong}")
-        if place in streams and encrypted:
-            raise AssertionError(f"{place} answers a stranger: {encrypted!r}")
-    said = "".join(plain + encrypted for plain, encrypted in heard.values())
-    for refused in ("Authorization Violation", "401 Unauthorized", "dynamo_lite_process_info"):
-        assert refused in said, f"no port has said {refused!r}: {heard}"
-    assert await dropped(stage.rig, "stream") > counted
+    await try_every_port(stage.rig)
     await stage.goes_on()
-    assert restarts(stage.rig) == before
 
 
 async def stranger_tries_every_subject(stage: Stage) -> None:
     await try_every_subject(stage.rig)
     await stage.goes_on()
-
-
-def _stranger_hears(rig: Rig, places: list[str]) -> dict[str, list[str]]:
-    """By port: what it is told without TLS and over TLS."""
-    command = [sys.executable, "-m", "tests.hosts.stranger", *places]
-    process = rig.stranger.start(command, subprocess.PIPE, cwd=ROOT)
-    said, _ = process.communicate(timeout=_TRIED_S)
-    return json.loads(said)
-
-
-def _secrets_in(rig: Rig, heard: str) -> list[str]:
-    """What must be told to nobody: credentials, what is in etcd and in NATS, answers."""
-    login, secret = ((rig.directory / name).read_text() for name in ("login", "secret"))
-    hidden = (login.partition(":")[2], secret.strip(), API_KEY)
-    inside = ('"kvs"', '"leases"', "PONG", "MSG ", "RMSG ", "VllmWorker/generate", '"choices"')
-    return [name for name in (*hidden, *inside) if name in heard]
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -301,6 +285,9 @@ SCENARIOS: dict[str, Scenario] = {
         frontend_host_vanishes,
         worker_parted_from_servers_shortly,
         worker_parted_from_servers,
+        worker_parted_from_etcd_shortly,
+        worker_parted_from_etcd,
+        worker_parted_from_nats,
         worker_hears_no_server,
         worker_reaches_no_server,
         worker_parted_from_frontends,
@@ -308,20 +295,13 @@ SCENARIOS: dict[str, Scenario] = {
         frontends_hear_no_worker,
         nats_leader_killed,
         etcd_leader_killed,
-        server_host_vanishes,
+        server_hosts_vanish,
         server_hosts_vanish_shortly,
         stranger_tries_every_port,
         stranger_tries_every_subject,
         rolling_restart,
     )
 }
-
-
-async def _stream_ports(rig: Rig) -> list[tuple[Program, int]]:
-    """Of each decode worker: the port of its connections to Frontends."""
-    streams = [member.transport.stream for member in await rig.members()]
-    ports = dict(parse_address(stream) for stream in streams if stream)
-    return [(worker, ports[worker.host.address]) for worker in rig.services["VllmWorker"]]
 
 
 async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None]) -> list[str]:
