@@ -25,6 +25,7 @@ from dynamo_lite.runtime.process.death_signal import death_signal_hook
 _NOBODY = "02:00:00:00:00:01"
 _NAMES = re.compile(r"\bdl(\d+)[a-z](?:-\d+)?\b")
 _KILLED_S = 10.0
+_ENTERED_S = 30.0
 #: Of the packages iproute2 and util-linux.
 _PROGRAMS = ("ip", "ss", "nsenter", "unshare")
 _runs = itertools.count()
@@ -69,7 +70,7 @@ class Host:
         the thread that calls this."""
         with contextlib.ExitStack() as stack:
             stream = stack.enter_context(output.open("ab")) if isinstance(output, Path) else output
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{self.name}", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -79,6 +80,8 @@ class Host:
                 env=None if env is None else {**os.environ, **env},
                 cwd=cwd,
             )
+        self._entered(process)
+        return process
 
     def link(self, *, up: bool) -> None:
         """Plugs the cable in or out."""
@@ -122,6 +125,17 @@ class Host:
         places = [line.split()[3].rpartition(":") for line in listed.splitlines()]
         reached = (self.address, "0.0.0.0", "*", "[::]")
         return sorted({int(port) for address, _, port in places if address in reached})
+
+    def _entered(self, process: "subprocess.Popen[bytes]") -> None:
+        """Returns when the process is on this host, so that `kill` finds it, or has ended."""
+        network = os.stat(f"/run/netns/{self.name}").st_ino
+        deadline = time.monotonic() + _ENTERED_S
+        while process.poll() is None:
+            with contextlib.suppress(OSError):  # it has ended, and was not reaped
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == network:
+                    return
+            assert time.monotonic() < deadline, f"{process.args} does not start on {self.name}"
+            time.sleep(0.002)
 
     def _connected(self, which: str) -> bool:
         command = ["ss", "--no-header", "--tcp", "-n", "state", "established", which]
