@@ -170,6 +170,22 @@ async def test_nats_knows_a_user_by_the_nkey(tmp_path: Path) -> None:
         assert "it refuses the user name, password, token or key" in said
 
 
+async def test_what_a_user_has_no_right_to_is_counted(tmp_path: Path) -> None:
+    """And everything else goes on over the same connection."""
+    path, user = nkey_user(tmp_path)
+    rights = '{ publish: { deny: "theirs.>" }, subscribe: { deny: "theirs.>" } }'
+    config = f"authorization {{ users: [{{ nkey: {user}, permissions: {rights} }}] }}\n"
+    drops: list[str] = []
+    async with nats(tmp_path, config) as server:
+        url = f"nats://127.0.0.1:{server.port}?nkey={path}"
+        async with asyncio.timeout(20), NatsMessaging(url, on_drop=drops.append) as messaging:
+            await use_broker(url)
+            assert drops == []
+            await messaging.publish("theirs.jobs", b"hello")
+            await eventually(lambda: drops == ["nats_refused"])
+            await messaging.wait_connected(1.0)
+
+
 async def test_nats_knows_a_user_by_a_credentials_file(tmp_path: Path) -> None:
     """With an operator and an account of its own, as nsc makes them."""
     config, creds = jwt_account(tmp_path)

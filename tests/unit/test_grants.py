@@ -140,9 +140,12 @@ async def refused(rig: Rig, what: GrantFault, attempt: str = "a1") -> None:
     assert done.outcome == "failed" and done.detail.startswith(BadGrant.SAYS)
     assert rig.engine.written == []
     assert rig.engine.verdict(attempt) is Verdict.REFUSED
-    assert rig.registry.get_sample_value(
-        "dynamo_lite_prefill_bad_grants_total", {"fault": what.value}
-    )
+    assert bad_grants(rig, what)
+
+
+def bad_grants(rig: Rig, what: GrantFault) -> float | None:
+    fault = {"fault": what.value}
+    return rig.registry.get_sample_value("dynamo_lite_prefill_bad_grants_total", fault)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +228,9 @@ async def test_no_write_starts_after_a_grant_has_expired():
         rig.engine.holds, rig.engine.samples = True, 7
         await rig.push(prefill_job(first_token=wanted))
         await eventually(lambda: "a1" in rig.engine.ends)
-        assert rig.counted("bad_grant") == 0
+        assert rig.counted("bad_grant") == 0 and bad_grants(rig, GrantFault.EXPIRED) is None
         await eventually(lambda: rig.engine.verdict("a1") is Verdict.REFUSED)
+        assert bad_grants(rig, GrantFault.EXPIRED) == 1
         rig.engine.ends["a1"].set_result("abandoned")
         await rig.answered("ack")
         assert rig.told == [("a1", "abandoned")]

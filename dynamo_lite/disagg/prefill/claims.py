@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.job_waits import JobWaits
 from dynamo_lite.engine.base import AttemptOutcome
-from dynamo_lite.policy.grants import GrantWanted, check_grant
+from dynamo_lite.policy.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import BadGrant, DeadlineExceeded, ProtocolError, Unavailable
@@ -137,6 +137,12 @@ class Claims:
             raise BadGrant(mismatch.detail)
         assert grant is not None
         return HeldGrant(grant.id, grant.for_s - elapsed_s)
+
+    def expired(self, request: RemotePrefillRequest) -> None:
+        """The grant of a claim has expired while its job was under way."""
+        self._bad_grants.labels(GrantFault.EXPIRED.value).inc()
+        about = request.request_id, request.attempt
+        logger.warning("request %s: attempt %s: its grant expired: it writes no more", *about)
 
     async def report_end(
         self,

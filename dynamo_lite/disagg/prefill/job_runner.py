@@ -219,7 +219,8 @@ class JobRunner:
         """The job is claimed: has it written, unless it was cancelled or is malformed. No write
         starts after the grant has expired, because its engine gives the attempt up."""
         claimed = self._now()
-        expiry = asyncio.get_running_loop().call_later(grant.left_s, computation.stop_writing)
+        loop = asyncio.get_running_loop()
+        expiry = loop.call_later(grant.left_s, self._expire, request, computation)
         try:
             ended = await computation.write(grant.id)
         finally:
@@ -231,6 +232,10 @@ class JobRunner:
             self._links.retest(request.engine_id)
         self._engine_died = self._engine_died or ended.outcome == "died"
         return ended
+
+    def _expire(self, request: RemotePrefillRequest, computation: Computation) -> None:
+        computation.stop_writing()
+        self._claims.expired(request)
 
 
 def _ids(request: RemotePrefillRequest) -> tuple[str, str]:

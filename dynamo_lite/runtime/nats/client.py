@@ -42,6 +42,12 @@ from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
 _PERMISSIONS = "permissions violation"
 
 
+def is_forbidden(error: Exception | str) -> bool:
+    """Whether the server's error says that this user has no right to a subject. The connection
+    stays open."""
+    return _PERMISSIONS in str(error).lower()
+
+
 class PersistentClient(Client):
     """Use it with endless reconnects. After `close` it cannot be connected again."""
 
@@ -52,8 +58,8 @@ class PersistentClient(Client):
         self._tried_at: dict[str, float] = {}  # server -> by the loop's clock
 
     async def _process_err(self, err_msg: str) -> None:
-        if _PERMISSIONS in err_msg.lower():
-            await super()._process_err(err_msg)  # concerns one subject; the connection stays open
+        if is_forbidden(err_msg):
+            await super()._process_err(err_msg)
             return
         exc = errors.Error(f"nats: {err_msg}")
         await self._error_cb(exc)

@@ -24,7 +24,7 @@ from dynamo_lite.runtime.dispatch import Dispatcher, Reply
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
-from dynamo_lite.runtime.nats.client import PersistentClient, drop
+from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import end_tasks
@@ -236,6 +236,8 @@ class NatsMessaging:
             return
         if isinstance(exc, ProtocolError):
             self._on_drop("nats")
+        elif is_forbidden(exc) or _is_refusal(exc):
+            self._on_drop("nats_refused")
         # While the server is unavailable every reconnect attempt ends here.
         if self._outage and not _is_refusal(exc):
             return
