@@ -23,10 +23,10 @@ from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.nixl import NixlMover
 
 _ABOUT = """\
-Two NIXL agents of one process write KV from one to the other, each write with the
-notification of 300 bytes, as a prefill worker's last write has. The notifications are authenticated
-(on) or not (off), in turn within each round. The numbers are CPU time of both
-agents per write, until the notification has arrived.
+Two NIXL agents of one process write KV from one to the other, each write with a
+notification of 300 bytes, longer than that of most last writes. The notifications
+are authenticated (on) or not (off), in turn within each round. The numbers are CPU
+time of both agents per write, until the notification has arrived.
 """
 _KIB = 1 << 10
 #: Bytes of one write: a block of the tiny model, and a job of 8 MiB.

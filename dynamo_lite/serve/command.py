@@ -30,6 +30,7 @@ from dynamo_lite.serve.secret_file import (
     check_exposure,
     given_secret,
     made_secret,
+    note_secrets,
     running_secret,
 )
 from dynamo_lite.serve.server_supervisor import Server
@@ -141,6 +142,8 @@ def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Pat
     """
     if request.secret_file is not None:
         secret = given_secret(request.secret_file)
+        if nats_url is None:
+            note_secrets(directory)
     elif nats_url is None:
         secret = made_secret(directory, keep=request.etcd_url is not None)
     else:

@@ -16,7 +16,11 @@ def folder_of(state_dir: Path, server: str) -> Path:
 
 
 def is_marked(folder: Path) -> bool:
-    return (folder / MARKER).is_file()
+    """Raises StartupError."""
+    try:
+        return (folder / MARKER).is_file()
+    except OSError as exc:
+        raise _no_access(folder, exc) from exc
 
 
 def mark(folder: Path) -> None:
@@ -70,4 +74,4 @@ def _content(folder: Path) -> list[Path]:
 
 
 def _no_access(folder: Path, exc: OSError) -> StartupError:
-    return StartupError(f"cannot empty the embedded server's folder {folder}: {exc}")
+    return StartupError(f"cannot use the embedded server's folder {folder}: {exc}")

@@ -1,9 +1,11 @@
 """Which secret the processes of a graph get."""
 
 import contextlib
+import hashlib
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -25,35 +27,72 @@ _MADE = re.compile(rb"[0-9a-f]{64}\n")
 def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
     """Makes the secret of a graph with its own nats-server.
 
-    keep: use the secret of an earlier start, if there is one, because records that are sealed with
-    it still exist.
+    keep: use the secret that is there, if there is one, because records that are sealed with it
+    still exist.
 
-    Raises ConfigError, and changes nothing, if the file is not from an earlier start.
+    Raises ConfigError, and changes nothing, if another file would be overwritten than one that an
+    earlier start has made; StartupError if it cannot be written.
     """
     path = state_dir.resolve() / "secret"
     if keep:
         with contextlib.suppress(StartupError):
             GraphSecret(path)
+            note_secrets(state_dir)
             return path
-    folder = folder_of(path.parent, "nats")
-    if reason := _why_foreign(path, folder):
+    if reason := _why_foreign(path):
         raise ConfigError(
             [
-                f"--state-dir: {path} is not from an earlier start: {reason}; it was not"
+                f"--state-dir: {path} is not as an earlier start has made it: {reason}; it was not"
                 " overwritten; move it, name it with --secret-file, or choose another --state-dir"
             ]
         )
-    mark(folder)
-    write_private(path, new_secret())
+    secret = new_secret()
+    try:
+        mark(folder_of(path.parent, "nats"))
+        before = [path.read_bytes()] if path.exists() else []
+        # The record comes first and names both: a start may end between the two.
+        _write_record(path, [*before, secret])
+        write_private(path, secret)
+    except OSError as exc:
+        raise StartupError(f"cannot write the secret {path}: {exc}") from exc
     return path
 
 
-def _why_foreign(path: Path, folder: Path) -> str:
-    """Why `made_secret` has not written this file; empty if it has, or if there is none.
+def note_secrets(state_dir: Path) -> None:
+    """For a start that makes no secret: a file `secret` that comes here later is nobody's but who
+    has put it here. Raises StartupError."""
+    path = state_dir.resolve() / "secret"
+    if _record(path).exists():
+        return
+    try:
+        made = [path.read_bytes()] if path.exists() and not _why_foreign(path) else []
+        _write_record(path, made)
+    except OSError as exc:
+        raise StartupError(f"cannot write {_record(path)}: {exc}") from exc
 
-    A secret that an operator made has the same form. So the nats-server's folder decides: its
-    marker file is written before the first secret.
+
+def _record(path: Path) -> Path:
+    """The digests of secrets that starts have made, the one in `path` among them."""
+    return path.parent / "embedded" / "made-secrets"
+
+
+def _write_record(path: Path, secrets: Sequence[bytes]) -> None:
+    record = _record(path)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_private(record, "".join(f"{_digest(one)}\n" for one in secrets).encode())
+
+
+def _digest(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()
+
+
+def _why_foreign(path: Path) -> str:
+    """Why this file is not one that `made_secret` has written; empty if it is, or if there is none.
+
+    A secret that an operator made has the same form, so starts record what they make. Before there
+    was this record, they only made the nats-server's folder, with its marker file.
     """
+    record, folder = _record(path), folder_of(path.parent, "nats")
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -61,10 +100,13 @@ def _why_foreign(path: Path, folder: Path) -> str:
         if status.st_uid != os.geteuid():
             return "it belongs to another user"
         content = path.read_bytes()
+        if record.exists():
+            made = _digest(content) in record.read_text().split()
+            return "" if made else "it has been changed, or was put there"
     except FileNotFoundError:
         return ""
-    except OSError as exc:
-        return f"it cannot be read: {exc.strerror}"
+    except (OSError, UnicodeDecodeError) as exc:
+        return f"it cannot be read: {exc}"
     if _MADE.fullmatch(content) is None:
         return "it does not have one line of 64 hexadecimal digits"
     return "" if is_marked(folder) else f"{folder} has no marker file {MARKER}"

@@ -472,7 +472,6 @@ def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
     noise = Random(7)
     messages = [*MESSAGES, *(noise.randbytes(size) for size in (1, 8, 5000, SIZE))]
     source = Party(NixlMover, 1)
-    source.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
 
     def round_trip(fill: int) -> None:
         for start, sent in ((source.mover.write, fill), (source.mover.read, 0)):
@@ -483,8 +482,10 @@ def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
                 assert time.monotonic() < deadline
         assert (source.buffer == fill).all()
 
-    round_trip(200)
     with contextlib.ExitStack() as stack:
+        stack.callback(source.mover.close)
+        source.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
+        round_trip(200)
         for place in places * 20:
             stack.enter_context(socket.create_connection(place, timeout=WAIT_S))
         pool = stack.enter_context(ThreadPoolExecutor(8))
@@ -496,5 +497,6 @@ def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
         while not all(one.done() for one in tries):
             round_trip(next(rounds) % 199)
         round_trip(200)
-    assert {one.result() for one in tries} == {b""} and target.process.poll() is None
-    source.mover.close()
+        assert {one.result() for one in tries} == {b""} and target.process.poll() is None
+        for place in places:  # `tell` does not say whether anybody listens
+            stack.enter_context(socket.create_connection(place, timeout=WAIT_S))

@@ -25,11 +25,13 @@ Cut = Callable[[Rig], AbstractContextManager[None]]
 
 
 def _parted_for_long(cut: Cut) -> Scenario:
-    """Where no lease ends: prefill workers from decode workers."""
+    """Longer than a lease, where no lease ends: prefill workers from decode workers."""
 
     async def play(rig: Rig, streams: Streams) -> None:
+        before = restarts(rig), await rig.leases()
         with cut(rig):
             await asyncio.gather(asyncio.sleep(_PARTED_S), streams.more(_FEW))
+        assert (restarts(rig), await rig.leases()) == before
 
     return play
 

@@ -80,7 +80,12 @@ class Host:
                 env=None if env is None else {**os.environ, **env},
                 cwd=cwd,
             )
-        self._entered(process)
+        try:
+            self._entered(process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         return process
 
     def link(self, *, up: bool) -> None:

@@ -7,6 +7,7 @@ comes, so each of these messages makes it use an address of the sender's choice.
 """
 
 import contextlib
+import itertools
 import socket
 import subprocess
 import sys
@@ -42,18 +43,19 @@ def speak_ucx(stranger: Host, places: Sequence[tuple[str, int]]) -> None:
 
 
 def main() -> None:
+    told: set[str] = set()
     with contextlib.ExitStack() as stack:
-        for place in sys.argv[1:]:
+        for place, kind in itertools.product(sys.argv[1:], _KINDS):
             host, _, port = place.rpartition(":")
-            for number, kind in enumerate(_KINDS):
-                try:
-                    connection = socket.create_connection((host, int(port)), timeout=5)
-                    stack.enter_context(connection).sendall(message(kind))
-                except OSError:
-                    if not number:
-                        raise
-                    break  # its process has ended
-                time.sleep(_PAUSE_S)
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=5)
+                stack.enter_context(connection).sendall(message(kind))
+            except OSError:
+                if host not in told:
+                    raise
+                continue  # its process has ended
+            told.add(host)
+            time.sleep(_PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -332,6 +332,6 @@ def test_a_secret_that_may_be_somebody_else_s_is_not_overwritten(tmp_path: Path)
     result = run("serve", STUB, "--state-dir", str(tmp_path))
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
-    assert f"error: --state-dir: {secret} is not from an earlier start" in line
+    assert f"error: --state-dir: {secret} is not as an earlier start has made it" in line
     assert "--secret-file" in line
     assert secret.read_text() == "production"

@@ -1,10 +1,14 @@
 """Declared dependencies bring every module that the shipped code imports."""
 
-import re
 import sys
 import tomllib
+from collections.abc import Collection, Iterable
 from importlib.metadata import packages_distributions, requires
+from itertools import chain
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.process.command import ROOT
 from tests.test_layers import imported_modules
@@ -14,17 +18,25 @@ _OWN = {"dynamo_lite", "graphs"}
 _ELSEWHERE = {"_typeshed", "triton"}
 
 
-def _name(requirement: str) -> str:
-    """Of the distribution (PEP 508), in the form of PEP 503."""
-    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]).lower()
-
-
 def _declared() -> set[str]:
     """Distributions of the project and of its option `cpu`, with those that they and torch require
     themselves."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    own = {_name(one) for one in project["dependencies"] + project["optional-dependencies"]["cpu"]}
-    return own | {_name(one) for brought in own | {"torch"} for one in requires(brought) or ()}
+    own = _required(project["dependencies"] + project["optional-dependencies"]["cpu"])
+    brought = [_required(requires(one.name) or [], one.extras) for one in own]
+    brought.append(_required(requires("torch") or []))
+    return {canonicalize_name(one.name) for one in (*own, *chain.from_iterable(brought))}
+
+
+def _required(requirements: Iterable[str], extras: Collection[str] = ()) -> list[Requirement]:
+    """Those that hold here, with these extras."""
+    parsed = [Requirement(one) for one in requirements]
+    chosen = ("", *extras)
+    return [
+        one
+        for one in parsed
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in chosen)
+    ]
 
 
 def test_every_import_comes_with_a_declared_dependency() -> None:
@@ -35,6 +47,6 @@ def test_every_import_comes_with_a_declared_dependency() -> None:
         for file in files
         for _, module in imported_modules(file)
         if (top := module.partition(".")[0]) not in sys.stdlib_module_names | _OWN | _ELSEWHERE
-        and not declared & {_name(one) for one in brings.get(top, ())}
+        and not declared & {canonicalize_name(one) for one in brings.get(top, ())}
     }
     assert not missing

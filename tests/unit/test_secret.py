@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
-from dynamo_lite.serve.run_state import RunState
+from dynamo_lite.serve import secret_file
+from dynamo_lite.serve.embedded_folders import check_folders, folder_of, mark
+from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.serve.secret_file import (
     given_secret,
     made_secret,
+    note_secrets,
     running_secret,
 )
 from tests.builders import ManualClock, graph_secret
@@ -143,7 +146,7 @@ def test_a_file_that_no_start_has_made_is_not_overwritten(
 ):
     path = made_secret(tmp_path)
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{path} is not .* one line of 64 .*--secret-file"):
+    with pytest.raises(ConfigError, match=f"{path} is not .* was put there.*--secret-file"):
         made_secret(tmp_path, keep=keep)
     assert path.read_bytes() == content
     assert {entry.name for entry in tmp_path.iterdir()} == {"embedded", "secret"}
@@ -165,9 +168,75 @@ def test_a_secret_that_an_operator_made_is_not_overwritten(tmp_path: Path):
 def test_a_secret_of_two_keys_is_not_overwritten(tmp_path: Path):
     path = made_secret(tmp_path)
     graph_secret(path, OLD, NEW)
-    with pytest.raises(ConfigError, match="does not have one line"):
+    with pytest.raises(ConfigError, match="it has been changed"):
         made_secret(tmp_path)
     assert path.read_text().split() == [OLD.hex(), NEW.hex()]
+
+
+def release_before(state_dir: Path) -> Path:
+    """A secret that was made before starts recorded them."""
+    path = made_secret(state_dir)
+    (state_dir / "embedded" / "made-secrets").unlink()
+    return path
+
+
+def test_a_secret_of_the_release_before_is_replaced_and_kept(tmp_path: Path):
+    path = release_before(tmp_path)
+    first = path.read_bytes()
+    assert made_secret(tmp_path, keep=True).read_bytes() == first
+    assert made_secret(tmp_path).read_bytes() != first
+    release_before(tmp_path)
+    graph_secret(path, OLD, NEW)
+    with pytest.raises(ConfigError, match="does not have one line"):
+        made_secret(tmp_path)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_secret_that_an_operator_made_is_not_overwritten_after_it_was_used(
+    tmp_path: Path, named: bool
+):
+    """By name, or with a store of its own; both starts have a nats-server."""
+    path = tmp_path / "secret"
+    graph_secret(path, OLD)
+    if named:
+        note_secrets(tmp_path)
+    else:
+        assert made_secret(tmp_path, keep=True) == path
+    mark(folder_of(tmp_path, "nats"))
+    with pytest.raises(ConfigError, match="was put there"):
+        made_secret(tmp_path)
+    assert path.read_text() == OLD.hex() + "\n"
+
+
+def test_a_start_that_ended_before_its_secret_was_written_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = made_secret(tmp_path)
+    written: list[str] = []
+
+    def fails_at_second(file: Path, content: bytes) -> None:
+        written.append(file.name)
+        if len(written) == 2:
+            raise OSError("no space")
+        write_private(file, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(secret_file, "write_private", fails_at_second)
+        with pytest.raises(StartupError, match="no space"):
+            made_secret(tmp_path)
+    before = path.read_bytes()
+    assert made_secret(tmp_path).read_bytes() != before
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def denied(_path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(StartupError, match=f"folder {tmp_path}.*Permission denied"):
+        check_folders([tmp_path])
 
 
 def test_links_and_folders_are_not_overwritten(tmp_path: Path):

@@ -24,7 +24,7 @@ def body(kind: str, size: int) -> tuple[str, bytes]:
         path = "/invocations" if kind == "bad invocations" else "/v1/chat/completions"
         return path, start + item * ((size - 64) // len(item)) + end
     if kind == "slow reader":
-        return "/v1/completions", b'{"model":"tiny","prompt":"a","stream":true,"max_tokens":4000}'
+        return "/v1/completions", b'{"model":"tiny","prompt":"a","stream":true,"max_tokens":1000}'
     start, item, end = b'{"model":"tiny","prompt":"', b"a b", b'"}'
     return "/tokenize", start + item * ((size - 64) // len(item)) + end
 
@@ -72,11 +72,10 @@ async def read_slowly(host: str, port: int) -> str:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(whole)}\r\n\r\n"
         await loop.sock_sendall(sock, head.encode() + whole)
-        said = b""
-        while byte := await loop.sock_recv(sock, 1):
-            said += byte
+        status = (await loop.sock_recv(sock, len("HTTP/1.1 200"))).split()[-1].decode()
+        while status == "200" and await loop.sock_recv(sock, 1):
             await asyncio.sleep(0.1)
-    return said.split()[1].decode() if said else "none"
+    return status
 
 
 async def send(writer: asyncio.StreamWriter, kind: str, whole: bytes, size: int) -> None:

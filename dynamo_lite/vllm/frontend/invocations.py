@@ -74,7 +74,7 @@ async def _answer(kinds: Sequence[_Kind], raw_request: Request) -> Any:
     """The answer of the first type that the body fits."""
     try:
         body = await raw_request.json()
-    except json.JSONDecodeError as exc:
+    except (json.JSONDecodeError, RecursionError) as exc:  # the latter: nested too deeply
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"JSON decode error: {exc}") from exc
     served = [kind for kind in kinds if kind.handler(raw_request) is not None]
     for kind in served:
