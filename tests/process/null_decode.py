@@ -41,8 +41,8 @@ async def decode_engine(
     holders: dict[str, int] | None = None,
     promised: set[tuple[str, int]] | None = None,
 ) -> AsyncIterator[PrefillQueue]:
-    """Grants every claim of an attempt on `ENGINE` that is not over, accepts the promises of writers
-    that leave, and puts what the writers say at the end into `done`. Yields its queue.
+    """Grants every claim of an attempt on `ENGINE` that is not over, accepts the promises of
+    writers that leave, and puts what the writers say at the end into `done`. Yields its queue.
 
     holders: has, for each attempt that is claimed and not over, the lease of its writer. promised:
     gets the attempt and the lease of each promise that is accepted.

@@ -3,7 +3,6 @@
 The decode engine is the test's: it pushes jobs and grants claims.
 """
 
-import asyncio
 import signal
 from pathlib import Path
 
