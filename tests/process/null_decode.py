@@ -9,6 +9,7 @@ from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import (
+    ClaimRefused,
     Granted,
     StayAccepted,
     StayRefused,
@@ -38,17 +39,24 @@ async def decode_engine(
     done: asyncio.Queue[WriterDone],
     config: QueueConfig | None = None,
     holders: dict[str, int] | None = None,
+    promised: set[tuple[str, int]] | None = None,
 ) -> AsyncIterator[PrefillQueue]:
-    """Grants every claim on `ENGINE`, accepts the promises of writers that leave, and puts what
-    the writers say at the end into `done`. Yields its queue.
+    """Grants every claim of an attempt on `ENGINE` that is not over, accepts the promises of
+    writers that leave, and puts what the writers say at the end into `done`. Yields its queue.
 
-    holders: has, for each attempt that is claimed and not over, the lease of its writer.
+    holders: has, for each attempt that is claimed and not over, the lease of its writer. promised:
+    gets the attempt and the lease of each promise that is accepted.
     """
     seals = GrantSeals(GraphSecret(secret))
     held: dict[str, int] = {} if holders is None else holders
+    kept: set[tuple[str, int]] = set() if promised is None else promised
+    over: set[str] = set()
 
     async def claim(payload: bytes) -> bytes:
         asked = decode_claim(payload)
+        if asked.attempt in over:
+            # Its writer was killed between its last message and the acknowledgement of the job.
+            return encode(ClaimRefused(reason="unknown or ended attempt"))
         held[asked.attempt] = asked.writer_lease_id
         grant = grant_for(asked, prefill_job(asked.attempt, engine_id=ENGINE))
         return encode(Granted(grant=seals.sealed(grant)))
@@ -57,6 +65,7 @@ async def decode_engine(
         said = decode_writer_stays(payload)
         if held.get(said.attempt) != said.writer_lease_id:
             return encode(StayRefused(reason="another writer holds it"))
+        kept.add((said.attempt, said.writer_lease_id))
         return encode(StayAccepted())
 
     async def listen(payload: bytes) -> bytes:
@@ -66,6 +75,7 @@ async def decode_engine(
         said = decode_writer_done(payload)
         if held.get(said.attempt) == said.writer_lease_id:
             del held[said.attempt]
+            over.add(said.attempt)
         done.put_nowait(said)
 
     async with AsyncExitStack() as stack:

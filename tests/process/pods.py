@@ -86,6 +86,7 @@ class Cluster:
 
         https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination-flow
         """
+        assert grace_period_s > pre_stop_s, "it would be killed without a SIGTERM"
         try:
             async with asyncio.timeout(grace_period_s):
                 if pod.url:

@@ -21,6 +21,8 @@ class Jobs:
     def __init__(self) -> None:
         #: Lease of the writer by attempt, of jobs that are being written.
         self.holders: dict[str, int] = {}
+        #: (attempt, lease of its writer): promises of writers that leave.
+        self.promised: set[tuple[str, int]] = set()
         self.done: asyncio.Queue[WriterDone] = asyncio.Queue()
         self.pushed: set[str] = set()
         #: By attempt: its ends, as (writer, outcome).
@@ -48,6 +50,11 @@ class Jobs:
     def of(self, writer: int) -> set[str]:
         """What this worker writes."""
         return {attempt for attempt, holder in self.holders.items() if holder == writer}
+
+    async def fresh(self, writer: int) -> set[str]:
+        """What this worker has just begun to write, at least one."""
+        before = self.of(writer)
+        return await eventually(lambda: self.of(writer) - before, _PATIENCE_S)
 
     async def new_writer(self, *known: int) -> int:
         """The lease of a worker that has begun to write."""

@@ -3,7 +3,6 @@
 The decode engine is the test's: it pushes jobs and grants claims.
 """
 
-import asyncio
 import signal
 from pathlib import Path
 
@@ -12,15 +11,18 @@ import pytest
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually, graph_secret
+from tests.process.command import VLLM_PATIENCE_S
 from tests.process.null_decode import decode_engine
 from tests.process.pods import Cluster, Pod, cluster
 from tests.process.prefill_load import Jobs
 
 GRAPH = "tests.process.rights_graph:Backs"
-LEASE_TTL_S = 4.0
-WRITE_S = 5.0
+LEASE_TTL_S = 10.0
+WRITE_S = 12.0
 """Longer than the lease, and than a promise to stay holds (3 s): a worker that leaves has to renew
 its promise."""
+SHORT_GRACE_S = 4.0
+"""Enough to begin to drain, and not enough for a job."""
 SLOW = (f"--Graph.lease-ttl-s={LEASE_TTL_S}", f"--PrefillWorker.write-s={WRITE_S}")
 ACK_WAIT_S = 2.0
 _PATIENCE_S = 40.0
@@ -33,7 +35,7 @@ async def prefill_worker(pods: Cluster, *options: str) -> Pod:
     return pod
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3 * VLLM_PATIENCE_S + 300)
 async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
     nats_url: str, etcd_url: str, namespace: str, tmp_path: Path
 ) -> None:
@@ -49,33 +51,33 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         done=jobs.done,
         config=QueueConfig(ack_wait_s=ACK_WAIT_S),
         holders=jobs.holders,
+        promised=jobs.promised,
     )
     async with (
         cluster((*servers, "--secret-file", str(secret)), tmp_path) as pods,
-        asyncio.timeout(120),
         decode as queue,
         running(jobs.listen(), name="listen"),
     ):
+        old_pod = await prefill_worker(pods, *SLOW)
         async with running(jobs.load(queue), name="load"):
             # A rolling update: the new worker first, then the old one drains. It finishes what it
             # has claimed, and nobody else does.
-            old_pod = await prefill_worker(pods, *SLOW)
             old = await jobs.new_writer()
             new_pod = await prefill_worker(pods, *SLOW)
             new = await jobs.new_writer(old)
-            before = jobs.of(old)
-            await eventually(lambda: jobs.of(old) - before, _PATIENCE_S)
-            claimed = jobs.of(old)
-            assert await pods.terminate(old_pod, pre_stop_s=0, grace_period_s=30) == 0
+            claimed = await jobs.fresh(old)
+            assert await pods.terminate(old_pod, pre_stop_s=0, grace_period_s=60) == 0
             assert all(jobs.ended[attempt] == [(old, "written")] for attempt in claimed)
             assert not jobs.of(old)
+            assert {(attempt, old) for attempt in claimed} <= jobs.promised
 
             # A worker whose drain takes longer than its pod's grace period is killed. The queue
             # gives its jobs to another one.
             await prefill_worker(pods)
-            lost = await eventually(lambda: jobs.of(new), _PATIENCE_S)
-            code = await pods.terminate(new_pod, pre_stop_s=0, grace_period_s=0)
+            begun = await jobs.fresh(new)
+            code = await pods.terminate(new_pod, pre_stop_s=0, grace_period_s=SHORT_GRACE_S)
             assert code == -signal.SIGKILL
+            assert {(attempt, new) for attempt in begun} <= jobs.promised
         await eventually(lambda: not jobs.open, _PATIENCE_S)
 
         async def answered() -> bool:
@@ -84,4 +86,5 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         await eventually(answered, _PATIENCE_S)
     assert jobs.outcomes() == {"written"}
     assert all(len(ends) == 1 for ends in jobs.ended.values())
-    assert not {jobs.ended[attempt][0][0] for attempt in lost} & {old, new}
+    # They had just begun when the worker was told to leave.
+    assert not {jobs.ended[attempt][0][0] for attempt in begun} & {old, new}
