@@ -15,7 +15,7 @@ CLIENTS = 6
 #: 60 tokens take 6 s.
 SLOW = "--VllmWorker.step-s=0.1"
 #: Less than the end of a process takes (0.4 s where it was measured).
-KILL_AFTER_S = 0.1
+KILL_AFTER_S = 0.02
 
 
 async def frontend(pods: Cluster) -> Pod:
