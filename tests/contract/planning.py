@@ -195,7 +195,7 @@ class Bench:
             instance=instance,
             nats_url=self.nats_url,
             etcd_url=self.etcd_url,
-            lease_ttl_s=3.0,
+            lease_ttl_s=10.0,
             grace_s=1.0,
             secret_file=None if self.secret_file is None else str(self.secret_file),
         )
