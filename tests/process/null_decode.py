@@ -27,6 +27,8 @@ from dynamo_lite.runtime.secret import GraphSecret
 from tests.builders import engine_metadata, grant_for, prefill_job
 
 ENGINE = "e1"
+#: Longer than a push takes on a busy machine; nothing here depends on it.
+PUSH_TIMEOUT_S = 10.0
 
 
 @asynccontextmanager
@@ -93,4 +95,5 @@ async def decode_engine(
         metadata = engine_metadata(ENGINE, lease.id, num_blocks=16)
         key = names.nixl_metadata_key(namespace, ENGINE)
         await store.put(key, encode_engine(metadata), lease=lease)
-        yield await enter(open_queue(nats_url, namespace, config or QueueConfig(), str(secret)))
+        config = config or QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
+        yield await enter(open_queue(nats_url, namespace, config, str(secret)))

@@ -12,7 +12,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually, graph_secret
 from tests.process.command import VLLM_PATIENCE_S
-from tests.process.null_decode import decode_engine
+from tests.process.null_decode import PUSH_TIMEOUT_S, decode_engine
 from tests.process.pods import Cluster, Pod, cluster
 from tests.process.prefill_load import Jobs
 
@@ -49,7 +49,7 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         namespace=namespace,
         secret=secret,
         done=jobs.done,
-        config=QueueConfig(ack_wait_s=ACK_WAIT_S),
+        config=QueueConfig(ack_wait_s=ACK_WAIT_S, push_timeout_s=PUSH_TIMEOUT_S),
         holders=jobs.holders,
         promised=jobs.promised,
     )

@@ -19,7 +19,7 @@ from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually, graph_secret, prefill_job
 from tests.process.command import run
-from tests.process.null_decode import ENGINE, decode_engine
+from tests.process.null_decode import ENGINE, PUSH_TIMEOUT_S, decode_engine
 from tests.process.pods import Cluster, Pod, cluster
 from tests.process.prefill_load import Jobs
 
@@ -35,6 +35,7 @@ ROUNDS = ((OLD, NEW), (NEW, OLD), (NEW,))
 #: A changed file is read within a second.
 READ_S = 1.1
 CLIENTS = 3
+SLOW_PUSH = QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
 #: Who is not authentic, or not of the graph, is counted as one of these.
 REFUSALS = ("unauthentic", "secret", "stream", "certificate")
 _PATIENCE_S = 40.0
@@ -192,7 +193,7 @@ async def _the_old_key_opens_nothing(nodes: Nodes) -> None:
     await nodes.start("VllmWorker", "late")
     await nodes.counted("Frontend", "unauthentic")
     await nodes.counted("VllmWorker", "stream")
-    async with open_queue(nodes.nats_url, nodes.namespace, QueueConfig(), str(late)) as queue:
+    async with open_queue(nodes.nats_url, nodes.namespace, SLOW_PUSH, str(late)) as queue:
         job = prefill_job("late", engine_id=ENGINE)
         await queue.push(encode_sealed(job), message_id="late")
     await nodes.counted("PrefillWorker", "unauthentic")
