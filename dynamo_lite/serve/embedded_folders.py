@@ -16,7 +16,7 @@ def folder_of(state_dir: Path, server: str) -> Path:
 
 
 def is_marked(folder: Path) -> bool:
-    """Raises StartupError."""
+    """Whether it has the marker file. Raises StartupError if that cannot be told."""
     try:
         return (folder / MARKER).is_file()
     except OSError as exc:
