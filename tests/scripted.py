@@ -97,7 +97,8 @@ Handover = Callable[["ScriptedEngine", Leg], Awaitable[dict[str, Any]]]
 
 class ScriptedEngine:
     """Async context manager. handover: checks a leg and returns the `kv_transfer_params` (or other
-    fields) of its answer. tokens: of an answer. tls: it speaks HTTPS."""
+    fields) of its answer. tokens: of an answer. tls: it speaks HTTPS. Tests replace `handle`,
+    `answer`, `stream`, `events`, `whole` and `text` to script what no `Fault` says."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         """At the same port again after `stop`."""
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        server = web.Server(self.handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(
@@ -168,7 +169,7 @@ class ScriptedEngine:
         if runner is not None:
             await runner.cleanup()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response(status=200 if self.healthy else 503)
         if request.path == "/query":
@@ -204,7 +205,7 @@ class ScriptedEngine:
         try:
             if malformed:
                 return web.json_response({"error": {"message": "malformed"}}, status=400)
-            return await self._answer(request, leg)
+            return await self.answer(request, leg)
         except asyncio.CancelledError:
             leg.aborted.set()
             raise
@@ -214,7 +215,7 @@ class ScriptedEngine:
         finally:
             leg.ended = next(self.fleet.clock)
 
-    async def _answer(self, request: web.BaseRequest, leg: Leg) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest, leg: Leg) -> web.StreamResponse:
         fault = self.faults.popleft() if self.faults else Fault()
         if fault.hold is not None:
             await fault.hold.wait()
@@ -234,20 +235,20 @@ class ScriptedEngine:
             self.fleet.violations.append(f"{self.role} {leg.route}: {exc}")
             return web.json_response({"error": {"message": str(exc)}}, status=500)
         if leg.body.get("stream"):
-            return await self._stream(request, leg, fault)
+            return await self.stream(request, leg, fault)
         if fault.stage in ("after_head", "mid_stream"):
             response = web.StreamResponse(headers={"content-length": "100"})
             await response.prepare(request)
             await response.write(b"{")
             return _cut(request)
-        whole = self._whole(leg)
+        whole = self.whole(leg)
         return web.json_response({**whole, **extra} if extra else whole, headers=self._ids(leg))
 
     def _ids(self, leg: Leg) -> dict[str, str]:
         given = leg.headers.get("x-request-id", "")
         return {"X-Request-Id": given} if self.returns_ids and given else {}
 
-    def _text(self, number: int) -> str:
+    def text(self, number: int) -> str:
         return f" t{number}"
 
     def _limit(self, leg: Leg) -> int:
@@ -275,25 +276,25 @@ class ScriptedEngine:
             return [{**one, "index": number} for number in range(len(texts))]
         return [one]
 
-    def _whole(self, leg: Leg) -> Any:
+    def whole(self, leg: Leg) -> Any:
         if leg.route == "/generate":
             found = self._native(leg)
             return found if isinstance(leg.body["text"], list) else found[0]
-        text = "".join(self._text(n) for n in range(self._limit(leg)))
+        text = "".join(self.text(n) for n in range(self._limit(leg)))
         return {
             "id": f"cmpl-{leg.headers.get('x-request-id', 'none')}",
             "choices": [{"index": 0, "text": text, "finish_reason": "length"}],
             "usage": self._usage(leg),
         }
 
-    async def _stream(self, request: web.BaseRequest, leg: Leg, fault: Fault) -> web.StreamResponse:
+    async def stream(self, request: web.BaseRequest, leg: Leg, fault: Fault) -> web.StreamResponse:
         head = {"content-type": "text/event-stream", **self._ids(leg)}
         response = web.StreamResponse(headers=head)
         response.enable_chunked_encoding()
         await response.prepare(request)
         if fault.stage == "after_head":
             return _cut(request)
-        beginning, events = _beginning(leg), self._events(leg)
+        beginning, events = _beginning(leg), self.events(leg)
         for event in beginning:
             await response.write(self._framed(event))
         if fault.stage == "no_output":
@@ -319,14 +320,14 @@ class ScriptedEngine:
         lines = [b"event: " + named[1]] if named else []
         return self.line_end.join([*lines, b"data: " + event, b"", b""])
 
-    def _events(self, leg: Leg) -> list[bytes]:
+    def events(self, leg: Leg) -> list[bytes]:
         if leg.route == "/generate":
             repeated = 1 if self.role == "prefill" else 2
             return [json.dumps(one).encode() for one in self._native(leg)] * repeated
         limit = self._limit(leg)
         if leg.route in (RESPONSES, MESSAGES):
             kind = "response.output_text.delta" if leg.route == RESPONSES else "content_block_delta"
-            texts = map(self._text, range(limit))
+            texts = map(self.text, range(limit))
             return [json.dumps({"type": kind, "delta": text}).encode() for text in texts]
         name = f"cmpl-{leg.headers.get('x-request-id', 'none')}"
         events: list[dict[str, Any]] = [
@@ -336,9 +337,9 @@ class ScriptedEngine:
                     {
                         "index": 0,
                         **(
-                            {"delta": {"content": self._text(n)}}
+                            {"delta": {"content": self.text(n)}}
                             if leg.route == CHAT
-                            else {"text": self._text(n)}
+                            else {"text": self.text(n)}
                         ),
                         "finish_reason": "length" if n == limit - 1 else None,
                     }

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
 
+from nats.js import JetStreamContext
+
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 
 #: How long SIGSTOP may take to stop all threads of a server.
@@ -109,3 +112,10 @@ def _has_stopped(pid: int) -> bool:
     """Whether all threads of the process have stopped."""
     stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
     return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+@contextlib.asynccontextmanager
+async def jetstream_of(url: str) -> AsyncIterator[JetStreamContext]:
+    """What an operator sees and deletes, on a connection of its own."""
+    async with NatsMessaging(url) as messaging:
+        yield messaging.client.jetstream()

@@ -150,7 +150,7 @@ async def test_a_prefill_that_takes_too_long_is_replaced(name: str, stream: bool
         hold = asyncio.Event()
         if after_head:
             bad.handover = _alone
-            bad._stream = partial(_stops_after_head, hold)  # type: ignore[method-assign]
+            bad.stream = partial(_stops_after_head, hold)  # type: ignore[method-assign]
         else:
             bad.faults.append(Fault(hold=hold))
         try:
@@ -167,13 +167,13 @@ async def test_a_prefill_stream_that_never_ends_is_closed_while_the_decode_engin
     async with rig("sglang", prefill_timeout_s=0.3) as r:
         hold = asyncio.Event()
         bad, good = r.prefill[0], r.decode[0]
-        bad._stream = partial(_stops_after_head, hold)  # type: ignore[method-assign]
-        stream = good._stream
+        bad.stream = partial(_stops_after_head, hold)  # type: ignore[method-assign]
+        stream = good.stream
 
         async def late(request: Any, leg: Any, fault: Fault) -> web.StreamResponse:
             return await stream(request, leg, Fault("mid_stream", seen=bad.legs[0].aborted))
 
-        good._stream = late  # type: ignore[method-assign]
+        good.stream = late  # type: ignore[method-assign]
         body = {**COMPLETION, "stream": True}
         async with (
             asyncio.timeout(5),
@@ -189,7 +189,7 @@ async def test_a_prefill_stream_of_a_batch_may_last_as_long_as_the_request(field
     """The decode engine has the KV of the sequence that it shows, not yet that of the others."""
     async with rig("sglang", prefill_timeout_s=0.3) as r:
         late, good = r.prefill[0], r.decode[0]
-        late._stream = partial(_stops_after_head, asyncio.Event())  # type: ignore[method-assign]
+        late.stream = partial(_stops_after_head, asyncio.Event())  # type: ignore[method-assign]
         seen = asyncio.Event()
         good.faults.append(Fault("mid_stream", seen=seen))
         body = {**COMPLETION, "stream": True, **fields}
@@ -278,10 +278,10 @@ FAILING["line ends split, CRLF"] = (
 
 def says(engine: ScriptedEngine, *pieces: bytes) -> None:
     """The engine's next stream is these pieces, one after the other."""
-    stream = engine._stream
+    stream = engine.stream
 
     async def said(request: web.BaseRequest, leg: Any, fault: Fault) -> web.StreamResponse:
-        engine._stream = stream  # type: ignore[method-assign]
+        engine.stream = stream  # type: ignore[method-assign]
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for piece in pieces:
@@ -290,7 +290,7 @@ def says(engine: ScriptedEngine, *pieces: bytes) -> None:
         await response.write_eof()
         return response
 
-    engine._stream = said  # type: ignore[method-assign]
+    engine.stream = said  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
@@ -367,8 +367,8 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def _large(engine: ScriptedEngine, size: int) -> None:
     """Its answers are larger than that."""
-    whole = engine._whole
-    engine._whole = lambda leg: {**whole(leg), "more": "x" * size}  # type: ignore[method-assign]
+    whole = engine.whole
+    engine.whole = lambda leg: {**whole(leg), "more": "x" * size}  # type: ignore[method-assign]
 
 
 async def test_a_prefill_answer_without_an_end_costs_no_memory(little_room: int):
@@ -401,8 +401,8 @@ async def test_an_event_without_an_end_costs_no_memory(name: str, little_room: i
     """Where events are changed, each one is buffered."""
     async with rig(name, cached=(3, 4)) as r:
         event = json.dumps({"id": "x", "choices": [], "more": "x" * 2 * little_room}).encode()
-        events = r.decode[0]._events
-        r.decode[0]._events = lambda leg: [*events(leg), event]  # type: ignore[method-assign]
+        events = r.decode[0].events
+        r.decode[0].events = lambda leg: [*events(leg), event]  # type: ignore[method-assign]
         with pytest.raises(aiohttp.ClientPayloadError):
             await r.stream()
         assert r.forwarding.stats.broken == 1
@@ -440,7 +440,7 @@ async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
     async with rig("neuron-dynamic") as r, Upstream(connect_s=5, idle_s=5) as upstream:
         r.decode[0].handover = _alone
         # More than what the connection takes before it is read.
-        r.decode[0]._events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
+        r.decode[0].events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
         engine = r.engines[1]
         incoming = Incoming(
             method="POST", path="/v1/completions", headers=CIMultiDict(), client_id=""
@@ -491,7 +491,7 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, w
             return web.Response(body=UNREADABLE[what], content_type="application/json")
 
         for engine in r.prefill[: max(1, len(r.prefill) - 1)]:
-            engine._answer = unreadable  # type: ignore[method-assign]
+            engine.answer = unreadable  # type: ignore[method-assign]
         for _ in range(len(r.prefill)):  # they take turns
             assert await r.text() == TEXT
         assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
@@ -831,7 +831,7 @@ async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
     async with rig("nixl", decode=2) as r:
         bad = r.decode[0]
         events = [b'{"error": {"message": "KV load failed", "code": 500}}']
-        bad._events = lambda leg: events  # type: ignore[method-assign]
+        bad.events = lambda leg: events  # type: ignore[method-assign]
         for _ in range(2):
             assert b"error" not in await r.stream()
         assert r.forwarding.stats.failures == {("decode", "event"): 2}
@@ -958,16 +958,16 @@ async def test_what_was_written_before_an_answer_broke_off_is_delivered():
 async def test_a_stream_that_changes_has_no_length_any_more():
     """An engine may say how long its stream is; corrected, it is longer."""
     async with rig("nixl", cached=(3, 4)) as r:
-        stream = r.decode[0]._stream
+        stream = r.decode[0].stream
 
         async def measured(request: Any, leg: Any, fault: Fault) -> web.StreamResponse:
             if leg.route != "/v1/completions":
                 return await stream(request, leg, fault)
-            events = [b"data: " + event + b"\n\n" for event in r.decode[0]._events(leg)]
+            events = [b"data: " + event + b"\n\n" for event in r.decode[0].events(leg)]
             body = b"".join([*events, b"data: [DONE]\n\n"])
             return web.Response(body=body, content_type="text/event-stream")
 
-        r.decode[0]._stream = measured  # type: ignore[method-assign]
+        r.decode[0].stream = measured  # type: ignore[method-assign]
         r.prefill[0].cached = 123456
         shown = await r.stream(stream_options={"include_usage": True})
         assert b'"cached_tokens":123456' in shown.replace(b" ", b"")
@@ -1053,7 +1053,7 @@ async def test_blocks_of_a_client_that_goes_are_freed_through_the_decode_engine(
 async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engine():
     async with rig("nixl") as r:
         event = b"x" * 65536
-        r.decode[0]._events = lambda leg: itertools.repeat(event)  # type: ignore[method-assign]
+        r.decode[0].events = lambda leg: itertools.repeat(event)  # type: ignore[method-assign]
         body = {**COMPLETION, "stream": True}
         async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
             assert await answer.content.readany()
@@ -1073,7 +1073,7 @@ async def test_a_client_that_does_not_read_stops_the_engine():
                 sent += 1
                 yield b"x" * 65536
 
-        r.decode[0]._events = endless  # type: ignore[method-assign]
+        r.decode[0].events = endless  # type: ignore[method-assign]
         _, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rpartition(":")[2]))
         body = json.dumps({**COMPLETION, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"

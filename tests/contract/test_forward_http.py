@@ -210,7 +210,7 @@ async def test_a_client_that_reads_slowly_gets_all_and_is_not_buffered(
     async with rig() as r, asyncio.timeout(60):
         r.decode[0].tokens = tokens
         # Together more than what the connection's buffers take.
-        r.decode[0]._text = lambda number: "x" * 2000  # type: ignore[method-assign]
+        r.decode[0].text = lambda number: "x" * 2000  # type: ignore[method-assign]
         body = json.dumps({**COMPLETION, "max_tokens": tokens, "stream": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rpartition(":")[2]))
         try:
@@ -229,7 +229,7 @@ async def test_a_client_that_reads_nothing_does_not_keep_its_leg():
     async with rig(idle_timeout_s=2.0) as r, asyncio.timeout(90):
         r.decode[0].tokens = tokens
         # Together more than what the buffers of both connections take.
-        r.decode[0]._text = lambda number: "x" * 10_000  # type: ignore[method-assign]
+        r.decode[0].text = lambda number: "x" * 10_000  # type: ignore[method-assign]
         body = json.dumps({**COMPLETION, "max_tokens": tokens, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", int(r.url.rpartition(":")[2]))) as client:
             client.sendall(post(body, f"Content-Length: {len(body)}"))

@@ -318,14 +318,14 @@ async def test_no_header_names_an_engine(name: str, stream: bool, fails: str):
             engine.returns_ids = True
         if fails:
             [engine] = r.prefill if fails == "prefill" else r.decode
-            reply, whole = engine._answer, {"error": {"message": "?"}}
+            reply, whole = engine.answer, {"error": {"message": "?"}}
 
             async def refused(request: Any, leg: Leg) -> Any:
                 whole["error"]["message"] = f"no {leg.headers['x-request-id']}"
                 engine.faults.append(Fault("status", status=422, body=whole))
                 return await reply(request, leg)
 
-            engine._answer = refused  # type: ignore[method-assign]
+            engine.answer = refused  # type: ignore[method-assign]
         body = {**COMPLETION, "stream": stream}
         async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
             shown = await answer.text()

@@ -47,13 +47,13 @@ class Still:
 
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> Still:
-    made, handle = Still(), ScriptedEngine._handle
+    made, handle = Still(), ScriptedEngine.handle
 
     async def held(self: ScriptedEngine, request: web.BaseRequest) -> web.StreamResponse:
         await made.hold(self, request.path)
         return await handle(self, request)
 
-    monkeypatch.setattr(ScriptedEngine, "_handle", held)
+    monkeypatch.setattr(ScriptedEngine, "handle", held)
     return made
 
 
@@ -226,11 +226,11 @@ def _streams(
 ) -> asyncio.Event:
     """The engine's next stream has one event, or one every `every_s`, until it ends. Returns what
     is set after the first."""
-    began, stream = asyncio.Event(), engine._stream
+    began, stream = asyncio.Event(), engine.stream
     data = b"data: " + json.dumps(event).encode() + b"\n\n"
 
     async def moving(request: web.BaseRequest, leg: Any, fault: Fault) -> web.StreamResponse:
-        engine._stream = stream  # type: ignore[method-assign]
+        engine.stream = stream  # type: ignore[method-assign]
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         while not ends.is_set():
@@ -245,5 +245,5 @@ def _streams(
         await response.write_eof()
         return response
 
-    engine._stream = moving  # type: ignore[method-assign]
+    engine.stream = moving  # type: ignore[method-assign]
     return began

@@ -28,7 +28,7 @@ from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.builders import eventually, graph_secret
-from tests.servers import PrivateServer, Server, private_server
+from tests.servers import PrivateServer, Server, jetstream_of, private_server
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -547,6 +547,12 @@ def jetstream(server: Server, namespace: str) -> JetStreamQueue:
     )
 
 
+async def delete_stream(url: str, namespace: str) -> None:
+    """As an operator may."""
+    async with jetstream_of(url) as js:
+        await js.delete_stream(names.prefill_stream(namespace))
+
+
 async def push_again(queue: PrefillQueue, payload: bytes) -> int:
     """Pushes until the broker is back, with one id: a push whose answer was lost is no other."""
     message_id = f"m{next(_ids)}"
@@ -660,8 +666,7 @@ async def test_a_deleted_stream_is_created_again(nats_server: PrivateServer, nam
         pulling = asyncio.create_task(pull(queue, 30))
         for _ in range(3):
             await asyncio.sleep(0)
-        assert queue._js is not None
-        await queue._js.delete_stream(names.prefill_stream(namespace))
+        await delete_stream(nats_server.url, namespace)
         async with asyncio.timeout(10):
             await push(queue, b"a")
             assert (await pulling).payload == b"a"
@@ -674,8 +679,7 @@ async def test_a_queue_that_others_made_again_is_noticed_without_an_outage(
         lost = asyncio.Event()
         with watching.on_lost(lost.set):
             async with jetstream(nats_server, namespace) as other:
-                assert other._js is not None
-                await other._js.delete_stream(names.prefill_stream(namespace))
+                await delete_stream(nats_server.url, namespace)
                 await push(other, b"a")
                 async with asyncio.timeout(5):
                     await eventually(lambda: depth_is(watching, 1))
@@ -694,8 +698,7 @@ async def test_a_queue_that_others_made_again_is_noticed_from_their_reading(
         with hearing.on_lost(lost.set):
             hearing.heard((await reading.depth()).identity)
             assert not hearing._missing.is_set()
-            assert reading._js is not None
-            await reading._js.delete_stream(names.prefill_stream(namespace))
+            await delete_stream(nats_server.url, namespace)
             assert (await reading.depth()).identity == ""
             await push(reading, b"a")
             async with asyncio.timeout(5):

@@ -25,7 +25,7 @@ from tests.clusters import NatsCluster, nats_cluster
 from tests.conftest import running
 from tests.contract import test_queue
 from tests.contract.test_queue import pull, push, push_again, push_when_there_is_room
-from tests.servers import PrivateServer
+from tests.servers import PrivateServer, jetstream_of
 from tests.sim import contract
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -247,13 +247,16 @@ async def test_replicas_need_as_many_servers(cluster_url: str, namespace: str) -
         await queue_of(cluster_url, namespace, QueueConfig(replicas=5)).__aenter__()
 
 
+async def replicas(url: str, namespace: str) -> int:
+    async with jetstream_of(url) as js:
+        return (await js.stream_info(names.prefill_stream(namespace))).config.num_replicas or 0
+
+
 async def test_a_queue_that_is_there_gets_the_replicas(cluster_url: str, namespace: str) -> None:
     async with queue_of(cluster_url, namespace, QueueConfig()) as single:
         await push(single, b"kept")
         async with queue_of(cluster_url, namespace) as replicated:
-            assert replicated._js is not None
-            info = await replicated._js.stream_info(names.prefill_stream(namespace))
-            assert info.config.num_replicas == 3
+            assert await replicas(cluster_url, namespace) == 3
             kept = await pull(replicated, ELECTED_S)
             assert kept.payload == b"kept"
             await kept.ack()
@@ -262,8 +265,7 @@ async def test_a_queue_that_is_there_gets_the_replicas(cluster_url: str, namespa
                 await push_again(third, b"next")
                 assert (await pull(replicated, ELECTED_S)).payload == b"next"
                 assert [single.incarnation, third.incarnation] == [0, 0]
-            again = await replicated._js.stream_info(names.prefill_stream(namespace))
-            assert again.config.num_replicas == 3
+            assert await replicas(cluster_url, namespace) == 3
 
 
 async def test_the_storage_of_a_queue_that_is_there_cannot_change(
