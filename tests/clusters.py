@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.builders import eventually
+from tests.external import Certificates, nats_tls
 from tests.ports import reserved_port
 from tests.servers import PrivateServer
 
@@ -32,11 +33,17 @@ def nats_config(
     routes: Mapping[str, tuple[str, int]],
     login: tuple[str, str] | None = None,
     foreign: str = "",
+    certificates: Certificates | None = None,
 ) -> str:
     """The configuration of the server `name`. place: where clients find it. routes: where each
     server of the cluster, this one too, listens for the others. login: user and password of clients
-    and servers; None: everybody is let in. foreign: accounts besides that of the login."""
+    and servers; None: everybody is let in. foreign: accounts besides that of the login.
+    certificates: of clients' connections and, for both ends, of those between servers; None: no
+    TLS."""
     known, asked, accounts = "", "", ""
+    client_tls = route_tls = ""
+    if certificates is not None:
+        client_tls, route_tls = nats_tls(certificates), nats_tls(certificates, demand=True)
     if login is not None:
         known = f"{login[0]}:{login[1]}@"
         who = f'user: "{login[0]}", password: "{login[1]}"'
@@ -48,8 +55,9 @@ def nats_config(
     return (
         f'server_name: "{name}"\nhost: {place[0]}\nport: {place[1]}\nmax_payload: 8MB\n'
         f'jetstream {{ store_dir: "{directory.resolve()}" }}\n'
-        f"{accounts}\n"
-        f'cluster {{ name: "test", host: {host}, port: {port}, routes: [{others}]\n{asked} }}\n'
+        f"{accounts}\n{client_tls}"
+        f'cluster {{ name: "test", host: {host}, port: {port}, routes: [{others}]\n'
+        f"{asked}\n{route_tls} }}\n"
     )
 
 
@@ -124,13 +132,19 @@ class Cluster(Generic[M]):
 
 
 class NatsCluster(Cluster[M]):
-    """login: of its clients; the file that `query` names has the same."""
+    """login: of its clients; the file that `query` names has the same. tls: of its clients; None:
+    without."""
 
     def __init__(
-        self, members: Mapping[str, M], query: str = "", login: tuple[str, str] | None = None
+        self,
+        members: Mapping[str, M],
+        query: str = "",
+        login: tuple[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
         super().__init__(members, query)
         self._user, self._password = login or (None, None)
+        self._tls = tls
 
     async def leader(self, stream: str) -> str:
         """The name of the server that leads the stream."""
@@ -187,6 +201,7 @@ class NatsCluster(Cluster[M]):
                 error_cb=_unsaid,
                 user=self._user,
                 password=self._password,
+                tls=self._tls,
             )
         except (NatsError, OSError) as exc:
             return {"error": str(exc)}

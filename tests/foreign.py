@@ -41,11 +41,13 @@ _SILENCE_S = 2.0
 
 
 class Try(msgspec.Struct, kw_only=True):
-    """At one server. subjects: of the graph, to which messages are sent. listens: whether it
-    subscribes to them, too, and to all. records: a stream that the user may make, with which it
-    records the graph's messages; empty: none."""
+    """At one server. ca: PEM file of the server's authority; empty: without TLS. subjects: of the
+    graph, to which messages are sent. listens: whether it subscribes to them, too, and to all.
+    records: a stream that the user may make, with which it records the graph's messages; empty:
+    none."""
 
     url: str
+    ca: str = ""
     namespace: str
     subjects: list[str]
     user: str = ""
@@ -121,8 +123,9 @@ async def tries(what: Try) -> Heard:
     async with asyncio.timeout(60):
         login = f"{what.user}:{what.password}@" if what.user else ""
         scheme, _, place = what.url.partition("://")
+        query = f"?inbox={what.inbox}" + (f"&ca={what.ca}" if what.ca else "")
         try:
-            async with NatsMessaging(f"{scheme}://{login}{place}?inbox={what.inbox}") as messaging:
+            async with NatsMessaging(f"{scheme}://{login}{place}{query}") as messaging:
                 return await _all(messaging.client, what)
         except StartupError:
             return Heard(refused=True)

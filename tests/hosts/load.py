@@ -120,8 +120,9 @@ class Jobs:
         self.done: Counter[bytes] = Counter()
         self.refused = 0
         self._stop = asyncio.Event()
-        # The broker remembers the ids of earlier jobs.
-        self._run, self._numbers = secrets.token_hex(4), itertools.count()
+        #: Of all that are pushed. The broker remembers the ids of earlier jobs.
+        self.prefix = secrets.token_hex(8)
+        self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
         config = QueueConfig(replicas=3, ack_wait_s=5.0)
@@ -161,7 +162,7 @@ class Jobs:
 
     async def _push(self, queue: JetStreamQueue) -> None:
         while not self._stop.is_set():
-            payload = f"{self._run}-{next(self._numbers)}".encode()
+            payload = f"{self.prefix}-{next(self._numbers)}".encode()
             try:
                 await queue.push(payload, message_id=payload.decode())
                 self.pushed.append(payload)

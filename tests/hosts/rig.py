@@ -41,7 +41,7 @@ API_KEY = secrets.token_hex(16)
 FOREIGN_USER = "VllmWorker"
 #: A process that loads vLLM's modules on a busy machine must not lose it.
 LEASE_TTL_S = 10
-_NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
+SERVER_PORTS = _NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
 #: Of each kind, on hosts of their own.
 _SERVERS = 3
 _READY_S = 400.0
@@ -110,6 +110,11 @@ def _etcd_tls(certificates: Certificates) -> Iterator[str]:
         yield str(certificates.folder / "ca.pem")
 
 
+def _tls(certificates: Certificates) -> ssl.SSLContext:
+    """Of a client that has no certificate."""
+    return ssl.create_default_context(cafile=certificates.folder / "ca.pem")
+
+
 def _foreign_account(password: str) -> str:
     """Of another graph on the same NATS servers, with one user."""
     text = nats_account(FOREIGN, chosen(FOREIGN, [FOREIGN_USER]))
@@ -148,8 +153,9 @@ class Rig:
             self.stranger = made.pop()
             login = ("graph", secrets.token_hex(16))
             write_private(self.directory / "login", ":".join(login).encode())
-            self.nats = self._nats(made[:_SERVERS], login)
-            self.etcd = self._etcd(made[_SERVERS : 2 * _SERVERS])
+            certificates = self._certificates([host.address for host in made[: 2 * _SERVERS]])
+            self.nats = self._nats(made[:_SERVERS], login, certificates)
+            self.etcd = self._etcd(made[_SERVERS : 2 * _SERVERS], certificates)
             self._started += [*self.nats.members.values(), *self.etcd.members.values()]
             for server in self._started:
                 server.start()
@@ -320,7 +326,9 @@ class Rig:
         for program in self._started:
             program.reap()
 
-    def _nats(self, made: list[Host], login: tuple[str, str]) -> NatsCluster[Program]:
+    def _nats(
+        self, made: list[Host], login: tuple[str, str], certificates: Certificates
+    ) -> NatsCluster[Program]:
         at = {f"n{number}": host for number, host in enumerate(made)}
         routes = {name: (host.address, _ROUTE_PORT) for name, host in at.items()}
         foreign = _foreign_account(login[1])
@@ -329,16 +337,18 @@ class Rig:
             folder = self.directory / name
             folder.mkdir()
             config, place = folder / "nats.conf", (host.address, _NATS_PORT)
-            config.write_text(nats_config(name, place, folder, routes, login, foreign))
+            config.write_text(
+                nats_config(name, place, folder, routes, login, foreign, certificates)
+            )
             command = [embedded.program("nats-server"), "-c", str(config)]
-            url = f"nats://{host.address}:{_NATS_PORT}"
+            url = f"tls://{host.address}:{_NATS_PORT}"
             members[name] = Program(host, name, command, folder / "nats.log", url)
-        return NatsCluster(members, f"?login={self.directory / 'login'}", login)
+        query = f"{certificates.query()}&login={self.directory / 'login'}"
+        return NatsCluster(members, query, login, _tls(certificates))
 
-    def _etcd(self, made: list[Host]) -> EtcdCluster[Program]:
+    def _etcd(self, made: list[Host], certificates: Certificates) -> EtcdCluster[Program]:
         at = {f"e{number}": host for number, host in enumerate(made)}
         peers = {name: f"https://{host.address}:{_PEER_PORT}" for name, host in at.items()}
-        certificates = self._certificates([host.address for host in made])
         members: dict[str, Program] = {}
         for name, host in at.items():
             folder = self.directory / name
@@ -350,7 +360,7 @@ class Rig:
                 *_etcd_tls(certificates),
             ]
             members[name] = Program(host, name, command, folder / "etcd.log", url)
-        tls = ssl.create_default_context(cafile=certificates.folder / "ca.pem")
+        tls = _tls(certificates)
         tls.load_cert_chain(*certificates.files("client"))
         return EtcdCluster(members, certificates.query(client=True), tls)
 

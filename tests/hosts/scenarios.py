@@ -16,6 +16,7 @@ from tests.hosts.program import Program
 from tests.hosts.release import Release
 from tests.hosts.rig import HTTP_PORT, LEASE_TTL_S, Rig
 from tests.hosts.subjects import restarts, try_every_subject
+from tests.hosts.wires import tap_every_wire
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
 _AGAIN_S = 120.0
@@ -31,9 +32,10 @@ _ARRIVES_S = 0.3
 
 @dataclass
 class Stage:
-    """A rig under load. clients: of each Frontend."""
+    """A rig under load. clients: of each Frontend. known: what they ask."""
 
     rig: Rig
+    known: Known
     clients: list[Clients]
     jobs: Jobs
 
@@ -278,6 +280,18 @@ async def stranger_tries_every_subject(stage: Stage) -> None:
     await stage.goes_on()
 
 
+async def every_wire_tapped(stage: Stage) -> None:
+    """While clients of the servers that are killed introduce themselves to the others."""
+
+    async def leaders_killed() -> None:
+        await nats_leader_killed(stage)
+        await etcd_leader_killed(stage)
+
+    prompts = [question.body["prompt"] for question in stage.known.asked]
+    prefix = stage.jobs.prefix.encode()
+    await tap_every_wire(stage.rig, prompts, prefix, leaders_killed)
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__.replace("_", "-"): scenario
     for scenario in (
@@ -299,6 +313,7 @@ SCENARIOS: dict[str, Scenario] = {
         server_hosts_vanish_shortly,
         stranger_tries_every_port,
         stranger_tries_every_subject,
+        every_wire_tapped,
         rolling_restart,
     )
 }
@@ -314,7 +329,7 @@ async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], 
             jobs = await stack.enter_async_context(Jobs(rig.nats.url))
             for one in clients:
                 await stack.enter_async_context(one)
-            stage = Stage(rig, clients, jobs)
+            stage = Stage(rig, known, clients, jobs)
             await stage.goes_on()
             await scenario(stage)
             await rig.whole()

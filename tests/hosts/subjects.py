@@ -36,7 +36,8 @@ async def try_every_subject(rig: Rig) -> None:
     [server] = [rig.nats.members[name].url for name in sorted(rig.nats.members)[:1]]
     login, password = (rig.directory / "login").read_text().split(":")
     foreign = user_of(FOREIGN, FOREIGN_USER)
-    common = {"url": server, "namespace": NAMESPACE, "subjects": everything}
+    authority = str(rig.directory / "certificates" / "ca.pem")
+    common = {"url": server, "ca": authority, "namespace": NAMESPACE, "subjects": everything}
     nobody = Try(**common)
     another = Try(
         **common,
@@ -54,8 +55,8 @@ async def try_every_subject(rig: Rig) -> None:
 
     await eventually(noticed, _LATE_S)
     with pytest.raises(StartupError):
-        query = f"?ca={rig.directory / 'certificates' / 'ca.pem'}"
-        async with EtcdStore(rig.etcd.url.partition("?")[0] + query, connect_timeout_s=3.0):
+        url = rig.etcd.url.partition("?")[0] + f"?ca={authority}"
+        async with EtcdStore(url, connect_timeout_s=3.0):
             pass
     assert restarts(rig) == before
 

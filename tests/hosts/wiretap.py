@@ -1,0 +1,74 @@
+"""What is on the cables between the hosts."""
+
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Self
+
+from tests.hosts.network import Host
+
+#: Of Linux: a packet socket gets every protocol.
+_EVERYTHING = 3
+_IPV4 = b"\x08\x00"
+#: Room for what arrives while other processes have the processor.
+_BUFFER_BYTES = 256 << 20
+_SO_RCVBUFFORCE = 33
+#: A segment that the network device would split is one frame here.
+_FRAME_BYTES = 1 << 17
+_LOOK_S = 0.2
+
+#: A cable, source and destination with their ports.
+Flow = tuple[str, str, int, str, int]
+
+
+class Wiretap:
+    """Context manager: reads all TCP segments on the cables of these hosts, in a thread."""
+
+    def __init__(self, hosts: Iterable[Host]):
+        self._cables = {host.port for host in hosts}
+        self._read: dict[Flow, bytearray] = defaultdict(bytearray)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="wiretap")
+
+    def __enter__(self) -> Self:
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERYTHING))
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+        self._socket.settimeout(_LOOK_S)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close()
+
+    def of_ports(self, ports: Iterable[int]) -> bytes:
+        """What went from and to these ports, one direction of a connection after the other."""
+        wanted = set(ports)
+        return b"\n".join(read for flow, read in self._read.items() if {flow[2], flow[4]} & wanted)
+
+    def of_other_ports(self, ports: Iterable[int]) -> bytes:
+        """What neither came from nor went to these ports."""
+        others = set(ports)
+        return b"\n".join(
+            read for flow, read in self._read.items() if not {flow[2], flow[4]} & others
+        )
+
+    def _listen(self) -> None:
+        while not self._stop.is_set():
+            try:
+                frame, (cable, *_) = self._socket.recvfrom(_FRAME_BYTES)
+            except TimeoutError:
+                continue
+            if cable in self._cables and frame[12:14] == _IPV4 and frame[23] == socket.IPPROTO_TCP:
+                self._note(cable, frame)
+
+    def _note(self, cable: str, frame: bytes) -> None:
+        """frame: Ethernet, IPv4 (RFC 791) and TCP (RFC 9293), each with its header."""
+        end = 14 + int.from_bytes(frame[16:18])
+        tcp = 14 + 4 * (frame[14] & 15)
+        source, destination = (socket.inet_ntoa(frame[at : at + 4]) for at in (26, 30))
+        ports = int.from_bytes(frame[tcp : tcp + 2]), int.from_bytes(frame[tcp + 2 : tcp + 4])
+        data = frame[tcp + 4 * (frame[tcp + 12] >> 4) : end]
+        self._read[cable, source, ports[0], destination, ports[1]] += data
