@@ -12,6 +12,7 @@ from tests.hosts.ports_tried import kv_ports, try_every_port
 from tests.hosts.rig import LEASE_TTL_S, NAMESPACE, Rig
 from tests.hosts.subjects import restarts, try_every_subject
 from tests.hosts.ucx import speak_ucx
+from tests.hosts.wires import tap_every_wire
 
 #: Longer than a lease, and shorter.
 _PARTED_S, _SHORT_S = LEASE_TTL_S + 2.0, 4.0
@@ -140,6 +141,21 @@ async def _stranger_speaks_ucx(rig: Rig, streams: Streams) -> None:
     await streams.more(_FEW)
 
 
+async def _every_wire_tapped(rig: Rig, streams: Streams) -> None:
+    """KV is not encrypted. Prompts, jobs and metadata are."""
+
+    async def leaders_killed() -> None:
+        await _nats_leader_killed(rig, streams)
+        await _etcd_leader_killed(rig, streams)
+        await prefilled_remotely(rig)
+
+    hidden = {
+        "a subject in NATS": names.prefill_jobs_subject(NAMESPACE).encode(),
+        "a key of metadata": names.nixl_metadata_prefix(NAMESPACE).encode(),
+    }
+    await tap_every_wire(rig, streams.prompts, hidden, leaders_killed)
+
+
 def _hosts(rig: Rig, service: str) -> list[Host]:
     return [program.host for program in rig.services[service]]
 
@@ -212,6 +228,7 @@ SCENARIOS: dict[str, Scenario] = {
     "nats-leader-killed": _nats_leader_killed,
     "etcd-leader-killed": _etcd_leader_killed,
     "stranger-tries-everything": _stranger,
+    "every-wire-tapped": _every_wire_tapped,
     "stranger-speaks-ucx": _stranger_speaks_ucx,
     "rolling-restart": _rolling_restart,
 }

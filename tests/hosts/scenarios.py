@@ -288,8 +288,11 @@ async def every_wire_tapped(stage: Stage) -> None:
         await etcd_leader_killed(stage)
 
     prompts = [question.body["prompt"] for question in stage.known.asked]
-    prefix = stage.jobs.prefix.encode()
-    await tap_every_wire(stage.rig, prompts, prefix, leaders_killed)
+    hidden = {
+        "a job": stage.jobs.prefix.encode(),
+        "a subject in NATS": names.prefill_jobs_subject("jobs").encode(),
+    }
+    await tap_every_wire(stage.rig, prompts, hidden, leaders_killed)
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -1,7 +1,8 @@
 """Whoever reads every cable of the graph's hosts learns nothing of prompts and answers."""
 
 import json
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -15,37 +16,40 @@ _REQUEST_ID = b"cmpl-"
 
 
 async def tap_every_wire(
-    rig: Rig, prompts: list[list[int]], jobs: bytes, play: Callable[[], Awaitable[None]]
+    rig: Rig,
+    prompts: Sequence[list[int]],
+    hidden: Mapping[str, bytes],
+    play: Callable[[], Awaitable[None]],
 ) -> None:
-    """While `play` runs, which must make connections to NATS and etcd. prompts: of the load. jobs:
-    what all jobs of the load begin with. Raises AssertionError when a credential is on a cable, or,
-    beside HTTP, what belongs to a request."""
+    """While `play` runs, which must make connections to NATS and etcd. prompts: of the load.
+    hidden: what else of it must not be read. Raises AssertionError when a credential is on a cable,
+    or, beside HTTP, what belongs to a request."""
     hosts = [*rig.server_hosts, *(program.host for program in rig.programs)]
     with Wiretap(hosts) as tap:
         await play()
         statuses = {int(rig.status_url(one).rpartition(":")[2]) for one in rig.programs}
         streams = {port for _, port in await stream_ports(rig)}
-    everything = tap.of_other_ports(())
-    login, secret = ((rig.directory / name).read_bytes() for name in ("login", "secret"))
-    for hidden in (login.partition(b":")[2], secret.strip()):
-        assert hidden not in everything, "a credential is on a cable"
     for ports in ({HTTP_PORT}, streams, *({port} for port in SERVER_PORTS)):
         assert tap.of_ports(ports), f"nothing was read of the ports {ports}"
+    login, secret = ((rig.directory / name).read_bytes() for name in ("login", "secret"))
+    for credential in (login.partition(b":")[2], secret.strip()):
+        assert credential not in tap.of_other_ports(()), "a credential is on a cable"
+    written = [encoding for prompt in prompts for encoding in _encodings(prompt)]
     of_http = tap.of_ports({HTTP_PORT})
-    asked = [json.dumps(prompt).encode()[1:-1] for prompt in prompts]
-    assert _REQUEST_ID in of_http and any(one in of_http for one in asked), "HTTP is in plain text"
+    assert _REQUEST_ID in of_http and any(one in of_http for one in written), "HTTP is not read"
+    others = tap.of_other_ports({HTTP_PORT, *statuses})
     inside = {
         "a request's id": _REQUEST_ID,
-        "a job": jobs,
         "a key in etcd": names.components_prefix(NAMESPACE).encode(),
-        "a subject in NATS": names.prefill_jobs_subject("jobs").encode(),
+        **hidden,
     }
-    # MessagePack's header of an array this long has three bytes.
-    inside |= {
-        f"prompt {number}": msgspec.msgpack.encode(prompt)[3:]
-        for number, prompt in enumerate(prompts)
-    }
-    inside |= {f"prompt {number} as text": text for number, text in enumerate(asked)}
-    others = tap.of_other_ports({HTTP_PORT, *statuses})
     told = [what for what, needle in inside.items() if needle in others]
-    assert not told, f"the cables tell {told}"
+    assert not told and not any(one in others for one in written), f"cables tell prompts or {told}"
+
+
+def _encodings(prompt: list[int]) -> Iterator[bytes]:
+    """As text in two ways, and as our messages have it; each without what begins and ends it."""
+    yield json.dumps(prompt).encode()[1:-1]
+    yield msgspec.json.encode(prompt)[1:-1]
+    yield msgspec.msgpack.encode(prompt)[3:]
+    yield array("i", prompt).tobytes()
