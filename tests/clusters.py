@@ -3,16 +3,16 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
-import nats
-from nats.errors import Error as NatsError
 
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.builders import eventually
 from tests.external import Certificates, nats_tls
@@ -127,25 +127,14 @@ class Cluster(Generic[M]):
     @property
     def url(self) -> str:
         """Of all members."""
-        first, *others = [member.url for member in self.members.values()]
+        return self._url_of(self.members.values())
+
+    def _url_of(self, members: Iterable[M]) -> str:
+        first, *others = [member.url for member in members]
         return ",".join([first, *(url.partition("://")[2] for url in others)]) + self._query
 
 
 class NatsCluster(Cluster[M]):
-    """login: of its clients; the file that `query` names has the same. tls: of its clients; None:
-    without."""
-
-    def __init__(
-        self,
-        members: Mapping[str, M],
-        query: str = "",
-        login: tuple[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-    ):
-        super().__init__(members, query)
-        self._user, self._password = login or (None, None)
-        self._tls = tls
-
     async def leader(self, stream: str) -> str:
         """The name of the server that leads the stream."""
         found: list[str] = []
@@ -193,24 +182,15 @@ class NatsCluster(Cluster[M]):
         await eventually(has_none, _FORMED_S)
 
     async def _ask(self, subject: str, payload: bytes = b"") -> dict[str, Any]:
-        servers = [member.url for member in self.members.values() if member.answers]
+        """JetStream's answer, or what went wrong as its `error`."""
+        running = [member for member in self.members.values() if member.answers]
+        if not running:
+            return {"error": "no server runs"}
         try:
-            client = await nats.connect(
-                servers,
-                allow_reconnect=False,
-                error_cb=_unsaid,
-                user=self._user,
-                password=self._password,
-                tls=self._tls,
-            )
-        except (NatsError, OSError) as exc:
+            async with NatsMessaging(self._url_of(running), connect_timeout_s=2.0) as messaging:
+                return json.loads(await messaging.request(subject, payload, timeout_s=2.0))
+        except DynamoLiteError as exc:
             return {"error": str(exc)}
-        try:
-            return json.loads((await client.request(subject, payload, timeout=2.0)).data)
-        except NatsError as exc:
-            return {"error": str(exc)}
-        finally:
-            await client.close()
 
 
 @asynccontextmanager
@@ -281,10 +261,6 @@ class EtcdCluster(Cluster[M]):
                 return answer.json() if answer.status_code == 200 else {}
         except httpx.HTTPError:
             return {}
-
-
-async def _unsaid(_: Exception) -> None:
-    """The result says it; otherwise nats-py would print it."""
 
 
 @asynccontextmanager

@@ -99,7 +99,9 @@ async def refusal(opening: NatsMessaging) -> str:
     return said
 
 
-async def test_nats_over_tls(tmp_path: Path, certificates: Certificates) -> None:
+async def test_nats_over_tls(
+    tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
     async with nats(tmp_path, nats_tls(certificates)) as server:
         await use_broker(nats_url(server, certificates.query()))
         said = await refusal(NatsMessaging(nats_url(server, certificates.query(ca="stranger"))))
@@ -107,14 +109,16 @@ async def test_nats_over_tls(tmp_path: Path, certificates: Certificates) -> None
             f"cannot use NATS at tls://localhost:{server.port}: "
             "its certificate is not trusted; name its authority: ?ca=FILE"
         )
+    assert caplog.messages == []
 
 
 async def test_tls_works_in_the_loop_of_the_children(
-    tmp_path: Path, certificates: Certificates
+    tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with nats(tmp_path, nats_tls(certificates) + USERS) as server:
         url = nats_url(server, certificates.query(), LOGIN)
         await asyncio.to_thread(uvloop.run, use_broker(url))
+    assert caplog.messages == []
 
 
 async def test_nats_with_a_certificate_for_another_name(

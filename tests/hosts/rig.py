@@ -110,11 +110,6 @@ def _etcd_tls(certificates: Certificates) -> Iterator[str]:
         yield str(certificates.folder / "ca.pem")
 
 
-def _tls(certificates: Certificates) -> ssl.SSLContext:
-    """Of a client that has no certificate."""
-    return ssl.create_default_context(cafile=certificates.folder / "ca.pem")
-
-
 def _foreign_account(password: str) -> str:
     """Of another graph on the same NATS servers, with one user."""
     text = nats_account(FOREIGN, chosen(FOREIGN, [FOREIGN_USER]))
@@ -344,7 +339,7 @@ class Rig:
             url = f"tls://{host.address}:{_NATS_PORT}"
             members[name] = Program(host, name, command, folder / "nats.log", url)
         query = f"{certificates.query()}&login={self.directory / 'login'}"
-        return NatsCluster(members, query, login, _tls(certificates))
+        return NatsCluster(members, query)
 
     def _etcd(self, made: list[Host], certificates: Certificates) -> EtcdCluster[Program]:
         at = {f"e{number}": host for number, host in enumerate(made)}
@@ -360,7 +355,7 @@ class Rig:
                 *_etcd_tls(certificates),
             ]
             members[name] = Program(host, name, command, folder / "etcd.log", url)
-        tls = _tls(certificates)
+        tls = ssl.create_default_context(cafile=certificates.folder / "ca.pem")
         tls.load_cert_chain(*certificates.files("client"))
         return EtcdCluster(members, certificates.query(client=True), tls)
 

@@ -4,6 +4,7 @@ A NATS server begins in plain text and announces there whether it wants TLS. nat
 that announcement, so a man in the middle could make it send the password in plain text.
 """
 
+import asyncio
 import ssl
 from urllib.parse import ParseResult
 
@@ -36,6 +37,16 @@ class TlsClient(PersistentClient):
         return super()._connect_command()
 
 
+class _TlsProtocol(asyncio.StreamReaderProtocol):
+    """StreamReaderProtocol keeps a connection open that the server has ended, unless it was made
+    with TLS. After `start_tls` it does not know of TLS, and the loop logs that it cannot do that:
+    at every end of a connection."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False
+
+
 class _TlsTransport(TcpTransport):
     """Records whether the TLS handshake has succeeded."""
 
@@ -50,7 +61,19 @@ class _TlsTransport(TcpTransport):
         buffer_size: int,
         connect_timeout: int,
     ) -> None:
-        await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        assert self._io_writer is not None, "connect first"
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        protocol = _TlsProtocol(reader)
+        async with asyncio.timeout(connect_timeout):
+            transport = await loop.start_tls(
+                self._io_writer.transport,
+                protocol,
+                ssl_context,
+                server_hostname=uri if isinstance(uri, str) else uri.hostname,
+            )
+        assert transport is not None
+        self._io_reader = reader
+        self._io_writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         self.secured = True
 
     async def wait_closed(self) -> None:
