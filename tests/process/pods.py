@@ -56,6 +56,18 @@ class Pod:
     async def ended(self) -> int:
         return await asyncio.to_thread(self.command.end)
 
+    async def killed_while_it_drains(self) -> int:
+        """SIGTERM, and a grace period that ends as soon as the drain has begun. Returns the exit
+        code."""
+
+        def kill() -> int:
+            self.command.signal(signal.SIGTERM)
+            self.command.wait_line("draining: ")
+            self.sigkill()
+            return self.command.end()
+
+        return await asyncio.to_thread(kill)
+
 
 @dataclass
 class Cluster:
