@@ -13,6 +13,8 @@ from tests.process.command import ROOT
 
 #: Until it has tried everything at ports that say nothing for seconds.
 _TRIED_S = 400.0
+#: Characters of each answer in the report of a failure.
+_SHOWN = 100
 
 
 async def try_every_port(rig: Rig) -> None:
@@ -33,9 +35,13 @@ async def try_every_port(rig: Rig) -> None:
             raise AssertionError(f"{place} answers a stranger: {plain + encrypted!r}")
     said = "".join(plain + encrypted for plain, encrypted in heard.values())
     for refused in ("Authorization Violation", "401 Unauthorized", "dynamo_lite_process_info"):
-        assert refused in said, f"no port has said {refused!r}: {heard}"
+        assert refused in said, f"no port has said {refused!r}: {_short(heard)}"
     assert await dropped(rig, "stream") > counted
     assert restarts(rig) == before
+
+
+def _short(heard: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {place: [one[:_SHOWN] for one in said] for place, said in heard.items()}
 
 
 async def stream_ports(rig: Rig) -> list[tuple[Program, int]]:

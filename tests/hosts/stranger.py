@@ -50,7 +50,8 @@ def _try(place: tuple[str, int], heard: dict[str, list[str]]) -> None:
         said: list[bytes] = []
         pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
         for tls in (False, True):
-            ask = partial(tell, place, tls=tls, silence_s=_SILENCE_S)
+            greets = b"".join(said).startswith(b"INFO ")
+            ask = partial(tell, place, tls=tls, silence_s=_SILENCE_S, greets=greets)
             said.append(b"".join(pool.map(ask, _messages())))
     heard[f"{place[0]}:{place[1]}"] = [one.decode("latin-1") for one in said]
 
