@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.hosts.network import Host, hosts, remove_left_overs, unavailable
+from tests.hosts.wiretap import Wiretap
 from tests.lacking import lacking
 from tests.process.command import ROOT
 
@@ -60,6 +61,17 @@ def test_links_and_directions_are_cut_silently_and_healed() -> None:
         assert server.returncode == -9
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert not any(name in listed.stdout for name in names)
+
+
+def test_a_wiretap_reads_what_goes_over_a_cable() -> None:
+    with hosts(3) as [one, other, third]:
+        server = other.start([sys.executable, "-c", _SERVER], subprocess.PIPE)
+        assert server.stdout is not None and server.stdout.readline() == b"listening\n"
+        with Wiretap([one]) as own, Wiretap([third]) as foreign:
+            assert says(one, other) == "hello"
+        assert b"hello" in own.of_ports({7000}) and own.lost == foreign.lost == 0
+        assert b"hello" not in own.of_other_ports({7000}) + foreign.of_other_ports(())
+    server.communicate(timeout=10)
 
 
 def test_a_failure_leaves_nothing() -> None:

@@ -29,6 +29,7 @@ async def tap_every_wire(
         await play()
         statuses = {int(rig.status_url(one).rpartition(":")[2]) for one in rig.programs}
         streams = {port for _, port in await stream_ports(rig)}
+    assert not tap.lost, f"{tap.lost} packets were not read"
     for ports in ({HTTP_PORT}, streams, *({port} for port in SERVER_PORTS)):
         assert tap.of_ports(ports), f"nothing was read of the ports {ports}"
     login, secret = ((rig.directory / name).read_bytes() for name in ("login", "secret"))

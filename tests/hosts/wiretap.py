@@ -1,7 +1,9 @@
 """What is on the cables between the hosts."""
 
 import socket
+import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Self
@@ -14,21 +16,27 @@ _IPV4 = b"\x08\x00"
 #: Room for what arrives while other processes have the processor.
 _BUFFER_BYTES = 256 << 20
 _SO_RCVBUFFORCE = 33
+_SOL_PACKET, _PACKET_STATISTICS = 263, 6
 #: A segment that the network device would split is one frame here.
 _FRAME_BYTES = 1 << 17
 _LOOK_S = 0.2
+#: How long what has arrived is still read at the end, if more arrives all the time.
+_REST_S = 2.0
 
 #: A cable, source and destination with their ports.
 Flow = tuple[str, str, int, str, int]
 
 
 class Wiretap:
-    """Context manager: reads all TCP segments on the cables of these hosts, in a thread."""
+    """Context manager: reads all TCP segments on the cables of these hosts, in a thread. What it
+    has read is known at its end."""
 
     def __init__(self, hosts: Iterable[Host]):
         self._cables = {host.port for host in hosts}
         self._read: dict[Flow, bytearray] = defaultdict(bytearray)
-        self._stop = threading.Event()
+        #: How many packets had no room.
+        self.lost = 0
+        self._ends_at = float("inf")
         self._thread = threading.Thread(target=self._listen, name="wiretap")
 
     def __enter__(self) -> Self:
@@ -39,8 +47,10 @@ class Wiretap:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._ends_at = time.monotonic() + _REST_S
         self._thread.join()
+        counts = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
+        self.lost = struct.unpack("II", counts)[1]
         self._socket.close()
 
     def of_ports(self, ports: Iterable[int]) -> bytes:
@@ -56,11 +66,14 @@ class Wiretap:
         )
 
     def _listen(self) -> None:
-        while not self._stop.is_set():
+        while time.monotonic() < self._ends_at:
             try:
-                frame, (cable, *_) = self._socket.recvfrom(_FRAME_BYTES)
+                frame, address = self._socket.recvfrom(_FRAME_BYTES)
             except TimeoutError:
+                if self._ends_at < float("inf"):
+                    return
                 continue
+            cable = address[0]
             if cable in self._cables and frame[12:14] == _IPV4 and frame[23] == socket.IPPROTO_TCP:
                 self._note(cable, frame)
 
