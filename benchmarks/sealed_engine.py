@@ -3,16 +3,23 @@
 import argparse
 import asyncio
 import statistics
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 
-from benchmarks.command import begin, parser_of, until_interrupted, write_json
+from benchmarks.command import until_interrupted, write_json
 from benchmarks.disagg import cpu_s
 from benchmarks.figures import spread, verdict
 from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.runtime import load
-from benchmarks.sealing import ON, WORKER_TARGET, open_servers
+from benchmarks.sealing import (
+    ON,
+    WORKER_TARGET,
+    begin_rounds,
+    in_turn,
+    open_servers,
+    parser_of_rounds,
+)
 
 _GRAPH = ("graphs.agg:Frontend", "configs/agg.yaml")
 _ABOUT = """\
@@ -38,13 +45,7 @@ class Round:
 
 
 def main() -> None:
-    parser = parser_of("sealed_engine", _ABOUT)
-    parser.add_argument("--rounds", type=int, help="of both graphs (default 9; 3 with --quick)")
-    parser.add_argument("--requests", type=int, default=64, help="per round (default 64)")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
-    parser.add_argument("--quick", action="store_true", help="three rounds, for trying")
-    options = begin(parser)
-    options.rounds = options.rounds or (3 if options.quick else 9)
+    options = begin_rounds(parser_of_rounds("sealed_engine", _ABOUT, 64))
     rounds: list[Round] = []
     with until_interrupted():
         asyncio.run(measure(options, rounds))
@@ -58,14 +59,11 @@ async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
     async with AsyncExitStack() as stack:
         on = stack.enter_context(running_graph(*_GRAPH, *ON))
         off = stack.enter_context(running_graph(*_GRAPH, *await open_servers(stack)))
+        cost_ms = partial(_cost_ms, options=options)
         for graph in (on, off):
-            await _cost_ms(graph, options)
-        for number in range(options.rounds):
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-            costs: dict[int, float] = {}
-            for graph in (on, off) if number % 2 else (off, on):
-                costs[graph.pid] = await _cost_ms(graph, options)
-            rounds.append(Round(costs[on.pid], costs[off.pid]))
+            await cost_ms(graph)
+        async for costs in in_turn(options.rounds, on, off, cost_ms):
+            rounds.append(Round(*costs))
 
 
 async def _cost_ms(graph: RunningGraph, options: argparse.Namespace) -> float:

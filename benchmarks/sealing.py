@@ -5,9 +5,11 @@ import asyncio
 import statistics
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.direct import DirectClient, direct_client
@@ -42,6 +44,11 @@ its steps following one another. The numbers are CPU time of each process from
 /proc, less what the process uses when idle. Each ratio compares two loads that ran
 right after each other; which of them is first changes from round to round.
 """
+
+
+#: A graph, and what it costs.
+G = TypeVar("G")
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -91,18 +98,45 @@ class Measured:
         return Costs(frontend_ms, worker_ms, self._busy.used_ms() / (_BUSY_TIMES * requests))
 
 
-def main() -> None:
-    parser = parser_of("sealing", _ABOUT)
+def parser_of_rounds(name: str, about: str, requests: int) -> argparse.ArgumentParser:
+    """requests: the default."""
+    parser = parser_of(name, about)
     parser.add_argument("--rounds", type=int, help="of both graphs (default 9; 3 with --quick)")
-    parser.add_argument("--requests", type=int, default=200, help="per round (default 200)")
+    parser.add_argument(
+        "--requests", type=int, default=requests, help="per round (default %(default)s)"
+    )
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
+    parser.add_argument("--quick", action="store_true", help="three rounds, for trying")
+    return parser
+
+
+def begin_rounds(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = begin(parser)
+    options.rounds = options.rounds or (3 if options.quick else 9)
+    return options
+
+
+async def in_turn(
+    rounds: int, on: G, off: G, costs_of: Callable[[G], Awaitable[C]]
+) -> AsyncIterator[tuple[C, C]]:
+    """The costs of `on` and of `off` in each round. Which of them is first changes."""
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        if number % 2:
+            costs = await costs_of(on)
+            yield costs, await costs_of(off)
+        else:
+            costs = await costs_of(off)
+            yield await costs_of(on), costs
+
+
+def main() -> None:
+    parser = parser_of_rounds("sealing", _ABOUT, 200)
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
     parser.add_argument(
         "--workers", action="store_true", help="without Frontends; the workers are asked directly"
     )
-    parser.add_argument("--quick", action="store_true", help="three rounds, for trying")
-    options = begin(parser)
-    options.rounds = options.rounds or (3 if options.quick else 9)
+    options = begin_rounds(parser)
     rounds: list[Round] = []
     with until_interrupted():
         asyncio.run(measure(options, rounds))
@@ -124,12 +158,12 @@ async def measure(options: argparse.Namespace, rounds: list[Round]) -> None:
         await asyncio.sleep(_IDLE_S)
         for meter in meters:
             meter.note_idle()
-        for number in range(options.rounds):
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-            costs: dict[Measured, Costs] = {}
-            for measured in (on, off) if number % 2 else (off, on):
-                costs[measured] = await measured.costs(options.requests, options.concurrency)
-            rounds.append(Round(costs[on], costs[off]))
+
+        async def costs_of(measured: Measured) -> Costs:
+            return await measured.costs(options.requests, options.concurrency)
+
+        async for costs in in_turn(options.rounds, on, off, costs_of):
+            rounds.append(Round(*costs))
 
 
 async def open_servers(stack: AsyncExitStack) -> tuple[str, ...]:
