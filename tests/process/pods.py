@@ -16,6 +16,8 @@ from tests.process.command import VLLM_PATIENCE_S, Serving, serving
 from tests.process.null_graph import answer
 
 TOKENS = 60
+#: For some answers, each of which takes 6 s at most.
+_ANSWERS_S = 60.0
 
 
 def descendants(pid: int) -> list[int]:
@@ -154,10 +156,11 @@ class Cluster:
         return total
 
     async def more_answers(self, number: int) -> None:
-        """Returns after this many more answers."""
+        """Returns after this many more answers. Raises TimeoutError."""
         wanted = self.answers + number
-        while self.answers < wanted:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(_ANSWERS_S):
+            while self.answers < wanted:
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually, graph_secret, prefill_job
-from tests.process.command import run
+from tests.process.command import VLLM_PATIENCE_S, run
 from tests.process.null_decode import ENGINE, PUSH_TIMEOUT_S, decode_engine
 from tests.process.pods import Cluster, Pod, cluster
 from tests.process.prefill_load import Jobs
@@ -159,10 +159,10 @@ async def nodes(
         yield made
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(5 * VLLM_PATIENCE_S)
 async def test_the_secret_of_a_running_graph_is_replaced_without_a_failed_request(nodes: Nodes):
     await nodes.operator("config", "set", "Router.kv-router.temperature=0.5")
-    async with asyncio.timeout(240), nodes.load():
+    async with nodes.load():
         await nodes.go_on()
         for keys in ROUNDS:
             if OLD not in keys:
