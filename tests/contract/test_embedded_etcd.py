@@ -8,6 +8,7 @@ import signal
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -37,6 +38,12 @@ def foreign_key(folder: Path) -> tuple[Path, Path]:
     for path, content in zip(files, self_signed("127.0.0.1"), strict=True):
         path.write_bytes(content)
     return files
+
+
+def files_of(server: EmbeddedEtcd) -> list[Path]:
+    """The certificate and key that its URL names."""
+    named = parse_qs(urlsplit(server.url).query)
+    return [Path(named[name][0]) for name in ("cert", "key")]
 
 
 async def test_nothing_is_answered_without_the_key(tmp_path: Path):
@@ -70,7 +77,7 @@ async def test_what_a_stranger_asks(tmp_path: Path, path: str, body: dict[str, A
     """Also what etcd's own users would not prevent; with the key it is answered."""
     async with EmbeddedEtcd(tmp_path / "etcd", private=True) as server:
         if has_key:
-            cert, key = server._files
+            cert, key = files_of(server)
             context = TlsFiles(cert, cert, key).context()
         else:
             context = ssl.create_default_context()
@@ -102,7 +109,7 @@ async def test_it_has_no_other_port_and_its_key_is_its_owner_s(tmp_path: Path):
     async with EmbeddedEtcd(tmp_path, private=True) as server:
         assert listening_ports(server.pid) == {server.port}
         assert tmp_path.stat().st_mode & 0o777 == 0o700
-        for path in server._files:
+        for path in files_of(server):
             assert path.stat().st_mode & 0o777 == 0o600
 
 
