@@ -49,7 +49,9 @@ class Launches:
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
         environment = child_environment(
-            {**self.service.env_of(instance), **devices}, self._config.shared.bind_host
+            {**self.service.env_of(instance), **devices},
+            self._config.shared.bind_host,
+            self._config.shared.lease_ttl_s,
         )
         log_settings = logging_config(
             self._log_format,

@@ -106,6 +106,12 @@ class Host:
         has not given up."""
         return self._connected(f"( sport = :{port} and dst {other.address} )")
 
+    def undelivered(self, other: "Host") -> int:
+        """Bytes over TCP that its kernel has for the other host and that are not acknowledged, also
+        those of processes that have ended."""
+        listed = self._sockets("--all", "dst", other.address)
+        return sum(int(line.split()[2]) for line in listed.splitlines())
+
     def serves(self, port: int) -> bool:
         """Whether anybody is connected to a server at this port."""
         return self._connected(f"( sport = :{port} )")
@@ -143,8 +149,11 @@ class Host:
             time.sleep(0.002)
 
     def _connected(self, which: str) -> bool:
-        command = ["ss", "--no-header", "--tcp", "-n", "state", "established", which]
-        return bool(_output("nsenter", f"--net=/run/netns/{self.name}", *command))
+        return bool(self._sockets("state", "established", which))
+
+    def _sockets(self, *which: str) -> str:
+        command = ["ss", "--no-header", "--tcp", "-n", *which]
+        return _output("nsenter", f"--net=/run/netns/{self.name}", *command)
 
     def _ip(self, *arguments: str, check: bool = True, inside: bool = True) -> str:
         return _ip(*(("-n", self.name) if inside else ()), *arguments, check=check)

@@ -450,6 +450,19 @@ def test_kv_ports_are_opened_where_the_graph_listens(monkeypatch: pytest.MonkeyP
     assert child_environment({}, "127.0.0.1")[variable] == "eth1"
 
 
+@pytest.mark.parametrize(
+    ("lease_ttl_s", "timeout"), [(2, "1500ms"), (10, "7500ms"), (30, "22500ms")]
+)
+def test_undelivered_kv_is_dropped_before_its_blocks_are_released(
+    monkeypatch: pytest.MonkeyPatch, lease_ttl_s: float, timeout: str
+):
+    variable = "UCX_TCP_USER_TIMEOUT"
+    monkeypatch.delenv(variable, raising=False)
+    assert child_environment({}, lease_ttl_s=lease_ttl_s)[variable] == timeout
+    assert variable not in child_environment({})
+    assert child_environment({variable: "2s"}, lease_ttl_s=lease_ttl_s)[variable] == "2s"
+
+
 def test_a_fixed_status_port_is_the_first_of_a_service_s_processes(load: Loader):
     config = load(GOOD, "--VllmWorker.ServiceArgs.status-port=9000")
     assert [service.status_port for service in config.services] == [0, 0, 9000, 0]

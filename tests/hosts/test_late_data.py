@@ -1,0 +1,112 @@
+"""KV that the kernel has not delivered when its writer dies: it comes before the blocks are
+released, or never."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dynamo_lite.serve.config import child_environment
+from tests.builders import eventually
+from tests.hosts.network import Host, hosts, unavailable
+from tests.lacking import lacking
+from tests.process.command import ROOT
+
+LEASE_TTL_S = 6.0
+#: Also for NIXL's libraries, on a busy machine.
+_PATIENCE_S = 60.0
+#: For what would come at once when the link is up.
+_AT_ONCE_S = 2.0
+_BOUNDED = child_environment({}, lease_ttl_s=LEASE_TTL_S)["UCX_TCP_USER_TIMEOUT"]
+
+
+class Peer:
+    """A process of `kv_peer.py`."""
+
+    def __init__(self, host: Host, role: str, user_timeout: str):
+        ucx = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+        inside = ["nsenter", f"--net=/run/netns/{host.name}"]
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "tests.hosts.kv_peer", role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment({**ucx, "UCX_TCP_USER_TIMEOUT": user_timeout}),
+            cwd=ROOT,
+            text=True,
+        )
+
+    def tell(self, line: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    async def says(self) -> dict[str, Any]:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await asyncio.to_thread(self._says)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _says(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):  # NIXL prints others
+                return json.loads(line)
+        raise AssertionError("it has ended")
+
+
+@contextmanager
+def peer(host: Host, role: str, user_timeout: str) -> Iterator[Peer]:
+    one = Peer(host, role, user_timeout)
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+async def written(target: Peer) -> int:
+    """How many bytes have come."""
+    target.tell()
+    return (await target.says())["written"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bounded", [True, False])
+async def test_what_a_dead_writer_has_posted_comes_soon_or_never(bounded: bool) -> None:
+    """Without the bound it comes after the blocks were released: the test sees that."""
+    if why := unavailable():
+        lacking(why)
+    timeout = _BOUNDED if bounded else "auto"
+    with hosts(2) as (here, there), peer(there, "target", timeout) as target:
+        with peer(here, "writer", timeout) as writer:
+            writer.tell(json.dumps(await target.says()))
+            assert await writer.says() == {"connected": True}
+            assert await written(target) == 1
+            here.link(up=False)
+            writer.tell()
+            await eventually(lambda: here.undelivered(there), _PATIENCE_S)
+        died = time.monotonic()
+        if bounded:
+            await eventually(lambda: not here.undelivered(there), LEASE_TTL_S)
+        else:
+            await asyncio.sleep(LEASE_TTL_S)
+            assert here.undelivered(there)
+        assert await written(target) == 1
+        await asyncio.sleep(died + LEASE_TTL_S - time.monotonic())
+        here.link(up=True)
+        if bounded:
+            await asyncio.sleep(_AT_ONCE_S)
+            assert await written(target) == 1
+        else:
+
+            async def late() -> bool:
+                return await written(target) != 1
+
+            await eventually(late, _PATIENCE_S)
