@@ -10,7 +10,7 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
-from dynamo_lite.serve.config import child_environment
+from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.embedded import program
 
 _ROOT = "root"

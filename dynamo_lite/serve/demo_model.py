@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve.config import ServiceConfig, child_environment
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.packaged import packaged_file
 
 DEMO_MODEL = ".dynamo-lite/models/tiny"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import is_loopback
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.services.config import FrontendConfig, VllmWorkerConfig
 from dynamo_lite.vllm.args import vllm_version

@@ -8,8 +8,9 @@ import msgspec
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
+from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.child_process import Launch
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.place import GraphPlace
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.services import Graph

@@ -26,7 +26,8 @@ from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.serve.access import ServersToCheck
-from dynamo_lite.serve.config import ServiceConfig, child_environment
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.options import GraphOptions
 from dynamo_lite.serve.ports import http_address
 from dynamo_lite.serve.processes import can_listen, signal_group

@@ -17,7 +17,8 @@ import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.serve.config import GraphConfig, accepted_keys, child_environment
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import GraphConfig, accepted_keys
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import unknown_key
 from dynamo_lite.serve.processes import signal_group

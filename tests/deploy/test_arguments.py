@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.serve.config import child_environment, resolve
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from tests.deploy.command_lines import DEPLOY, ROOT

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.serve.config import child_environment
+from dynamo_lite.serve.child_environment import child_environment
 from tests.builders import eventually
 from tests.hosts.network import Host, hosts, unavailable
 from tests.lacking import lacking

@@ -14,7 +14,8 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
-from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import GraphConfig, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph

@@ -1,0 +1,41 @@
+"""The environment of the processes that `serve` starts. Only this module reads its own."""
+
+import os
+from collections.abc import Mapping
+
+from dynamo_lite.runtime.address import is_loopback
+from dynamo_lite.serve.server_urls import VARIABLES
+
+#: Set for every child unless the user's environment or YAML says otherwise.
+_CHILD_DEFAULTS = {
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Without this bound UCX's registration cache grows without limit; the value is vLLM's.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
+
+#: Set, too, where the graph's processes listen on loopback: UCX opens a TCP port on every network
+#: device that it may use, whether or not it uses it.
+_LOOPBACK_DEFAULTS = {"UCX_NET_DEVICES": "lo"}
+
+#: How long the kernel keeps KV that it cannot deliver over TCP, in lease times-to-live. By itself
+#: it sends the data of a dead process for more than a minute. A decode engine releases the blocks
+#: of a lost writer one time-to-live after the start of the writer's last write, at the earliest
+#: (`policy/writer_deadlines.py`). Until then its KV must have come, or never come.
+_UNDELIVERED = 0.75
+
+
+def child_environment(
+    own: Mapping[str, str], bind_host: str = "", lease_ttl_s: float | None = None
+) -> dict[str, str]:
+    """The environment of a child process: ours, our defaults, then the service's own. bind_host:
+    where it listens, if it may open ports for KV. lease_ttl_s: of its lease, if it may write KV.
+
+    Without the servers' URLs: engines need not have their passwords.
+    """
+    own_variables = VARIABLES.values()
+    inherited = {key: value for key, value in os.environ.items() if key not in own_variables}
+    defaults = _CHILD_DEFAULTS | (_LOOPBACK_DEFAULTS if is_loopback(bind_host) else {})
+    if lease_ttl_s is not None:
+        defaults |= {"UCX_TCP_USER_TIMEOUT": f"{round(1000 * _UNDELIVERED * lease_ttl_s)}ms"}
+    return {**defaults, **inherited, **own}
