@@ -67,7 +67,7 @@ class Dispatcher:
             if answer is not None and reply is not None:
                 await reply(answer)
         except ProtocolError as exc:
-            self._log(logging.WARNING, f"dropped a malformed message: {exc}", None)
+            self._log(logging.WARNING, f"dropped a message: {exc}", None)
         except DynamoLiteError as exc:
             self._log(logging.WARNING, f"the handler failed: {type(exc).__name__}: {exc}", None)
         except Exception as exc:
