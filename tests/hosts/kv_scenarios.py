@@ -90,6 +90,18 @@ def _until_one_is_gone(cut: Cut) -> Scenario:
     return _until_gone("PrefillWorker", 1, cut, remote=True)
 
 
+async def _revoked_while_cut_off(rig: Rig, streams: Streams) -> None:
+    """Its lease is revoked long before its fence closes, and it is back soon after that."""
+    victim = rig.services["PrefillWorker"][0]
+    lease, before = rig.lease_of(victim), restarts(rig)
+    with rig.unplugged(victim.host):
+        await rig.revoke(lease)
+        remote = prefilled_remotely(rig)
+        await asyncio.gather(asyncio.sleep(_PARTED_S), remote, streams.more(_FEW))
+    await eventually(lambda: victim.restarts > before[victim.name], AGAIN_S)
+    await streams.more(_FEW)
+
+
 async def _nats_leader_killed(rig: Rig, streams: Streams) -> None:
     stream = names.prefill_stream(NAMESPACE)
     member = rig.nats.members[await rig.nats.leader(stream)]
@@ -222,6 +234,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "workers-parted-from-nats": _silent(lambda rig: rig.parted(_workers(rig), rig.nats_hosts)),
     "prefill-host-vanishes": _until_one_is_gone(lambda rig: rig.unplugged(_prefill(rig)[0])),
+    "prefill-host-vanishes-and-is-revoked": _revoked_while_cut_off,
     "decode-host-vanishes": _until_gone(
         "VllmWorker", 1, lambda rig: rig.unplugged(_decode(rig)[0])
     ),

@@ -200,6 +200,10 @@ class Rig:
         """Of the members. Raises DynamoLiteError."""
         return {member.lease_id for member in await self.members()}
 
+    async def revoke(self, lease_id: int) -> None:
+        async with EtcdStore(self.etcd.url) as store:
+            assert await store.revoke(lease_id)
+
     async def refreshed(self) -> None:
         """Returns when every process has refreshed its lease a short time ago: it survives another
         cut that is shorter. Raises TimeoutError."""
