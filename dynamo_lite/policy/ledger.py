@@ -40,8 +40,9 @@ _UNKNOWN = Refusal("unknown or ended attempt")
 class Ledger:
     """All remote prefills of one decode engine."""
 
-    #: How long after the end of a writer's lease its last write may land, and how long a cancelled
-    #: writer may be silent before the cancel is repeated.
+    #: The lease's time-to-live: how long a writer's fence may stay open after its keys vanished,
+    #: how long a write may take to land after its start, and how long a cancelled writer may be
+    #: silent before the cancel is repeated.
     writer_grace_s: float
     #: How long a writer whose keys vanished has to promise that it stays.
     leaving_s: float = 1.0
@@ -183,7 +184,7 @@ class Ledger:
         if entry is not None and entry.writer is None:
             return self.writer_done(attempt, writer_lease_id, written=False)
         if entry is not None and entry.unfinished_by(writer_lease_id):
-            entry.writer_deadlines.ended(now)
+            entry.writer_deadlines.engine_died(now)
         return []
 
     def writer_gone(self, writer_lease_id: int, now: float) -> bool:
@@ -202,7 +203,8 @@ class Ledger:
     def writer_ended(self, writer_lease_id: int, now: float) -> None:
         """The writer's keys and its process are gone: it makes and keeps no promise.
 
-        Its engine's process may still write until the fence closes.
+        Its engine's process may still write until the fence closes. A worker that NATS has lost
+        looks the same.
         """
         for entry in self._unfinished(writer_lease_id):
             entry.writer_deadlines.ended(now)

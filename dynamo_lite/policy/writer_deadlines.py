@@ -1,16 +1,19 @@
 """From when on the writer of an attempt counts as lost, and from when on as dead.
 
 The writer of a claimed or quarantined attempt may leave. That is not a state of the attempt, but
-two deadlines:
+three times:
 
-    keys vanish ──► leaving second ──► lost: withdrawn ──writer_grace_s──► dead: released
+    keys vanish ──► leaving second ──► lost: the attempt is withdrawn
         │             ▲    │
-        │             │    └─promise to stay `for_s`: lost and dead count from its end
+        │             │    └─promise to stay `for_s`: lost at its end
         │             └────── (each promise replaces the one before)
+        ├──writer_grace_s──► no write starts ──writer_grace_s──► dead: the blocks are released
         └─keys are back, same lease: nothing happened
 
-The leaving second is for a revoked worker, which can promise to finish what it has begun. A writer
-whose engine died reports that, and counts as lost at once. Cancels of quarantined attempts are
+The leaving second is for a revoked worker, which can promise to finish what it has begun. A lease
+may be revoked while its worker is cut off, which then writes until its fence closes. That its
+component's process has ended does not show either that its engine's has. A writer whose engine
+died reports that, counts as lost at once, and starts no write. Cancels of quarantined attempts are
 repeated, since messages get lost.
 """
 
@@ -27,17 +30,27 @@ class WriterDeadlines:
         self._grace_s, self._leaving_s = writer_grace_s, leaving_s
         self._stays_until = -math.inf
         self._lost_at: float | None = None
+        #: When the last write has started, at the latest; counts once the writer is lost.
+        self._last_start = -math.inf
+        self._engine_died = False
         self._cancel_at: float | None = None
 
     def keys_gone(self, now: float) -> None:
         self._lost_at = max(now + self._leaving_s, self._stays_until)
+        if not self._engine_died:
+            self._last_start = now + self._grace_s
 
     def keys_back(self) -> None:
         self._lost_at = None
 
     def ended(self, now: float) -> None:
-        """It starts no write any more, whatever it has promised. An earlier one may still land."""
+        """Its component's process has ended after its keys vanished: no promise counts."""
         self._lost_at = now
+
+    def engine_died(self, now: float) -> None:
+        """It starts no write any more. An earlier one may still land."""
+        self._lost_at = self._last_start = now
+        self._engine_died = True
 
     def promised(self, until: float) -> None:
         """It starts no write after `until`. A promise that arrives before its keys vanish counts
@@ -52,7 +65,9 @@ class WriterDeadlines:
 
     def dead(self, now: float) -> bool:
         """Whether none of its writes can land any more."""
-        return self._lost_at is not None and now >= self._lost_at + self._grace_s
+        if self._lost_at is None:
+            return False
+        return now >= max(self._lost_at, self._last_start) + self._grace_s
 
     def cancels_again(self, now: float) -> bool:
         """Whether it was silent for long after the last cancel of its attempt, so that one more

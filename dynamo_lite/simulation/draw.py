@@ -135,11 +135,11 @@ def _zombie(scenario: Scenario, at_s: float, rng: random.Random) -> Fault:
 
 
 def _until_given_up(lease_ttl_s: float, rng: random.Random) -> float:
-    return rng.uniform(2.0, 2.6) * lease_ttl_s + 1.0
+    return rng.uniform(3.0, 3.6) * lease_ttl_s + 1.0
 
 
 def _duration(lease_ttl_s: float, rng: random.Random) -> float:
-    """A blink, around a lease's time to live, or until everything that hangs on it is over."""
+    """A blink, around a lease's time-to-live, or until everything that hangs on it is over."""
     kind = rng.random()
     if kind < 0.4:
         return rng.uniform(0.01, 0.5)

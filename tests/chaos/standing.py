@@ -102,7 +102,7 @@ async def _jobs(messaging: NatsMessaging) -> int | None:
 
 
 async def at_rest(
-    cluster: Cluster, free_blocks: int | None = None, *, timeout_s: float = 90.0
+    cluster: Cluster, free_blocks: int | None = None, *, timeout_s: float = 120.0
 ) -> tuple[Standing, str]:
     """Waits until all members are ready and nothing is in flight. Returns what is not at rest
     after that, or ""."""

@@ -489,7 +489,7 @@ async def test_a_dead_writer_frees_the_prompt_soon_and_the_blocks_when_its_lease
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/writer_lost") == 1
     decode.finish("r1")
-    decode.clock.now += TTL_S - 0.1
+    decode.clock.now += 2 * TTL_S - 1.1
     decode.half.build_step()
     assert decode.pool.used == 3
     decode.clock.now += 0.1
@@ -515,7 +515,7 @@ async def test_a_writer_that_promises_to_stay_for_released_blocks_is_told_no(dec
     decode.half.build_step()
     decode.finish("r1")
     assert await decode.stays(attempt) == StayAccepted(), "they are in quarantine"
-    decode.clock.now += 3.0 + TTL_S
+    decode.clock.now += 2 * TTL_S
     decode.half.build_step()
     decode.assert_clean()
     assert await decode.stays(attempt) == StayRefused(reason="unknown or ended attempt")
@@ -549,7 +549,7 @@ async def test_what_a_silent_writer_holds_is_computed_here_and_its_blocks_wait(d
     assert decode.half.build_step().give_up == []
     assert decode.pool.used == 6
     await change(decode, left=WRITER)
-    decode.clock.now += 1.0 + TTL_S
+    decode.clock.now += 2 * TTL_S
     decode.half.build_step()
     assert decode.pool.used == 3
     decode.finish("r2")

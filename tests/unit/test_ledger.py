@@ -296,7 +296,7 @@ def test_a_writer_that_has_written_leaves_nothing_to_hold(claimed):
 def test_a_writer_that_has_written_may_leave(claimed):
     claimed.writer_done("a", WRITER, written=True)
     claimed.writer_gone(WRITER, now=2.0)
-    assert claimed.tick(2.0 + LEAVING + GRACE) == []
+    assert claimed.tick(2.0 + 2 * GRACE) == []
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
 
@@ -305,16 +305,25 @@ def test_the_deadline_of_a_claimed_attempt(claimed):
     assert claimed.tick(100.0) == held(Outcome.DEADLINE)
 
 
-def test_a_lost_writer_is_given_time_for_its_word_and_for_what_it_sent(claimed):
+def test_a_lost_writer_is_given_time_until_its_fence_closes_and_for_what_it_sent(claimed):
+    """Its lease may have been revoked while it was cut off."""
     claimed.writer_gone(OTHER, now=1.5)
     claimed.writer_gone(WRITER, now=2.0)
     assert claimed.tick(2.0 + LEAVING - 0.001) == []
     assert claimed.tick(2.0 + LEAVING) == held(Outcome.WRITER_LOST)
-    assert claimed.tick(2.0 + LEAVING + GRACE - 0.001) == []
-    assert claimed.tick(2.0 + LEAVING + GRACE) == [Release("a")]
+    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
+    assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
 
 
-def test_a_writer_whose_process_ended_is_lost_at_once_and_given_the_grace(claimed):
+def test_a_short_promise_does_not_shorten_the_time_until_the_fence_closes(claimed):
+    claimed.writer_gone(WRITER, now=2.0)
+    assert claimed.writer_stays("a", WRITER, 0.1, now=2.1) is None
+    assert claimed.tick(2.2) == held(Outcome.WRITER_LOST)
+    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
+    assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
+
+
+def test_a_writer_whose_process_ended_is_lost_at_once_and_its_engine_given_the_same_time(claimed):
     """What it promised before does not count."""
     claimed.writer_stays("a", WRITER, 30.0, now=1.5)
     assert claimed.writer_gone(WRITER, now=2.0)
@@ -322,15 +331,15 @@ def test_a_writer_whose_process_ended_is_lost_at_once_and_given_the_grace(claime
     assert claimed.tick(2.1) == []
     claimed.writer_ended(WRITER, now=2.2)
     assert claimed.tick(2.2) == held(Outcome.WRITER_LOST)
-    assert claimed.tick(2.2 + GRACE - 0.001) == []
-    assert claimed.tick(2.2 + GRACE) == [Release("a")]
+    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
+    assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
 
 
 def test_a_writer_that_has_written_before_its_process_ended_is_not_lost(claimed):
     claimed.writer_done("a", WRITER, written=True)
     assert not claimed.writer_gone(WRITER, now=2.0)
     claimed.writer_ended(WRITER, now=2.0)
-    assert claimed.tick(2.0 + GRACE) == []
+    assert claimed.tick(2.0 + 2 * GRACE) == []
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
 
@@ -343,7 +352,7 @@ def test_a_lost_writer_whose_loss_is_noticed_very_late(claimed):
 def test_a_writer_that_said_it_is_done_before_it_counts_as_lost(claimed):
     claimed.writer_gone(WRITER, now=2.0)
     claimed.writer_done("a", WRITER, written=True)
-    assert claimed.tick(2.0 + LEAVING + GRACE) == []
+    assert claimed.tick(2.0 + 2 * GRACE) == []
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
 
@@ -376,8 +385,16 @@ def test_a_leaving_writer_that_falls_silent_is_lost_and_given_the_grace(claimed)
     claimed.writer_gone(WRITER, now=2.0)
     claimed.writer_stays("a", WRITER, 3.0, now=2.5)
     assert claimed.tick(5.5) == held(Outcome.WRITER_LOST)
-    assert claimed.tick(5.5 + GRACE - 0.001) == []
-    assert claimed.tick(5.5 + GRACE) == [Release("a")]
+    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
+    assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
+
+
+def test_a_promise_beyond_the_fence_of_the_lease_is_given_the_grace(claimed):
+    claimed.writer_gone(WRITER, now=2.0)
+    claimed.writer_stays("a", WRITER, 3.0, now=2.0 + GRACE)
+    assert claimed.tick(5.0 + GRACE) == held(Outcome.WRITER_LOST)
+    assert Release("a") not in claimed.tick(5.0 + 2 * GRACE - 0.001)
+    assert claimed.tick(5.0 + 2 * GRACE) == [Release("a")]
 
 
 def test_a_promise_counts_only_from_the_writer_and_only_when_it_leaves(claimed):
@@ -416,9 +433,9 @@ def test_a_promise_for_blocks_that_are_not_held_for_its_claim_is_refused(
 def test_a_promise_for_released_blocks_is_refused(quarantined):
     quarantined.writer_gone(WRITER, now=2.0)
     assert quarantined.writer_stays("a", WRITER, 3.0, now=2.5) is None
-    assert quarantined.tick(5.5 + GRACE) == [Release("a")]
+    assert quarantined.tick(2.0 + 2 * GRACE) == [Release("a")]
     refusal = Refusal("unknown or ended attempt")
-    assert quarantined.writer_stays("a", WRITER, 3.0, now=5.5 + GRACE) == refusal
+    assert quarantined.writer_stays("a", WRITER, 3.0, now=2.0 + 2 * GRACE) == refusal
 
 
 def test_a_promise_that_comes_before_the_keys_vanish_is_kept_as_long_as_one_after(claimed):
@@ -426,8 +443,8 @@ def test_a_promise_that_comes_before_the_keys_vanish_is_kept_as_long_as_one_afte
     claimed.writer_gone(WRITER, now=2.1)
     assert claimed.tick(4.9) == []
     assert claimed.tick(5.0) == held(Outcome.WRITER_LOST)
-    assert claimed.tick(4.9 + GRACE) == []
-    assert claimed.tick(5.0 + GRACE) == [Release("a")]
+    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE)
+    assert claimed.tick(2.1 + 2 * GRACE) == [Release("a")]
 
 
 def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
@@ -437,15 +454,15 @@ def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
     assert claimed.writer_silent(WRITER) == []
     assert claimed.state("b") is AttemptState.CLAIMED
     assert claimed.claim("a", WRITER, now=2.0) == Refusal("withdrawn")
-    assert claimed.tick(2.0 + LEAVING + GRACE) == []
+    assert claimed.tick(2.0 + 2 * GRACE) == []
     assert claimed.writer_done("a", WRITER, written=True) == [Release("a")]
 
 
 def test_a_silent_writer_that_turns_out_to_be_dead_releases_after_the_grace(claimed):
     claimed.writer_silent(WRITER)
     claimed.writer_gone(WRITER, now=30.0)
-    assert claimed.tick(30.0 + LEAVING + GRACE - 0.001) == []
-    assert claimed.tick(30.0 + LEAVING + GRACE) == [Release("a")]
+    assert Release("a") not in claimed.tick(30.0 + 2 * GRACE - 0.001)
+    assert claimed.tick(30.0 + 2 * GRACE) == [Release("a")]
 
 
 def test_a_silent_writer_that_has_written_is_not_needed_any_more(claimed):
@@ -487,8 +504,8 @@ def test_a_late_commit_and_a_late_end_change_nothing(quarantined):
 
 def test_a_gone_writer_releases_after_the_grace(quarantined):
     quarantined.writer_gone(WRITER, now=5.0)
-    assert quarantined.tick(5.0 + LEAVING + GRACE - 0.001) == []
-    assert quarantined.tick(5.0 + LEAVING + GRACE) == [Release("a")]
+    assert Release("a") not in quarantined.tick(5.0 + 2 * GRACE - 0.001)
+    assert quarantined.tick(5.0 + 2 * GRACE) == [Release("a")]
 
 
 def test_a_cancelled_writer_that_stays_is_not_cut_short(quarantined):
@@ -501,7 +518,7 @@ def test_a_cancelled_writer_that_stays_is_not_cut_short(quarantined):
 def test_a_gone_writer_s_own_word_releases_earlier(quarantined):
     quarantined.writer_gone(WRITER, now=5.0)
     assert quarantined.writer_done("a", WRITER, written=False) == [Release("a")]
-    assert quarantined.tick(5.0 + LEAVING + GRACE) == []
+    assert quarantined.tick(5.0 + 2 * GRACE) == []
 
 
 def test_time_alone_never_releases_but_the_writer_is_told_again(quarantined):
@@ -525,7 +542,8 @@ class Fact:
     wanted: bool = True
     writer: int | None = None
     writer_ended: bool = False
-    quiet_at: float | None = None  # when the writer, dead or leaving, starts its last write
+    quiet_at: float | None = None  # from when on the writer, dead or leaving, counts as lost
+    fence_closes: float = float("-inf")  # when it starts its last write, whatever it promises
     promised_until: float = float("-inf")
     pushing: bool = True
     held: bool = False
@@ -536,7 +554,7 @@ class Fact:
         """Whether a granted writer may still touch the blocks."""
         if self.writer is None or self.writer_ended:
             return False
-        return self.quiet_at is None or now < self.quiet_at + GRACE
+        return self.quiet_at is None or now < max(self.quiet_at, self.fence_closes) + GRACE
 
 
 #: Which attempt or writer an event is about: one of the youngest, so that events meet.
@@ -699,6 +717,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for fact in self.facts:
             if fact.writer == writer and not fact.writer_ended:
                 fact.quiet_at = max(self.now + LEAVING, fact.promised_until)
+                fact.fence_closes = self.now + GRACE
         waits = any(
             fact.writer == writer
             and not fact.writer_ended
@@ -778,7 +797,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.apply(self.ledger.tick(self.now))
         for writer in self.writers:
             self.lose(writer)
-        self.now += LEAVING + GRACE
+        self.now += 2 * GRACE
         self.apply(self.ledger.tick(self.now))
         assert repr(self.ledger) == "<Ledger empty>"
         assert all(len(fact.endings) == 1 for fact in self.facts)
