@@ -141,18 +141,20 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
 async def test_a_worker_that_does_not_fit_is_asked_for_nothing(
     graph: Graph, reference: PlainServer, tmp_path: Path
 ):
-    """Its KV has another dtype. It is alive, but while the worker that fits is stopped, all
-    prompts are local at once; none is queued for it."""
+    """Its KV has another dtype, its lease another duration. It is alive, but while the worker that
+    fits is stopped, all prompts are local at once; none is queued for it."""
     requests = longs(3, seed=420)
     expected = await tokens_of(reference.url, requests)
     options = [*graph.servers, *SLOW_OPTIONS]
-    options += ["--PrefillWorker.dtype=bfloat16"]
+    options += ["--PrefillWorker.dtype=bfloat16", f"--Graph.lease-ttl-s={LEASE_S + 1}"]
     with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
         unfit = joined.process("PrefillWorker")
         # It is ready when its links are tried.
         links = json.loads(command(graph, "ps", "--links", "--json"))
         states = {link["prefill"]: link["state"] for link in links}
         assert states == {unfit.lease: "failed", graph.process("PrefillWorker").lease: "ok"}
+        [why] = [link["detail"] for link in links if link["prefill"] == unfit.lease]
+        assert "dtype: " in why and f"lease_ttl_s: '{LEASE_S + 1}' here, '{LEASE_S}' there" in why
         eventually(
             lambda: graph.count("VllmWorker", UNUSABLE) == 1, timeout_s=10, what="it is known"
         )

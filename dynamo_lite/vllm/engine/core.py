@@ -108,8 +108,8 @@ class VllmEngine:
                 await core.change_role(config, file, self._context.messaging)
             self._client = core.client
             if config is not None:
-                described = (await self.describe()).metadata
-                self.metadata = await core.in_thread(lambda: self._fingerprinted(described))
+                described, ttl_s = (await self.describe()).metadata, config.lease_ttl_s
+                self.metadata = await core.in_thread(lambda: self._fingerprinted(described, ttl_s))
         except BaseException:
             await self._close()
             raise
@@ -205,10 +205,12 @@ class VllmEngine:
         if self._link_tests is not None:
             self._link_tests.resolve(counts.get(PREFLIGHT, ()))
 
-    def _fingerprinted(self, described: EngineMetadata) -> EngineMetadata:
+    def _fingerprinted(self, described: EngineMetadata, lease_ttl_s: float) -> EngineMetadata:
         """Adds the fingerprint; the engine's process has only set its layout."""
         layout = described.fingerprint[KV_LAYOUT]
         made = fingerprint(self.config, layout, max_model_len=self._core.loaded_len)
+        # A decode engine waits for the last write of a lost writer by its own time-to-live.
+        made["lease_ttl_s"] = f"{lease_ttl_s:g}"
         return msgspec.structs.replace(described, fingerprint=made)
 
     def _unfinished(self) -> list[str]:
