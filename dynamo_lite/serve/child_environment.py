@@ -12,6 +12,12 @@ _CHILD_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     # Without this bound UCX's registration cache grows without limit; the value is vLLM's.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    # UCX receives a TCP write straight into its place. If it replaces the connection's endpoint in
+    # the middle of one, as after an outage, it keeps the state and loses the buffer (1.23,
+    # `uct_tcp_ep_replace_ep`): the engine's process dies. Writes as messages have no such state;
+    # with larger ones they are as fast.
+    "UCX_TCP_PUT_ENABLE": "n",
+    "UCX_TCP_TX_SEG_SIZE": "64k",
 }
 
 #: Set, too, where the graph's processes listen on loopback: UCX opens a TCP port on every network

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from dynamo_lite.protocol import names
 from tests.builders import eventually
-from tests.hosts.kv import AGAIN_S, Scenario, Streams, prefilled_remotely
+from tests.hosts.kv import AGAIN_S, Scenario, Streams, in_order, prefilled_remotely
 from tests.hosts.network import Host
 from tests.hosts.ports_tried import kv_ports, try_every_port
 from tests.hosts.rig import LEASE_TTL_S, NAMESPACE, Rig
@@ -25,13 +25,15 @@ _FEW = 4
 Cut = Callable[[Rig], AbstractContextManager[None]]
 
 
-def _parted_for_long(cut: Cut) -> Scenario:
-    """Longer than a lease, where no lease ends: prefill workers from decode workers."""
+def _parted_for_long(cut: Cut, for_s: float = _PARTED_S) -> Scenario:
+    """Longer than a lease, where no lease ends and no process: prefill workers from decode
+    workers."""
 
     async def play(rig: Rig, streams: Streams) -> None:
         before = restarts(rig), await rig.leases()
         with cut(rig):
-            await asyncio.gather(asyncio.sleep(_PARTED_S), streams.more(_FEW))
+            await asyncio.gather(asyncio.sleep(for_s), streams.more(_FEW))
+        await in_order(rig, streams)
         assert (restarts(rig), await rig.leases()) == before
 
     return play
@@ -214,6 +216,7 @@ SCENARIOS: dict[str, Scenario] = {
     "decode-parted-from-prefill": _parted_for_long(_parted),
     "decode-hears-no-prefill": _parted_for_long(_decode_hears_no_prefill),
     "prefill-hears-no-decode": _parted_for_long(_prefill_hears_no_decode),
+    "prefill-hears-no-decode-for-long": _parted_for_long(_prefill_hears_no_decode, 2 * _PARTED_S),
     "prefill-parted-from-servers": _until_gone(
         "PrefillWorker", 2, lambda rig: rig.parted(_prefill(rig), rig.server_hosts)
     ),
