@@ -15,9 +15,11 @@ _CHILD_DEFAULTS = {
     # UCX receives a TCP write straight into its place. If it replaces the connection's endpoint in
     # the middle of one, as after an outage, it keeps the state and loses the buffer (1.23,
     # `uct_tcp_ep_replace_ep`): the engine's process dies. Writes as messages have no such state;
-    # with larger ones they are as fast.
+    # with larger ones they are about as fast.
     "UCX_TCP_PUT_ENABLE": "n",
     "UCX_TCP_TX_SEG_SIZE": "64k",
+    # UCX connects in calls of the engine, whose requests wait for as long as the peer is cut off.
+    "UCX_TCP_CONN_NB": "y",
 }
 
 #: Set, too, where the graph's processes listen on loopback: UCX opens a TCP port on every network

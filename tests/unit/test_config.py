@@ -435,8 +435,13 @@ def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):
     assert child_environment({})["OMP_NUM_THREADS"] == "7"
     assert child_environment({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
     assert child_environment({})["VLLM_NO_USAGE_STATS"] == "1"
-    ucx = [("RCACHE_MAX_UNRELEASED", "1024"), ("TCP_PUT_ENABLE", "n"), ("TCP_TX_SEG_SIZE", "64k")]
-    for name, default in ucx:
+    ucx = {
+        "RCACHE_MAX_UNRELEASED": "1024",
+        "TCP_PUT_ENABLE": "n",
+        "TCP_TX_SEG_SIZE": "64k",
+        "TCP_CONN_NB": "y",
+    }
+    for name, default in ucx.items():
         monkeypatch.delenv(f"UCX_{name}", raising=False)
         assert child_environment({})[f"UCX_{name}"] == default
         monkeypatch.setenv(f"UCX_{name}", "7")
