@@ -44,10 +44,12 @@ MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "configs/agg.yaml")
 NAMESPACE = "dynamo"
-#: Two decode workers and one prefill worker. Their leases outlast the tests' pauses.
+#: Leases that outlast the tests' pauses. A worker that joins must have the same.
+PAIR_LEASE = "--Graph.lease-ttl-s=60"
+#: Two decode workers and one prefill worker.
 PAIR_OPTIONS = (
     "--VllmWorker.ServiceArgs.workers=2",
-    "--Graph.lease-ttl-s=60",
+    PAIR_LEASE,
     "--Frontend.router=kv",
 )
 #: Flags of vLLM's server without which it refuses tools; the same for both sides.

@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import prompt_ids, prose, tokens_of
-from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
+from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually, sample_sum
 from tests.vllm.live import live_options
 from tests.vllm.test_decisions import REMOTE, counting
 
@@ -104,7 +104,7 @@ async def test_a_prefill_worker_joins_by_being_started_and_another_leaves(
 ):
     """The new one takes jobs at once. The old one, revoked amid its work, finishes its
     writes: no remote prefill is lost or late, and what it had not begun the new one does."""
-    options = pair.servers
+    options = [*pair.servers, PAIR_LEASE]
     leaving = pair.process("PrefillWorker")
     with (
         Graph(tmp_path, options=options, service="PrefillWorker") as joined,

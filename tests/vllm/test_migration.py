@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import assert_same, joined, prompt_ids, prose
-from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually
 from tests.vllm.test_membership import revoke
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -189,7 +189,7 @@ async def test_a_drain_beyond_its_grace_moves_the_rest(
     ]
     right = await _answers(reference.url, _streams(requests))
     # Less than their answers take on any machine.
-    options = [*pair.servers, "--Graph.grace-s=0.5"]
+    options = [*pair.servers, PAIR_LEASE, "--Graph.grace-s=0.5"]
     with Graph(tmp_path, options=options, service="VllmWorker") as joined:
         before, leaving = _moved(pair), joined.process("VllmWorker")
         async with _under_way(pair, requests, leaving) as answers:
@@ -212,7 +212,7 @@ async def test_a_drain_moves_what_another_worker_finishes_sooner(
     right = await _answers(reference.url, _streams(requests))
     # The Frontend knows from these how fast tokens come.
     await _answers(pair.url, _streams([_text(30, 760, **GREEDY), _text(30, 761, **GREEDY)]))
-    options = [*pair.servers, "--Graph.grace-s=300"]
+    options = [*pair.servers, PAIR_LEASE, "--Graph.grace-s=300"]
     with Graph(tmp_path, options=options, service="VllmWorker") as joined:
         before, leaving = _moved(pair), joined.process("VllmWorker")
         drained = pair.count("Frontend", DRAINED)
