@@ -45,7 +45,10 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
         return
     version = vllm_version()
     if not version:
-        raise StartupError("vLLM is not installed; run `make setup`")
+        raise StartupError(
+            "vLLM is not installed; install dynamo-lite[cpu] or dynamo-lite[cuda]"
+            " (in a checkout: `make setup`)"
+        )
     keys = {name: _key_of(version, section) for name, section in sections.items()}
     verdicts = _read_verdicts(cache)
     if unknown := {name: s for name, s in sections.items() if keys[name] not in verdicts}:
