@@ -1,11 +1,11 @@
-"""One end of a KV write between two hosts: `test_late_data.py` runs this on each.
+"""One end of a KV write between two hosts: `test_cut_off.py` runs this on each.
 
     python -m tests.hosts.kv_peer target | writer
 
 The target prints its metadata and the address of its memory, and then, after each line of its
 input, how many of its bytes are the writer's. The writer reads what the target has printed first,
-writes one byte and says so; after the next line of its input it writes as much as fits, until it is
-killed.
+starts to write one byte, says how long these calls took, and says when the byte is written. After
+the next line of its input it writes as much as fits, until it is killed.
 """
 
 import json
@@ -51,7 +51,6 @@ def writer() -> None:
     mover, memory = NixlMover("writer"), np.full(_BYTES, _WRITTEN, np.uint8)
     mover.register([(memory.ctypes.data, _BYTES)], "DRAM", 0)
     there = json.loads(sys.stdin.readline())
-    mover.add_peer("target", bytes.fromhex(there["metadata"]))
 
     def write(size: int) -> NixlTransfer:
         local, remote = (
@@ -60,7 +59,12 @@ def writer() -> None:
         )
         return mover.write("target", local, remote, memory=("DRAM", "DRAM"))
 
-    first = write(1)
+    called = time.monotonic()
+    try:
+        mover.add_peer("target", bytes.fromhex(there["metadata"]))
+        first = write(1)
+    finally:  # a call that fails has waited, too
+        _say(called_s=time.monotonic() - called)
     while not first.done():
         time.sleep(_PAUSE_S)
     _say(connected=True)
