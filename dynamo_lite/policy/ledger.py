@@ -6,8 +6,9 @@ them, or read the blocks of its prefix, any more. Its states are drawn in `attem
 
 An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up, left, or is unresponsive while
-it holds the claim, and if the engine takes it back before a claim (`steal`). An unresponsive writer
-may be alive: the blocks stay quarantined. Claims of leases that are gone are refused.
+it holds the claim, and before a claim if this engine drains or takes it back (`steal`). An
+unresponsive writer may be alive: the blocks stay quarantined. Claims of leases that are gone are
+refused.
 
 Methods are named after events, and return what must be done as instructions. The caller owns I/O,
 clock and locking. Safety rests on two rules: a claim is granted only while the attempt is wanted,

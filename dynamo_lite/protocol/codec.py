@@ -3,7 +3,8 @@
 Every decoder validates against the message's type. Nothing else is accepted from the network, and
 nothing is ever unpickled. Messages about who may write into which blocks are sealed: a digest in
 front of them shows that they arrived unchanged. One wrong field in an otherwise valid message could
-destroy the KV of other requests. A seal is no signature.
+destroy the KV of other requests. A seal is no signature. The answer to a claim has none: its grant
+has a tag.
 
 A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
 would fill in its own.

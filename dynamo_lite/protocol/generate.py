@@ -47,8 +47,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds that were left of the request's time limit when it was sent. Relative, because the
     #: clocks of two hosts differ.
     timeout_s: Seconds | None = None
-    #: The request is migrated: a worker had accepted it and is lost. Limits on new requests do not
-    #: apply.
+    #: The request is migrated: a worker had accepted it, and is lost or drains. Limits on new
+    #: requests do not apply.
     moved: bool = False
     #: Requests with the same session prefer the same worker.
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None

@@ -2,7 +2,8 @@
 
 Every write but the last has a notification that names its blocks and arrives with the
 data. Writes may arrive in any order. So the blocks that count are those from the first one
-up to the first gap, over all writers. Contents are checked only if a writer is lost.
+up to the first gap, over all writers. Their contents are checked only if a writer is lost; those of
+a complete attempt are checked in `rank.py`.
 """
 
 from collections.abc import Sequence
