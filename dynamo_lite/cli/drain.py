@@ -16,7 +16,7 @@ from dynamo_lite.overview.drains import (
     listens,
     look,
 )
-from dynamo_lite.policy.drain import Leaving, NoVictim, Safe, cost, safe, victim
+from dynamo_lite.policy.drain import Leaving, NoVictim, Safe, cost, safe, victim, written_s
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.processes import is_alive
@@ -171,7 +171,7 @@ class Watch:
         self._take(listed, ended, in_flight(facts), time.monotonic())
         grace_s = float(facts.get("grace_s", _GRACE_S))
         self.forced |= bool(self._leaving.in_flight) and facts.get("draining_s", 0.0) > grace_s
-        fence_s = grace_s + float(facts.get("lease_ttl_s", _TTL_S))
+        fence_s = written_s(grace_s, float(facts.get("lease_ttl_s", _TTL_S)))
         verdict = safe(self._leaving, seen.writers(asked_at), now=asked_at, fence_s=fence_s)
         self._tell(verdict, seen)
         return ended

@@ -122,6 +122,15 @@ class Unsafe:
     reason: str
 
 
+def written_s(grace_s: float, lease_ttl_s: float) -> float:
+    """How long after the end of its lease a prefill worker's last write lands, at most.
+
+    It starts within its grace, or, if the worker is cut off, within the lease's time-to-live. It
+    lands within another one, as in `writer_deadlines.py`.
+    """
+    return max(grace_s, lease_ttl_s) + lease_ttl_s
+
+
 def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> Safe | Unsafe:
     """Whether a leaving worker may be killed.
 
@@ -130,8 +139,7 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> S
     must have ended its attempts since, or the fence must have closed. A decode worker must itself
     have no attempt, because a late write would go to memory that another process has got.
 
-    fence_s: time after the end of a prefill worker's lease from which none of its writes starts or
-    lands any more: its grace plus its time-to-live.
+    fence_s: see `written_s`.
     """
     if leaving.ended:
         return Safe(reason="its process has ended")

@@ -180,7 +180,7 @@ class Ledger:
         return [] if written else self._withdraw(entry, outcome, detail)
 
     def writer_died(self, attempt: str, writer_lease_id: int, now: float) -> list[Instruction]:
-        """The writer's engine is dead: it starts no write, but an earlier one may still land."""
+        """The writer's engine is dead. Other processes of it may end later."""
         entry = self._attempts.get(attempt)
         if entry is not None and entry.writer is None:
             return self.writer_done(attempt, writer_lease_id, written=False)
@@ -202,7 +202,7 @@ class Ledger:
         return bool(unfinished)
 
     def writer_ended(self, writer_lease_id: int, now: float) -> None:
-        """The writer's keys and its process are gone: it makes and keeps no promise.
+        """The writer's keys and its process are gone: it does not finish what it promised.
 
         Its engine's process may still write until the fence closes. A worker that NATS has lost
         looks the same.

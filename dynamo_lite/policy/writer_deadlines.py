@@ -13,8 +13,8 @@ three times:
 The leaving second is for a revoked worker, which can promise to finish what it has begun. A lease
 may be revoked while its worker is cut off, which then writes until its fence closes. That its
 component's process has ended does not show either that its engine's has. A writer whose engine
-died reports that, counts as lost at once, and starts no write. Cancels of quarantined attempts are
-repeated, since messages get lost.
+died reports that, and counts as lost at once; other processes of the engine may end later. Cancels
+of quarantined attempts are repeated, since messages get lost.
 """
 
 import math
@@ -36,21 +36,25 @@ class WriterDeadlines:
         self._cancel_at: float | None = None
 
     def keys_gone(self, now: float) -> None:
-        self._lost_at = max(now + self._leaving_s, self._stays_until)
         if not self._engine_died:
+            self._lost_at = max(now + self._leaving_s, self._stays_until)
             self._last_start = now + self._grace_s
 
     def keys_back(self) -> None:
-        self._lost_at = None
+        if not self._engine_died:
+            self._lost_at = None
 
     def ended(self, now: float) -> None:
-        """Its component's process has ended after its keys vanished: no promise counts."""
+        """Its component's process has ended after its keys vanished. It keeps no promise, but its
+        engine may write until the end of an accepted one."""
         self._lost_at = now
+        self._last_start = max(self._last_start, self._stays_until)
 
     def engine_died(self, now: float) -> None:
-        """It starts no write any more. An earlier one may still land."""
-        self._lost_at = self._last_start = now
-        self._engine_died = True
+        """Its engine has ended, or is about to. Only the first report counts."""
+        if not self._engine_died:
+            self._engine_died = True
+            self._lost_at, self._last_start = now, now + self._grace_s
 
     def promised(self, until: float) -> None:
         """It starts no write after `until`. A promise that arrives before its keys vanish counts

@@ -224,7 +224,7 @@ async def test_an_engine_with_blocks_in_use_keeps_its_role(
     held = engine.pool.get_new_blocks(2)
     old, new = engine.core.engine_config, roles.prefill(lease_ttl_s=1.0)
     assert old is not None
-    with pytest.raises(StartupError, match=r"within 1.5 s: 2 blocks of its KV are in use"):
+    with pytest.raises(StartupError, match=r"within 2.5 s: 2 blocks of its KV are in use"):
         await engine.core.change_role(new, roles.file(new), client, margin_s=0.5)
     assert isinstance(engine.scheduler._scheduler, DecodeScheduler)
     subject = names.describe_subject(old.namespace, old.engine_id)

@@ -92,6 +92,15 @@ async def test_a_closed_lease_takes_its_keys_along(store: Store, namespace: str)
     assert await store.get_prefix(f"{namespace}/") == {f"{namespace}/free": b"1"}
 
 
+async def test_a_lease_counts_for_no_longer_than_was_asked(store: Store) -> None:
+    """etcd grants whole seconds; a decode engine releases the blocks of a lost writer by what was
+    asked for."""
+    async with store.lease(2.5) as lease:
+        assert lease.ttl_s == 2.5
+        assert await lease.verify() is None
+        assert 0 < lease.remaining_s() <= 2.5
+
+
 async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str) -> None:
     async with store.lease(30) as lease, store.watch(f"{namespace}/") as events:
         assert await take(events) == Snapshot({})

@@ -23,6 +23,7 @@ from dynamo_lite.policy.drain import (
     move_or_finish,
     safe,
     victim,
+    written_s,
 )
 from dynamo_lite.policy.request_pace import RequestPace
 
@@ -99,6 +100,11 @@ def changed(leaving: Leaving, **changes: Any) -> Leaving:
 
 def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> Safe | Unsafe:
     return safe(leaving, writers, now=now, fence_s=60.0)
+
+
+def test_the_last_write_of_a_worker_that_is_cut_off_lands_within_two_times_to_live():
+    assert written_s(grace_s=10.0, lease_ttl_s=30.0) == 60.0
+    assert written_s(grace_s=300.0, lease_ttl_s=30.0) == 330.0
 
 
 @pytest.mark.parametrize("leaving", [IDLE_P, IDLE_D])

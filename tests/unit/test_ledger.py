@@ -324,8 +324,8 @@ def test_a_short_promise_does_not_shorten_the_time_until_the_fence_closes(claime
 
 
 def test_a_writer_whose_process_ended_is_lost_at_once_and_its_engine_given_the_same_time(claimed):
-    """What it promised before does not count."""
-    claimed.writer_stays("a", WRITER, 30.0, now=1.5)
+    """Its requests do not wait for the end of its promise."""
+    claimed.writer_stays("a", WRITER, 3.0, now=1.5)
     assert claimed.writer_gone(WRITER, now=2.0)
     claimed.writer_ended(OTHER, now=2.1)
     assert claimed.tick(2.1) == []
@@ -356,13 +356,26 @@ def test_a_writer_that_said_it_is_done_before_it_counts_as_lost(claimed):
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
 
-def test_a_writer_whose_engine_died_is_lost_at_once_and_given_the_grace(claimed):
+def test_a_writer_whose_engine_died_is_lost_at_once_and_its_blocks_are_kept_for_two_graces(claimed):
     assert claimed.writer_died("a", OTHER, now=20.0) == []
     assert claimed.tick(20.0) == []
     assert claimed.writer_died("a", WRITER, now=20.0) == []
     assert claimed.tick(20.0) == held(Outcome.WRITER_LOST)
-    assert claimed.tick(20.0 + GRACE - 0.1) == []
-    assert claimed.tick(20.0 + GRACE) == [Release("a")]
+    assert claimed.writer_died("a", WRITER, now=22.0) == [], "it answers each cancel so"
+    claimed.writer_gone(WRITER, now=22.0)
+    claimed.writer_back(WRITER)
+    assert Release("a") not in claimed.tick(20.0 + 2 * GRACE - 0.1)
+    assert claimed.tick(20.0 + 2 * GRACE) == [Release("a")]
+
+
+def test_the_end_of_a_process_does_not_shorten_an_accepted_promise(claimed):
+    claimed.writer_gone(WRITER, now=20.0)
+    promised = 3 * GRACE
+    assert claimed.writer_stays("a", WRITER, promised, now=20.5) is None
+    claimed.writer_ended(WRITER, now=21.0)
+    assert claimed.tick(21.0) == held(Outcome.WRITER_LOST)
+    assert Release("a") not in claimed.tick(20.5 + promised + GRACE - 0.1)
+    assert claimed.tick(20.5 + promised + GRACE) == [Release("a")]
 
 
 def test_a_writer_whose_engine_died_before_its_claim_arrived_has_written_nothing(queued):
@@ -542,6 +555,7 @@ class Fact:
     wanted: bool = True
     writer: int | None = None
     writer_ended: bool = False
+    engine_died: bool = False
     quiet_at: float | None = None  # from when on the writer, dead or leaving, counts as lost
     fence_closes: float = float("-inf")  # when it starts its last write, whatever it promises
     promised_until: float = float("-inf")
@@ -704,6 +718,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.gone.discard(writer)
         for fact in self.facts:
+            if fact.engine_died:
+                continue
             if fact.writer == writer and fact.wanted:
                 fact.quiet_at = None
             elif fact.writer == writer and fact.held and not fact.released:
@@ -715,7 +731,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.gone.add(writer)
         for fact in self.facts:
-            if fact.writer == writer and not fact.writer_ended:
+            if fact.writer == writer and not (fact.writer_ended or fact.engine_died):
                 fact.quiet_at = max(self.now + LEAVING, fact.promised_until)
                 fact.fence_closes = self.now + GRACE
         waits = any(
@@ -733,8 +749,22 @@ class LedgerMachine(RuleBasedStateMachine):
         self.lose(writer)
         for fact in self.facts:
             if fact.writer == writer and not fact.writer_ended:
-                fact.promised_until = fact.quiet_at = self.now
+                fact.quiet_at = self.now
+                fact.fence_closes = max(fact.fence_closes, fact.promised_until)
         self.ledger.writer_ended(writer, self.now)
+
+    @rule(which=YOUNG)
+    def engine_died(self, which):
+        """The writer says so, perhaps again. Processes of the engine may live on until its fence
+        closes."""
+        fact = self.pick(which)
+        lives = fact.wanted or (fact.held and not fact.released)
+        if fact.writer is None or fact.writer_ended or not lives:
+            return
+        if not fact.engine_died:
+            fact.engine_died = True
+            fact.quiet_at, fact.fence_closes = self.now, self.now + GRACE
+        self.apply(self.ledger.writer_died(fact.attempt, fact.writer, self.now))
 
     @rule(whose=YOUNG)
     def writer_silent(self, whose):

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from dynamo_lite.disagg.messages import (
+    BlockWrite,
     LinkTestOrder,
     PrefillStep,
     RankLink,
@@ -40,7 +41,7 @@ class Held:
 
 
 class Wire(MemoryMover):
-    """meddle: called before each read starts. written: addresses, in order."""
+    """meddle: called before each read starts. written: addresses, in order. removed: peers."""
 
     held = False
     polls = 0
@@ -48,11 +49,16 @@ class Wire(MemoryMover):
     def __init__(self, fabric: MemoryFabric, name: str):
         super().__init__(fabric, name)
         self.written: list[int] = []
+        self.removed: list[str] = []
         self.meddle = lambda address: None
 
     def write(self, peer, local, remote, *, memory, notice=b""):
         self.written += remote[:, 0].tolist()
         return Held(self, super().write(peer, local, remote, memory=memory, notice=notice))
+
+    def remove_peer(self, peer):
+        self.removed.append(peer)
+        super().remove_peer(peer)
 
     def read(self, peer, local, remote, *, memory):
         self.meddle(int(remote[0, 0]))
@@ -241,6 +247,30 @@ def test_a_silent_peer_is_given_up_and_its_slots_stay_out_of_use(fabric):
     own.movers[0].held = False
     own.ended()
     assert len(tries._free) == own.scratch[0].region.slots and not tries
+
+
+def test_a_peer_with_a_write_under_way_is_not_removed(fabric):
+    """The removal would end the write as failed, although it may still be delivered."""
+    own, target = Prefill(fabric, Shape()), Engine(fabric, "d", Shape())
+    own.movers[0].held = True
+    write = BlockWrite("a1", "r1", "d", [0], [0], last=False, num_blocks=2, scheduled=0.0)
+    step = PrefillStep(
+        writes=[write],
+        targets={"d": encode(target.metadata())},
+        own=encode(own.metadata()),
+    )
+    own.ranks[0].step(step, lambda: True)
+    own.start(target)
+    own.time = link_test_rank.LIMIT_S + 1
+    assert own.ended()["1.1"][0].failure is not None
+    assert own.movers[0].removed == []
+    own.movers[0].held = False
+    own.ended()
+    own.movers[0].held = True
+    own.start(target, "1.2")
+    own.time += link_test_rank.LIMIT_S + 1
+    assert own.ended()["1.2"][0].failure is not None
+    assert own.movers[0].removed == ["d/0"], "nothing else uses it any more"
 
 
 def test_more_peers_than_slots_take_turns(fabric, monkeypatch):

@@ -201,7 +201,9 @@ class DecodeScheduler:
             due = self._book.ledger.tick(now)
             left = self._book.take_for_engine()
             self._step.grants = self._book.take_grants()
-            self._step.poll = self._book.awaits_writes or bool(self._net.listening)
+            # Also when blocks are released: what has arrived for them is taken before their reuse.
+            releases = any(isinstance(one, Release) for one in (*left, *due))
+            self._step.poll = releases or self._book.awaits_writes or bool(self._net.listening)
         self._apply(left)
         self._apply(due, fresh=True)
         step, self._step = self._step, DecodeStep()

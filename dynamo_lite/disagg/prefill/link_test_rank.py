@@ -6,7 +6,7 @@ for all writes, nothing is started or polled while the fence is closed.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +62,8 @@ class _Open:
 
 
 class LinkTestRank:
-    """own: this rank's memory. rank: its index. scratch: None if it has no scratch memory."""
+    """own: this rank's memory. rank: its index. scratch: None if it has no scratch memory. used:
+    the engines with other transfers in flight."""
 
     def __init__(
         self,
@@ -72,8 +73,10 @@ class LinkTestRank:
         scratch: ScratchMemory | None,
         peers: RemoteRanks,
         alive: Callable[[], bool],
+        used: Callable[[], Set[str]],
         now: Callable[[], float],
     ):
+        self._used = used
         self._mover, self._own, self._rank, self._peers = mover, own, rank, peers
         self._scratch, self._alive, self._now = scratch, alive, now
         self._free = deque(range(scratch.region.slots)) if scratch is not None else deque[int]()
@@ -135,7 +138,7 @@ class LinkTestRank:
                 self._advance_exchange(exchange)
             except TransferError as exc:
                 self._release(exchange)
-                self._peers.failed(opened.order.target_engine, exc.peer)
+                self._disconnect(opened.order.target_engine, exc.peer)
                 opened.failure = f"{_rank(exc.peer)}: {exc.detail}"
                 return
             except (ValueError, LookupError) as exc:
@@ -220,7 +223,13 @@ class LinkTestRank:
         )
         if alive:
             for name in waited:
-                self._peers.failed(opened.order.target_engine, name)
+                self._disconnect(opened.order.target_engine, name)
+
+    def _disconnect(self, engine_id: str, name: str) -> None:
+        """Removing a peer ends its transfers as failed, but NIXL may still deliver what they have
+        posted. The decode engine would use the blocks again. So it stays while it is used."""
+        if engine_id not in self._used():
+            self._peers.failed(engine_id, name)
 
     def _end(self, opened: _Open) -> None:
         """Keeps the slots of exchanges with a transfer in flight: it may still use them."""

@@ -66,7 +66,16 @@ class PrefillRank:
             now=clock.monotonic,
         )
         self._reads = PrefixReads(mover, own, peers, verdict, alive, stats)
-        self._link_tests = LinkTestRank(mover, own, rank, scratch, peers, alive, clock.monotonic)
+        self._link_tests = LinkTestRank(
+            mover,
+            own,
+            rank,
+            scratch,
+            peers,
+            alive,
+            lambda: self._writes.in_flight | self._reads.engines,
+            clock.monotonic,
+        )
         #: Reads of attempts whose claims are not answered.
         self._awaiting_claim: list[PrefixRead] = []
         #: Attempt -> request id, of finished requests whose writes are not reported as ended.

@@ -3,7 +3,8 @@
 etcd reports a lost lease by a time-to-live of 0, not by an error. Besides, a lease that could
 not be refreshed for its whole time-to-live by this host's CLOCK_BOOTTIME counts as lost,
 regardless of later replies: other processes may have seen it expire. That clock counts the
-time in which the host was suspended.
+time in which the host was suspended. etcd grants whole seconds, and no less than one and a half of
+its election timeouts. That may be more than was asked for, but others count on what was asked for.
 
 A store that has lost its data, or was restored from a backup, does not know the lease either.
 In this case the lease was not revoked, so this process grants the same id again.
@@ -32,14 +33,15 @@ _OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
 
 
 class EtcdLease:
-    """granted: etcd's answer to the grant; granted_at: the `boottime` just before the request.
-    timeout_s: timeout of one request. boottime: see `Clock`."""
+    """granted: etcd's answer to the grant of `ttl_s`; granted_at: the `boottime` just before the
+    request. timeout_s: timeout of one request. boottime: see `Clock`."""
 
     def __init__(
         self,
         client: EtcdClient,
         granted: Any,
         *,
+        ttl_s: float,
         granted_at: float,
         timeout_s: float,
         boottime: Callable[[], float],
@@ -48,7 +50,7 @@ class EtcdLease:
         self._boottime = boottime
         self._timeout_s = timeout_s
         self._id: int = granted.ID
-        self._ttl_s: float = granted.TTL
+        self._ttl_s = min(ttl_s, granted.TTL)
         self._deadline = granted_at + self._ttl_s
         self._witness: tuple[bytes, int] | None = None  # a key, and when it was put
         self._loss: LeaseLoss | None = None
@@ -162,7 +164,7 @@ class EtcdLease:
         except _OUT_OF_REACH as exc:
             logger.debug("lease %x was not refreshed: %s", self._id, exc)
             return False
-        self._deadline = max(self._deadline, asked_at + reply.TTL)
+        self._deadline = max(self._deadline, asked_at + min(self._ttl_s, reply.TTL))
         written = reply.header.revision > self._revision
         self._revision = max(self._revision, reply.header.revision)
         if written and self._witness is None:  # the store was empty at the grant
@@ -188,7 +190,7 @@ class EtcdLease:
                 return False  # it exists: another call of this process was faster
             raise
         logger.warning("etcd has lost its data; lease %x was granted again", self._id)
-        self._deadline = max(self._deadline, asked_at + granted.TTL)
+        self._deadline = max(self._deadline, asked_at + min(self._ttl_s, granted.TTL))
         self._place(granted.header)
         await self.mark()
         return True
@@ -226,10 +228,17 @@ class EtcdLease:
 async def grant_lease(
     client: EtcdClient, ttl_s: float, *, timeout_s: float, boottime: Callable[[], float]
 ) -> EtcdLease:
-    """Raises what `EtcdClient.call` raises. Its time-to-live may be longer than asked for."""
+    """Raises what `EtcdClient.call` raises."""
     asked_at = boottime()
     granted = await _ask(client, ttl_s, timeout_s)
-    lease = EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s, boottime=boottime)
+    lease = EtcdLease(
+        client,
+        granted,
+        ttl_s=ttl_s,
+        granted_at=asked_at,
+        timeout_s=timeout_s,
+        boottime=boottime,
+    )
     await lease.mark()
     return lease
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dynamo_lite.overview.drains import ROLES, Facts, in_flight, listens, look
-from dynamo_lite.policy.drain import Leaving, Safe, Unsafe, safe
+from dynamo_lite.policy.drain import Leaving, Safe, Unsafe, safe, written_s
 from dynamo_lite.protocol.planner import OperationRecord
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 
@@ -48,7 +48,11 @@ class Departure:
             in_flight=running,
             idle_at=idle_at,
         )
-        fence_s = _seconds(facts, "grace_s", _GRACE_S) + _seconds(facts, "lease_ttl_s", _TTL_S)
+        grace_s, ttl_s = (
+            _seconds(facts, "grace_s", _GRACE_S),
+            _seconds(facts, "lease_ttl_s", _TTL_S),
+        )
+        fence_s = written_s(grace_s, ttl_s)
         return safe(self._leaving, seen.writers(asked_at), now=asked_at, fence_s=fence_s)
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _ASK_S, _PAUSE_S = 1.0, 0.02
 #: While NATS is away, of which each question logs a warning.
 _AWAY_PAUSE_S = 1.0
-#: Beside a lease's time-to-live, after which the blocks of a lost writer are free.
+#: Beside two times-to-live of a lease, after which the blocks of a lost writer are free.
 _MARGIN_S = 10.0
 
 
@@ -83,7 +83,7 @@ class RunningCore:
         margin_s: float = _MARGIN_S,
     ) -> None:
         """The running engine becomes that of another role, with another id. file: for `new`.
-        margin_s: how much longer than the lease's time-to-live it may take.
+        margin_s: how much longer than two of the lease's times-to-live it may take.
 
         Raises StartupError when the engine does not, or has ended.
         """
@@ -94,7 +94,7 @@ class RunningCore:
         order = encode_sealed(ChangeRole(engine_id=new.engine_id, config_file=file.name))
         subject = names.role_subject(old.namespace, old.engine_id)
         described = names.describe_subject(new.namespace, new.engine_id)
-        limit_s, refused = new.lease_ttl_s + margin_s, "it does not answer"
+        limit_s, refused = 2 * new.lease_ttl_s + margin_s, "it does not answer"
         try:
             async with asyncio.timeout(limit_s):
                 while not await self._answers(messaging, described):
