@@ -57,8 +57,8 @@ class WriterDeadlines:
             self._lost_at, self._last_start = now, now + self._grace_s
 
     def promised(self, until: float) -> None:
-        """It starts no write after `until`. A promise that arrives before its keys vanish counts
-        from then on."""
+        """It starts no write after `until`, or after the end of its fence if that is later. A
+        promise that arrives before its keys vanish counts from then on."""
         self._stays_until = until
         if self._lost_at is not None:
             self._lost_at = until
@@ -74,8 +74,8 @@ class WriterDeadlines:
         return now >= max(self._lost_at, self._last_start) + self._grace_s
 
     def cancels_again(self, now: float) -> bool:
-        """Whether it was silent for long after the last cancel of its attempt, so that one more
-        is sent. The first call counts as the first cancel."""
+        """Whether the last cancel of its attempt was long ago, so that one more is sent. The first
+        call counts as the first cancel."""
         due = self._cancel_at is not None and now >= self._cancel_at
         if self._cancel_at is None or due:
             self._cancel_at = now + self._grace_s

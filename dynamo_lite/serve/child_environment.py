@@ -37,7 +37,7 @@ def child_environment(
     own: Mapping[str, str], bind_host: str = "", lease_ttl_s: float | None = None
 ) -> dict[str, str]:
     """The environment of a child process: ours, our defaults, then the service's own. bind_host:
-    where it listens, if it may open ports for KV. lease_ttl_s: of its lease, if it may write KV.
+    where it listens, if it may open ports for KV. lease_ttl_s: of its lease, if it has one.
 
     Without the servers' URLs: engines need not have their passwords.
     """

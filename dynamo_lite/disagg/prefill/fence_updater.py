@@ -3,7 +3,8 @@
 While the worker serves, the fence is open as long as its lease certainly lives. A worker
 that is leaving finishes its claimed jobs after its keys are gone: it promises each decode
 engine to stay for a few seconds at a time, and its engine writes only until the end of the
-last promise that all of them accepted.
+last promise that all of them accepted. If they never do, it writes until the lease would have
+ended by itself.
 """
 
 import asyncio
