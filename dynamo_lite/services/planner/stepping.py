@@ -6,8 +6,10 @@ A change is a record in etcd; `Operations` and `Switching` say what its steps ar
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused
@@ -29,18 +31,29 @@ _RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 
 
 @dataclass(kw_only=True)
-class Stepped:
+class Stepped(Generic[R]):
     """A change under way."""
 
-    #: Whether its record is in etcd for sure.
+    record: R = field(kw_only=False)
+    #: Whether etcd has this record for sure.
     stored: bool = False
     #: Failed steps in a row, and when the next one may be tried, monotonic.
     failures: int = 0
     retry_at: float = 0.0
 
 
+async def enter(
+    one: Stepped[R], phase: str, key: str, store: Store, records: AuthenticRecords
+) -> None:
+    """Stores its record with this phase. After StoreUnavailable etcd may have it or not."""
+    one.record = msgspec.structs.replace(one.record, phase=phase)
+    one.stored = False
+    await store.put(key, records.encoded(key, one.record))
+    one.stored, one.failures = True, 0
+
+
 async def step(
-    one: Stepped,
+    one: Stepped[R],
     work: Callable[[], Awaitable[None]],
     refused: Callable[[Refused], Awaitable[None]],
     *,

@@ -31,7 +31,7 @@ from dynamo_lite.services.planner.connector import (
     Order,
     SwitchingConnector,
 )
-from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, resumable, step
+from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, enter, resumable, step
 from dynamo_lite.services.planner.target import Target
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ _Phase = Literal["ordered", "asked", "withdrawing", "ended"]
 
 
 @dataclass
-class _Running(Stepped):
-    record: SwitchRecord
+class _Running(Stepped[SwitchRecord]):
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
     #: As it was seen last.
@@ -229,11 +228,13 @@ class Switching:
                 pass
 
     async def _settle(self, one: _Running, state: SwitchState) -> None:
-        if state.phase == "done":
-            self._drains.append(state.drain_s)
-            self._starts.append(state.start_s)
-            one.record = msgspec.structs.replace(one.record, took=times_text(state)[:1024])
-        await self._end(one, "done" if state.phase == "done" else "failed")
+        if state.phase != "done":
+            await self._end(one, "failed")
+            return
+        one.record = msgspec.structs.replace(one.record, took=times_text(state)[:1024])
+        await self._end(one, "done")
+        self._drains.append(state.drain_s)
+        self._starts.append(state.start_s)
 
     def _too_few(self, record: SwitchRecord, counted: Counted) -> str:
         """Why its worker must stay; empty if it may go. Since the switch was decided, others may
@@ -268,9 +269,7 @@ class Switching:
         )
 
     async def _enter(self, one: _Running, phase: _Phase) -> None:
-        one.record = msgspec.structs.replace(one.record, phase=phase)
-        await self._store.put(self._key, self._records.encoded(self._key, one.record))
-        one.stored, one.failures = True, 0
+        await enter(one, phase, self._key, self._store, self._records)
 
     async def _end(self, one: _Running, outcome: str) -> None:
         if outcome == "refused":

@@ -5,8 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import msgspec
-
 from dynamo_lite.policy.planner_inputs import Operation
 from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol import names
@@ -15,14 +13,13 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.departure import Departure
-from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, resumable
+from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, enter, resumable
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class RunningOperation(Stepped):
-    record: OperationRecord
+class RunningOperation(Stepped[OperationRecord]):
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
     resumed: bool = False
@@ -138,11 +135,7 @@ class UnderWay:
             self._starts[one.record.component].add(self._clock.monotonic() - one.began)
 
     async def enter(self, one: RunningOperation, phase: Phase) -> None:
-        one.record = msgspec.structs.replace(one.record, phase=phase)
-        key = self._key(one.record)
-        await self._store.put(key, self._records.encoded(key, one.record))
-        one.stored = True
-        one.failures = 0
+        await enter(one, phase, self._key(one.record), self._store, self._records)
 
     async def end(self, one: RunningOperation, outcome: str) -> None:
         await self._store.delete(self._key(one.record))
