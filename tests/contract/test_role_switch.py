@@ -1,84 +1,22 @@
 """Switches of roles by planners on real etcd and NATS: each is carried out once, to its end."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any, Self
 
 import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode_json
-from dynamo_lite.protocol.errors import Refused, UnknownWorker
-from dynamo_lite.protocol.planner import SwitchRecord, SwitchState
-from dynamo_lite.services.planner.connector import Counted, Order
+from dynamo_lite.protocol.errors import UnknownWorker
+from dynamo_lite.protocol.planner import SwitchRecord
+from dynamo_lite.services.planner.connector import Order
 from tests.builders import eventually
-from tests.contract.planning import Bench, D, FakeSupervisor, P, Running
+from tests.contract.planning import Bench, D, FakeSupervisor, P, Running, SwitchingSupervisor
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 DEVICES = 3
 OPTIONS: dict[str, Any] = {"budget_devices": DEVICES}
-
-
-class SwitchingSupervisor(FakeSupervisor):
-    """Implements SwitchingConnector. More moments: `switch before`, `switch after`,
-    `cancel before`, `cancel after`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: dict[int, SwitchState] = {}
-        #: Most workers at a time.
-        self.most = 0
-
-    async def counts(self) -> Counted:
-        counted = await super().counts()
-        self.most = max(self.most, sum(one.present for one in counted.roles.values()))
-        return replace(counted, switches=list(self.states.values()))
-
-    async def switch(self, order: Order) -> None:
-        await self._moment("switch before")
-        self._take("switch", order)
-        if order.lease_id not in self.states:
-            self.ready[order.component] -= 1
-            self.draining[order.component].add(order.lease_id)
-            self._enter(order, "draining")
-        if self.instant:
-            self.finish_drain()
-            self.finish_start()
-        await self._moment("switch after")
-
-    async def cancel_switch(self, order: Order) -> None:
-        await self._moment("cancel before")
-        self._take("cancel", order)
-        if self.states[order.lease_id].phase != "starting":
-            raise Refused("it was ready", elsewhere=False)
-        self.starting[order.to] -= 1
-        self._enter(order, "ended")
-        await self._moment("cancel after")
-
-    def finish_drain(self) -> None:
-        (state,) = self.unfinished("draining")
-        self.draining[state.component].discard(state.lease_id)
-        self.starting[state.to] += 1
-        self._enter(state, "starting")
-
-    def finish_start(self) -> None:
-        (state,) = self.unfinished("starting")
-        self.starting[state.to] -= 1
-        self.ready[state.to] += 1
-        self._enter(state, "done")
-
-    def unfinished(self, phase: str) -> list[SwitchState]:
-        return [state for state in self.states.values() if state.phase == phase]
-
-    def _enter(self, what: Order | SwitchState, phase: str) -> None:
-        self.states[what.lease_id] = SwitchState(
-            component=what.component,
-            lease_id=what.lease_id,
-            to=what.to,
-            phase=phase,  # pyright: ignore[reportArgumentType]
-            start_s=60.0 if phase == "starting" else 0.0,
-        )
 
 
 class SwitchBench(Bench):

@@ -9,8 +9,9 @@ import pytest
 
 from dynamo_lite.policy.drain import Safe, Unsafe
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused, StoreUnavailable, Unavailable, UnknownWorker
-from dynamo_lite.protocol.planner import RoleCounts, SwitchState
+from dynamo_lite.protocol.planner import OperationRecord, RoleCounts, SwitchState
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.store import Lease
@@ -83,6 +84,30 @@ async def test_starts_that_became_slower_are_granted_more_time(rig: Rig):
     assert rig.under_way.starts(P) == (3, 1)
     assert rig.under_way.start_times(P) == (10.0, 21.0)
     assert rig.supervisor.ready == {P: 4, D: 1}
+
+
+async def test_a_withdrawal_is_ordered_after_its_record_is_stored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    async def away(*args: object) -> None:
+        raise StoreUnavailable("etcd is away")
+
+    phases: list[str] = []
+    take = rig.supervisor.remove
+
+    async def noted(order: Order) -> None:
+        (value,) = (await rig.store.get_prefix(names.planner_operations_prefix("n"))).values()
+        phases.append(decode_json(value, OperationRecord).phase)
+        await take(order)
+
+    monkeypatch.setattr(rig.supervisor, "remove", noted)
+    operation = await rig.add(P)
+    with monkeypatch.context() as patched, pytest.raises(StoreUnavailable):
+        patched.setattr(rig.store, "put", away)
+        await rig.operations.withdraw(operation)
+    await rig.advance()
+    assert phases == ["withdrawing"]
+    assert rig.under_way.starts(P) == (0, 1)
 
 
 async def remove(rig: Rig, lease_id: int) -> None:

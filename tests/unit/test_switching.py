@@ -1,0 +1,114 @@
+"""A switch of roles step by step, with a store in memory that fails on demand."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.protocol.planner import SwitchRecord
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK
+from dynamo_lite.runtime.store import Lease
+from dynamo_lite.services.planner.connector import Order
+from dynamo_lite.services.planner.switching import Switching
+from dynamo_lite.services.planner.target import Target
+from dynamo_lite.simulation.servers.memory_store import MemoryStore
+from tests.builders import endpoint_record
+from tests.contract.planning import D, P, SwitchingSupervisor
+
+LEASE = 7
+
+
+class FailingStore(MemoryStore):
+    away = False
+    #: Whether a put that fails stores its value.
+    stores = False
+
+    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        if not self.away or self.stores:
+            await super().put(key, value, lease=lease)
+        if self.away:
+            raise StoreUnavailable("etcd is away")
+
+
+class Rig:
+    """The switches of one planner: of two prefill workers one becomes a decode worker."""
+
+    def __init__(self, store: FailingStore):
+        self.store, self.supervisor, self.now = store, SwitchingSupervisor(), 1000.0
+        self.supervisor.instant = False
+        self.supervisor.ready[P] = 2
+        self.clock = replace(SYSTEM_CLOCK, monotonic=lambda: self.now, wall=lambda: self.now)
+        self.workers = [endpoint_record(lease, P) for lease in (LEASE, 8)]
+        self.switching = self.planner()
+
+    def planner(self) -> Switching:
+        target = Target(self.store, "n", "test", self.clock)
+        return Switching(
+            self.store, "n", self.supervisor, target, lambda: 5.0, self.clock, self.members
+        )
+
+    def members(self) -> list[EndpointRecord]:
+        return self.workers
+
+    async def begin(self) -> None:
+        await self.switching.begin(D, self.workers[0], await self.supervisor.counts(), "a test")
+
+    async def withdraw(self) -> None:
+        (operation,) = self.switching.of(D)
+        await self.switching.withdraw(operation.id)
+
+    async def advance(self) -> None:
+        self.now += 60.0
+        await self.switching.advance(await self.supervisor.counts())
+
+    async def phase(self) -> str:
+        value = await self.store.get(names.planner_switch_key("n"))
+        return decode_json(value, SwitchRecord).phase if value else ""
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with FailingStore() as store:
+        yield Rig(store)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+async def test_a_withdrawal_is_ordered_after_its_record_is_stored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, stores: bool
+):
+    """A put that fails may have stored its value."""
+    phases: list[str] = []
+    cancel = rig.supervisor.cancel_switch
+
+    async def noted(order: Order) -> None:
+        phases.append(await rig.phase())
+        await cancel(order)
+
+    monkeypatch.setattr(rig.supervisor, "cancel_switch", noted)
+    await rig.begin()
+    rig.supervisor.finish_drain()
+    rig.store.away, rig.store.stores = True, stores
+    with pytest.raises(StoreUnavailable):
+        await rig.withdraw()
+    rig.store.away = False
+    await rig.advance()
+    assert phases == ["withdrawing"]
+    assert await rig.phase() == "ended"
+    assert rig.switching.ended == {(D, "switch", "withdrawn"): 1}
+
+
+async def test_an_end_that_could_not_be_stored_is_told_once(rig: Rig):
+    await rig.begin()
+    rig.supervisor.finish_drain()
+    rig.supervisor.finish_start()
+    rig.store.away = True
+    await rig.advance()
+    assert rig.switching.ended == {}
+    rig.store.away = False
+    await rig.advance()
+    assert await rig.phase() == "ended"
+    assert rig.switching.ended == {(D, "switch", "done"): 1}
