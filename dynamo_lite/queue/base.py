@@ -172,6 +172,9 @@ class PrefillQueue(Protocol):
     async def depth(self) -> QueueDepth:
         """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable.
 
+        A push is counted a moment after its answer: the consumers count, on the servers that lead
+        them, and the stream's leader answers the push.
+
         It also shows whether the broker has lost the queue.
         """
         ...

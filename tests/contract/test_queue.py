@@ -81,6 +81,14 @@ async def until_total(queue: PrefillQueue, total: int) -> None:
     await eventually(reached)
 
 
+async def until_depth(queue: PrefillQueue, *, waiting: int, in_flight: int) -> None:
+    async def reached() -> bool:
+        depth = await queue.depth()
+        return (depth.waiting, depth.in_flight) == (waiting, in_flight)
+
+    await eventually(reached)
+
+
 async def push_when_there_is_room(queue: PrefillQueue, payload: bytes) -> None:
     """On several servers a finished job leaves the stream some time after its consumer."""
 
@@ -101,8 +109,7 @@ async def test_jobs_arrive_in_order_and_leave_at_their_ack(open_queue: Opener):
     assert [first.payload, second.payload] == [b"a", b"b"]
     assert [first.sequence, second.sequence] == sequences
     assert first.deliveries == 1
-    depth = await decode.depth()
-    assert (depth.waiting, depth.in_flight) == (0, 2)
+    await until_depth(decode, waiting=0, in_flight=2)
     await first.ack()
     await second.ack()
     await until_total(decode, 0)
@@ -113,8 +120,7 @@ async def test_depth_tells_waiting_from_in_flight(open_queue: Opener):
     for payload in (b"a", b"b", b"c"):
         await push(queue, payload)
     await pull(queue)
-    depth = await queue.depth()
-    assert (depth.waiting, depth.in_flight, depth.total) == (2, 1, 3)
+    await until_depth(queue, waiting=2, in_flight=1)
 
 
 async def test_a_waiting_pull_gets_the_next_job(open_queue: Opener):
@@ -146,7 +152,7 @@ async def test_earlier_lanes_go_first_and_each_keeps_its_order(open_queue: Opene
     assert sequences == sorted(sequences)
     jobs = [await pull(queue) for _ in sequences]
     assert [job.payload.decode() for job in jobs[:4]] == ["urgent1", "urgent2", "short1", "short2"]
-    assert (await queue.depth()).in_flight == 6
+    await until_depth(queue, waiting=0, in_flight=6)
 
 
 async def test_a_long_job_is_not_passed_over_for_ever(open_queue: Opener):
@@ -260,7 +266,7 @@ async def test_a_repeated_message_id_queues_nothing(open_queue: Opener):
     queue = await open_queue(QueueConfig(max_jobs=1))
     sequence = await queue.push(b"a", message_id="once")
     assert await queue.push(b"a", message_id="once") == sequence
-    assert (await queue.depth()).total == 1
+    await until_total(queue, 1)
     await (await pull(queue)).ack()
     assert await queue.push(b"a", message_id="once") == sequence
     await until_total(queue, 0)
@@ -303,7 +309,7 @@ async def test_a_nak_may_be_delayed(open_queue: Opener):
     await push(queue, b"a")
     await (await pull(queue)).nak(delay_s=0.4)
     assert await queue.pull(timeout_s=0.1) is None
-    assert (await queue.depth()).total == 1
+    await until_total(queue, 1)
     assert (await pull(queue)).deliveries == 2
 
 
@@ -355,7 +361,7 @@ async def test_deleting_a_waiting_job(open_queue: Opener):
     assert not await queue.delete(sequence)
     assert not await queue.delete(sequence + 1000)
     assert await queue.pull(timeout_s=0.05) is None
-    assert (await queue.depth()).total == 0
+    await until_total(queue, 0)
     await push(queue, b"b")
 
 

@@ -26,9 +26,6 @@ LEASE_TTL_S = 6.0
 _PATIENCE_S = 60.0
 #: For what would come at once when the link is up.
 _AT_ONCE_S = 2.0
-#: An engine's calls that connect return within it, also on a busy machine. The kernel gives a
-#: connection up after _USER_TIMEOUT, which is longer.
-_CALLED_S = 2.0
 _USER_TIMEOUT = child_environment({}, lease_ttl_s=LEASE_TTL_S)["UCX_TCP_USER_TIMEOUT"]
 
 
@@ -93,7 +90,7 @@ async def test_what_a_dead_writer_has_posted_comes_soon_or_never(bounded: bool) 
     with hosts(2) as (here, there), peer(there, "target", ucx) as target:
         with peer(here, "writer", ucx) as writer:
             writer.tell(json.dumps(await target.says()))
-            await writer.says()  # how long its calls took
+            assert await writer.says() == {"failed": ""}
             assert await writer.says() == {"connected": True}
             assert await written(target) == 1
             here.link(up=False)
@@ -122,7 +119,7 @@ async def test_what_a_dead_writer_has_posted_comes_soon_or_never(bounded: bool) 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("waits", [False, True])
 async def test_no_engine_waits_for_a_connection(waits: bool) -> None:
-    """By UCX's default it does: the test sees that."""
+    """By UCX's default it does, until the kernel gives the connection up: the test sees that."""
     if why := unavailable():
         lacking(why)
     ucx = {"UCX_TCP_USER_TIMEOUT": _USER_TIMEOUT} | ({"UCX_TCP_CONN_NB": "n"} if waits else {})
@@ -134,8 +131,8 @@ async def test_no_engine_waits_for_a_connection(waits: bool) -> None:
         metadata = json.dumps(await target.says())
         here.cut(there)
         writer.tell(metadata)
-        called_s = (await writer.says())["called_s"]
-        assert (called_s > _CALLED_S) == waits
+        failed = (await writer.says())["failed"]
+        assert bool(failed) == waits
         if not waits:
             here.heal(there)
             assert await writer.says() == {"connected": True}
