@@ -28,6 +28,20 @@ def test_an_order_ends_when_all_ranks_have_answered():
     assert stats.take() == {PREFLIGHT: [["1.1", "from rank 1: rank 0: broken", 3, 0.5, 0.125]]}
 
 
+def test_an_order_that_comes_twice_is_taken_once():
+    book = LinkTestScheduler(Counters(), Introductions(lambda: b"own"))
+    order = LinkTest(order="1.1", target=ENGINE)
+    steps = [PrefillStep() for _ in range(3)]
+    for step in steps[:2]:
+        book.ask(order)
+        book.announce(step)
+    book.answered({"1.1": {0: RankLink(None)}}, 1)
+    book.ask(order)
+    assert not book.busy
+    book.announce(steps[2])
+    assert [len(step.link_tests) for step in steps] == [1, 0, 0]
+
+
 def test_links_of_one_rank_do_not_name_it():
     stats = Counters()
     book = LinkTestScheduler(stats, Introductions(lambda: b"own"))

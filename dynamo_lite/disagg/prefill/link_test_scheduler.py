@@ -12,6 +12,9 @@ from dynamo_lite.disagg.prefill.introductions import Introductions
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import LinkTest
 
+#: Latest orders that are remembered. A repeated one comes within the request's timeout.
+_REMEMBERED = 256
+
 
 class LinkTestScheduler:
     """stats: gets the result of each order; see `LinkReport`."""
@@ -19,6 +22,7 @@ class LinkTestScheduler:
     def __init__(self, stats: Counters, introductions: Introductions):
         self._stats, self._introductions = stats, introductions
         self._asked: deque[LinkTest] = deque()
+        self._taken: deque[str] = deque(maxlen=_REMEMBERED)
         self._answers: dict[str, dict[int, RankLink]] = {}
 
     @property
@@ -27,7 +31,10 @@ class LinkTestScheduler:
         return bool(self._asked or self._answers)
 
     def ask(self, link_test: LinkTest) -> None:
-        self._asked.append(link_test)
+        """An order that comes twice is taken once: nobody would wake the engine for the second."""
+        if link_test.order not in self._taken:
+            self._taken.append(link_test.order)
+            self._asked.append(link_test)
 
     def announce(self, step: PrefillStep) -> None:
         """Adds new orders to the step."""
