@@ -60,6 +60,40 @@ def test_a_fine_tune_with_the_same_header_and_size_is_another_one(tmp_path: Path
     assert weights_print(config(one)) != weights_print(config(two))
 
 
+def safetensors(path: Path, large: int, small: int, seed: int) -> None:
+    """Two tensors of so many bytes: zeros, which take no room on the disk, and random ones."""
+    spans = {"large": (0, large), "small": (large, large + small)}
+    tensors = {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in spans.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.seek(large, os.SEEK_CUR)
+        file.write(random.Random(seed).randbytes(small))
+
+
+@pytest.mark.parametrize("small", [64, 20_000])
+def test_each_tensor_counts_however_small(tmp_path: Path, small: int):
+    prints: list[str] = []
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        safetensors(tmp_path / name / "model.safetensors", 1 << 30, small, seed)
+        prints.append(weights_print(config(tmp_path / name)))
+    one, same, other = prints
+    assert one == same != other
+
+
+@pytest.mark.parametrize("header", [b"\xff" * 8, (3).to_bytes(8, "little") + b"{x}", b"12"])
+def test_a_header_that_cannot_be_read_is_no_crash(tmp_path: Path, header: bytes):
+    one, two = (
+        write(tmp_path / name, model__safetensors=header + weights(seed))
+        for name, seed in (("one", 1), ("two", 2))
+    )
+    assert weights_print(config(one)) != weights_print(config(two))
+
+
 @pytest.mark.parametrize(
     "other",
     [{"model__safetensors": b"1234"}, {"b__safetensors": b"123"}, {"model__bin": b"123"}],

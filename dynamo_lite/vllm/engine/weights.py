@@ -1,5 +1,6 @@
 """Identifies the weights that an engine has loaded, as text; equal weights have equal texts."""
 
+import logging
 import os
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -9,6 +10,8 @@ import msgspec
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 _INDEX, _MISTRAL_INDEX = "model.safetensors.index.json", "consolidated.safetensors.index.json"
 _HF = (("*.safetensors", _INDEX), ("*.bin", ""), ("*.pt", ""))
@@ -31,13 +34,15 @@ _PATTERNS = {
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 
 _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 1024
+#: Of a safetensors file: the length of its header, and the longest that the format allows.
+_LENGTH_BYTES, _LONGEST_HEADER = 8, 100_000_000
 
 
 def weights_print(config: VllmConfig) -> str:
     """Returns a hash of the loaded files, or the model's name and why they were not read.
 
-    Call it when the engine is up: a model of the hub must have been downloaded. It takes
-    milliseconds if the files are on a local disk.
+    Call it when the engine is up: a model of the hub must have been downloaded. On a local disk it
+    takes milliseconds, and up to a second with tens of thousands of tensors.
     """
     model, load = config.model_config, config.load_config
     name = model.model_weights or model.model
@@ -58,25 +63,45 @@ def weights_print(config: VllmConfig) -> str:
             reason = "no weights in its folder"
     except (OSError, msgspec.DecodeError) as exc:
         reason = str(exc)
+    logger.warning("the weights of %s are compared by name and revision only: %s", name, reason)
     return f"not read: {name}, revision {model.revision or 'default'} ({reason})"
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Hashes names and sizes, the beginning of each file, and samples spread over all of them.
+    """Hashes names and sizes, the beginning of each file, samples spread over all of them, and a
+    sample of each tensor of a safetensors file.
 
     The beginning of a safetensors file lists its tensors. The samples distinguish fine-tunes,
     whose tensors have the same names and sizes.
     """
     found = blake2b(digest_size=16)
-    every = max(sum(path.stat().st_size for path in files) // _SAMPLES, 1)
+    every = max(sum(path.stat().st_size for path in files) // _SAMPLES, _SAMPLE_BYTES)
     for path in sorted(files, key=lambda path: path.name):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             found.update(msgspec.json.encode((path.name, size)))
             found.update(os.pread(file.fileno(), _HEAD_BYTES, 0))
-            for at in range(_HEAD_BYTES, size, max(every, _SAMPLE_BYTES)):
+            for at in (*range(_HEAD_BYTES, size, every), *_tensors(file.fileno(), size)):
                 found.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
     return found.hexdigest()
+
+
+def _tensors(file: int, size: int) -> list[int]:
+    """Where samples in the middle of each tensor begin, if it is a safetensors file: the length of
+    its header in eight bytes, the header in JSON, and the tensors
+    (https://github.com/huggingface/safetensors#format)."""
+    length = int.from_bytes(os.pread(file, _LENGTH_BYTES, 0), "little")
+    if length > min(size - _LENGTH_BYTES, _LONGEST_HEADER):
+        return []
+    try:
+        header = msgspec.json.decode(
+            os.pread(file, length, _LENGTH_BYTES), type=dict[str, _HeaderEntry]
+        )
+    except msgspec.DecodeError:
+        return []
+    spans = sorted(entry.data_offsets for entry in header.values() if entry.data_offsets)
+    first = _LENGTH_BYTES + length
+    return [first + max(begin, (begin + end - _SAMPLE_BYTES) // 2) for begin, end in spans]
 
 
 def _local_path(model: str, revision: str | None, cache: str | None) -> Path | None:
@@ -102,6 +127,13 @@ def _files(folder: Path, patterns: Sequence[tuple[str, str]]) -> list[Path]:
         if found:
             return found
     return []
+
+
+class _HeaderEntry(msgspec.Struct):
+    """Of one tensor: its first byte and the one after its last, after the header. The entry
+    `__metadata__` has none."""
+
+    data_offsets: tuple[int, int] | None = None
 
 
 class _Index(msgspec.Struct):
