@@ -227,6 +227,71 @@ async def test_a_deleted_key_is_put_back() -> None:
     assert await run.store.get_prefix("n/") == {}
 
 
+class Refusals(MemoryStore):
+    """Deletes nothing for so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals = 0
+        self.deletes: list[str] = []
+
+    async def delete(self, key: str) -> bool:
+        self.deletes.append(key)
+        if self.refusals:
+            self.refusals -= 1
+            raise StoreUnavailable("its server was just killed")
+        return await super().delete(key)
+
+
+async def test_a_registration_that_was_not_deleted_is_deleted_while_it_drains() -> None:
+    store = Refusals()
+    run = Run(store)
+    store.refusals = 3
+    seen: list[bool] = []
+
+    async def until_gone() -> None:
+        async def gone() -> bool:
+            return not await store.get_prefix("n/")
+
+        seen.append(await gone())
+        await eventually(gone)
+        seen.append(True)
+
+    run.worker.on_drain = until_gone
+    exit_code = run.start()
+    await run.until("ready")
+    assert run.worker.host
+    run.worker.host.stop("enough")
+    assert await exit_code == 0
+    assert seen == [False, True]
+
+
+async def test_each_released_key_is_deleted_and_one_that_is_held_again_stays() -> None:
+    store = Refusals()
+    run = Run(store)
+
+    async def hold_two(host: Host) -> None:
+        await host.hold("n/one", b"1")
+        await host.hold("n/two", b"2")
+
+    run.worker.on_start = hold_two
+    exit_code = run.start()
+    await run.until("ready")
+    host = run.worker.host
+    assert host
+    store.refusals = 2
+    assert not await host.release("n/one", "n/two")
+    await host.hold("n/one", b"again")
+
+    async def deleted() -> bool:
+        return await store.get("n/two") is None
+
+    await eventually(deleted)
+    host.stop("enough")
+    assert await exit_code == 0
+    assert (store.deletes.count("n/one"), store.deletes.count("n/two")) == (1, 2)
+
+
 async def hold_another(host: Host) -> None:
     await host.hold("n/other", b"1")
 

@@ -138,6 +138,11 @@ class Host:
         self._report = report
         self._stop = stop
         self._held: dict[str, bytes] = {}
+        #: Released keys that the store may still have.
+        self._undeleted: set[str] = set()
+        self._deleter: asyncio.Task[None] | None = None
+        #: Held while one of them is deleted.
+        self._deleting = asyncio.Lock()
         self._endpoints: list[str] = []
         self._guard: asyncio.Task[None] | None = None
         self._tasks = OwnedTasks(self._task_failed)
@@ -191,15 +196,18 @@ class Host:
 
     async def deregister(self) -> bool:
         """Deletes the registrations of all endpoints. Returns what `release` does."""
-        endpoints, self._endpoints = self._endpoints, []
+        endpoints = tuple(self._endpoints)
         gone = await self.release(*endpoints)
-        if not gone:
-            self._endpoints = endpoints
+        if gone:
+            self._endpoints = [key for key in self._endpoints if key not in endpoints]
         return gone
 
     async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
         """Puts `key` under the lease, and again whenever the store loses it while the lease is
         alive. Raises LeaseLost, or StoreUnavailable after `within_s`."""
+        if key in self._undeleted:
+            async with self._deleting:
+                self._undeleted.discard(key)
         await retry_while_unavailable(
             lambda: self.store.put(key, value, lease=self.lease), within_s=within_s
         )
@@ -208,18 +216,43 @@ class Host:
             self._guard = self.spawn(self._watch_own(key), f"guard {key}")
 
     async def release(self, *keys: str) -> bool:
-        """Deletes held keys. Returns whether they are gone: if the store is unavailable, they
-        expire with the lease."""
+        """Deletes held keys. Returns whether they are gone: if the store is unavailable, they are
+        deleted when it is back, or expire with the lease."""
         for key in keys:
             self._held.pop(key, None)
         if self.lease.loss is not None:
             return True
+        gone = True
         for key in keys:
-            try:
-                await self.store.delete(key)
-            except StoreUnavailable as exc:
-                logger.warning("%s was not deleted, it expires with the lease: %s", key, exc)
-                return False
+            gone = await self._delete(key) and gone
+        if not gone and (self._deleter is None or self._deleter.done()):
+            self._deleter = self.spawn(self._delete_again(), "delete keys")
+        return gone
+
+    async def _delete(self, key: str) -> bool:
+        try:
+            await self.store.delete(key)
+        except StoreUnavailable as exc:
+            logger.warning("%s was not deleted, retrying until the lease ends: %s", key, exc)
+            self._undeleted.add(key)
+            return False
+        self._undeleted.discard(key)
+        return True
+
+    async def _delete_again(self) -> None:
+        while self._undeleted and self.lease.loss is None:
+            await asyncio.sleep(_RESTORE_PAUSE_S)
+            for key in tuple(self._undeleted):
+                async with self._deleting:
+                    if key in self._undeleted and await self._is_deleted(key):
+                        self._undeleted.discard(key)
+
+    async def _is_deleted(self, key: str) -> bool:
+        try:
+            await self.store.delete(key)
+        except StoreUnavailable as exc:
+            logger.debug("%s was not deleted yet, retrying: %s", key, exc)
+            return False
         return True
 
     def progress(self, text: str) -> None:
