@@ -206,6 +206,50 @@ async def test_two_workers_that_leave_are_ended_one_after_the_other(
     assert not rig.under_way.of(D)
 
 
+async def test_workers_that_came_while_one_drained_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """An operator scales up meanwhile. Each of the two removals ends its own worker only."""
+    drained: set[int] = set()
+
+    async def look(departure: Departure, _members: object) -> Safe | Unsafe:
+        safe = departure._worker.lease_id in drained
+        return Safe(reason="test") if safe else Unsafe(reason="test")
+
+    monkeypatch.setattr(Departure, "look", look)
+    rig.supervisor.chooses_victim = False
+    rig.supervisor.ready[D] = 4
+    await remove(rig, 7)
+    await remove(rig, 8)
+    rig.supervisor.ready[D] = 10
+    await rig.advance(5.0)
+    assert rig.supervisor.taken("remove") == []
+    drained |= {7, 8}
+    for _ in range(3):
+        await rig.advance(5.0)
+    assert [order.count for order in rig.supervisor.taken("remove")] == [9, 8]
+    assert rig.supervisor.ready[D] == 8
+    assert not rig.under_way.of(D)
+
+
+async def test_a_start_is_learned_once_however_often_its_record_cannot_be_deleted(rig: Rig):
+    delete, refusals = rig.store.delete, 3
+
+    async def away(key: str) -> bool:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise StoreUnavailable("etcd is away")
+        return await delete(key)
+
+    rig.store.delete = away
+    await rig.add(P)
+    rig.supervisor.finish_starts()
+    for _ in range(4):
+        await rig.advance(60.0)
+    assert rig.under_way.starts(P) == (1, 0)
+    # Of three starts it would know the second one.
+    assert rig.under_way.start_times(P) == (60.0, None)
+
+
 async def test_an_operation_whose_record_may_be_stored_goes_on(rig: Rig):
     put = rig.store.put
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_record
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
@@ -99,6 +100,21 @@ async def test_a_withdrawal_is_ordered_after_its_record_is_stored(
     assert phases == ["withdrawing"]
     assert await rig.phase() == "ended"
     assert rig.switching.ended == {(D, "switch", "withdrawn"): 1}
+
+
+async def test_the_age_of_a_switch_does_not_depend_on_clocks(rig: Rig):
+    """Its record is of another planner, whose clock is an hour ahead."""
+    at = rig.now + 3600.0
+    last = SwitchRecord(id=3, component=P, to=D, lease_id=LEASE, phase="ended", at=at)
+    ages: list[float | None] = []
+    for _ in range(2):
+        seen = rig.switching.seen(last)
+        assert seen is not None
+        ages.append(seen.last_age_s)
+        rig.now += 600.0
+    newer = rig.switching.seen(replace_record(last, id=4))
+    assert newer is not None
+    assert [*ages, newer.last_age_s] == [0.0, 600.0, 0.0]
 
 
 async def test_an_end_that_could_not_be_stored_is_told_once(rig: Rig):

@@ -43,7 +43,11 @@ class LinkTestClient:
         self._waiting[order] = ended
         try:
             link_test = encode_sealed(LinkTest(order=order, target=target))
-            await self._messaging.request(subject, link_test, timeout_s=_ASK_S)
+            try:
+                await self._messaging.request(subject, link_test, timeout_s=_ASK_S)
+            except DeadlineExceeded:
+                self._wake_soon()  # the engine may have the order
+                raise
             self._wake_soon()
             async with asyncio.timeout(_ANSWER_S):
                 return await ended

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 0.5
 #: How often a router that has failed is probed.
 PROBE_S = 1.0
+#: Delay before outcomes that could not be published are published again.
+_AGAIN_S = 1.0
 
 
 class RemoteRouter(WorkerSelector):
@@ -218,11 +220,13 @@ class RemoteRouter(WorkerSelector):
         return self._outcomes.setdefault(router, ([], []))
 
     async def _publish_outcomes(self) -> None:
-        """Outcomes of one iteration of the event loop are published together."""
+        """Outcomes of one iteration of the event loop are published together. Without them a router
+        counts its requests as running, so they are kept while NATS is disconnected."""
         while True:
             await self._has_outcomes.wait()
             self._has_outcomes.clear()
             outcomes, self._outcomes = self._outcomes, {}
+            again = False
             for router, (answered, released) in outcomes.items():
                 notice = RequestOutcomes(
                     client=self._lease_id, answered=answered, released=released
@@ -232,6 +236,12 @@ class RemoteRouter(WorkerSelector):
                     await self._messaging.publish(subject, encode(notice))
                 except Unavailable as exc:
                     logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
+                    if self._routers.get(router) is not None:
+                        since = self._outcomes_for(router)
+                        since[0][:0], since[1][:0] = answered, released
+                        again = True
+            if again:
+                await asyncio.sleep(_AGAIN_S)
 
 
 def _now() -> float:

@@ -8,6 +8,8 @@ taken: an addition is complete when there are `count` workers, a removal names i
 import logging
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from dynamo_lite.policy.drain import Safe
 from dynamo_lite.protocol.errors import Refused, UnknownWorker
 from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
@@ -163,8 +165,7 @@ class Operations:
         if counts.ready < one.record.count:
             await self._under_way.end(one, "failed")
             return
-        self._under_way.took(one)
-        await self._under_way.end(one, "done")
+        await self._under_way.end(one, "done", started=True)
 
     async def _order_withdrawal(
         self, one: RunningOperation, counted: Counted, counts: RoleCounts
@@ -177,8 +178,7 @@ class Operations:
             await self._connector.remove(self._order(one, version, count))
         # It would have taken longer still. Without this, starts that have become slower would all
         # be withdrawn.
-        self._under_way.took(one)
-        await self._under_way.end(one, "withdrawn")
+        await self._under_way.end(one, "withdrawn", started=True)
 
     async def _order_removal(
         self, one: RunningOperation, counted: Counted, counts: RoleCounts
@@ -236,6 +236,11 @@ class Operations:
         if not isinstance(verdict, Safe):
             logger.warning("worker %x is ended: %s", record.lease_id, verdict.reason)
         counts = counted.roles[record.component]
+        asked = self._under_way.asked_to_leave(record.component)
+        if (stay := counts.starting + counts.ready - asked - 1) > record.count:
+            # Others have come since it was decided, by an operator for example. They stay.
+            one.record = record = msgspec.structs.replace(record, count=stay)
+            await self._under_way.enter(one, "leaving")
         if counts.starting + counts.ready > record.count:
             version = await self._version(one, counted.version)
             await self._connector.remove(self._order(one, version, record.count))

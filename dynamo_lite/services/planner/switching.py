@@ -79,6 +79,9 @@ class Switching:
         #: Leases that the connector does not know.
         self.foreign: set[int] = set()
         self._left: set[int] = set()
+        #: The last switch, and since when this process knows of it, monotonic. The clocks of two
+        #: hosts differ.
+        self._last: tuple[int, float] | None = None
 
     def __len__(self) -> int:
         return 0 if self._one is None else 1
@@ -101,8 +104,11 @@ class Switching:
         )
         if last is None:
             return known
+        now = self._clock.monotonic()
+        if self._last is None or self._last[0] != last.id:
+            self._last = last.id, now
         giver = next((role for role, name in COMPONENTS.items() if name == last.component), None)
-        return replace(known, last_giver=giver, last_age_s=max(self._clock.wall() - last.at, 0.0))
+        return replace(known, last_giver=giver, last_age_s=now - self._last[1])
 
     def failed_starts(self, component: str) -> int:
         return sum(self.ended[component, "switch", outcome] for outcome in FAILED_STARTS)

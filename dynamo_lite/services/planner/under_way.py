@@ -24,6 +24,8 @@ class RunningOperation(Stepped[OperationRecord]):
     began: float
     resumed: bool = False
     departure: Departure | None = None
+    #: How long its start took, measured once.
+    took_s: float | None = None
 
 
 class UnderWay:
@@ -91,6 +93,15 @@ class UnderWay:
         phases = [o.record.phase for o in self._running.values() if o.record.component == component]
         return phases.count("leaving")
 
+    def asked_to_leave(self, component: str) -> int:
+        """Workers whose removal the connector was asked for, and which may still be counted."""
+        removals = [
+            one.record
+            for one in self._running.values()
+            if (one.record.component, one.record.kind) == (component, "remove")
+        ]
+        return sum(record.phase == "asked" for record in removals)
+
     def to_be_ordered(self, component: str) -> int:
         """Removals whose workers the connector's numbers still contain."""
         removals = [
@@ -130,15 +141,16 @@ class UnderWay:
     def get(self, operation: int) -> RunningOperation | None:
         return self._running.get(operation)
 
-    def took(self, one: RunningOperation) -> None:
-        if not one.resumed:
-            self._starts[one.record.component].add(self._clock.monotonic() - one.began)
-
     async def enter(self, one: RunningOperation, phase: Phase) -> None:
         await enter(one, phase, self._key(one.record), self._store, self._records)
 
-    async def end(self, one: RunningOperation, outcome: str) -> None:
+    async def end(self, one: RunningOperation, outcome: str, *, started: bool = False) -> None:
+        """started: its time so far counts as one of a start."""
+        if one.took_s is None:
+            one.took_s = self._clock.monotonic() - one.began
         await self._store.delete(self._key(one.record))
+        if started and not one.resumed:
+            self._starts[one.record.component].add(one.took_s)
         self._running.pop(one.record.id, None)
         if one.record.kind == "remove" and outcome != "refused":
             self._removed.add(one.record.lease_id)

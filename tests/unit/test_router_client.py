@@ -1,0 +1,99 @@
+"""What a Frontend tells a Router of requests that end while NATS is disconnected."""
+
+from typing import Any, cast
+
+import pytest
+
+from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import BrokerUnavailable
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.routing import Chosen, RequestOutcomes, decode_fates
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.services.frontend import router_client
+from dynamo_lite.services.frontend.router_client import RemoteRouter
+from tests.builders import endpoint_record, eventually, generate_request
+
+ROUTER, WORKER = endpoint_record(9, "Router", "pick"), endpoint_record(1)
+
+
+class Broker:
+    """Disconnected while `away`. Its router places every request."""
+
+    def __init__(self) -> None:
+        self.away, self.refused = False, 0
+        self.notices: list[RequestOutcomes] = []
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        return encode(Chosen(lease_id=WORKER.lease_id, reason="a test"))
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if self.away:
+            self.refused += 1
+            raise BrokerUnavailable("NATS is disconnected")
+        self.notices.append(decode_fates(payload))
+
+
+class Routers:
+    def __init__(self) -> None:
+        self.members: tuple[EndpointRecord, ...] = (ROUTER,)
+
+    def get(self, lease_id: int) -> EndpointRecord | None:
+        return next((one for one in self.members if one.lease_id == lease_id), None)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.broker, self.routers = Broker(), Routers()
+        self.remote = RemoteRouter(
+            cast("Messaging", self.broker),
+            cast("Roster", self.routers),
+            namespace="n",
+            lease_id=15,
+            fallback=RoundRobin(),
+        )
+
+    async def end_while_away(self) -> None:
+        """One request is answered and ended, one only answered."""
+        for name in ("a", "b"):
+            await self.remote.choose((WORKER,), generate_request(name))
+        self.broker.away = True
+        self.remote.answered("a")
+        self.remote.released("a")
+        await eventually(lambda: self.broker.refused)
+        self.remote.answered("b")
+
+    def told(self, kind: str) -> list[str]:
+        names: list[Any] = [name for one in self.broker.notices for name in getattr(one, kind)]
+        return [name.partition("~")[0] for name in names]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(router_client, "_AGAIN_S", 0.02)
+    return Scene()
+
+
+async def test_outcomes_reach_the_router_when_nats_is_back(scene: Scene):
+    async with scene.remote:
+        await scene.end_while_away()
+        await eventually(lambda: scene.broker.refused > 2)
+        scene.broker.away = False
+        await eventually(lambda: len(scene.told("answered")) == 2)
+        scene.remote.released("b")
+        await eventually(lambda: len(scene.told("released")) == 2)
+    assert (scene.told("answered"), scene.told("released")) == (["a", "b"], ["a", "b"])
+
+
+async def test_those_for_a_router_that_has_left_are_dropped(scene: Scene):
+    async with scene.remote:
+        await scene.end_while_away()
+        await eventually(lambda: scene.broker.refused > 2)
+        scene.routers.members = ()
+        refused = scene.broker.refused
+        await eventually(lambda: scene.broker.refused > refused)
+        scene.broker.away = False
+        scene.remote.released("b")
+        await eventually(lambda: scene.broker.notices)
+    assert (scene.told("answered"), scene.told("released")) == ([], ["b"])
