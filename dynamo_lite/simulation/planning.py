@@ -35,6 +35,8 @@ _KILLED_LATER_S = (-3.3, -0.3)
 #: How often one that is killed in "ordered" is killed in the moment in which its order is taken.
 _KILLED_AT_ORDER = 0.5
 _RETRY_S = 1.0
+#: After this long somebody ends a pod whose start hangs. A planner withdraws only its own starts.
+_HANGS_S = 30.0
 
 
 class World(Cluster, Protocol):
@@ -117,7 +119,8 @@ class Planning:
         now = self._loop.time() - self._began_at
         for bad in self._scenario.bad_starts:
             if bad.from_s <= now < bad.to_s and slot.was_ready is bad.restarts:
-                return NeverReady(bad.to_s - now if bad.restarts else math.inf if bad.hang else 0.0)
+                hangs_s = _HANGS_S if self._scenario.pods else math.inf
+                return NeverReady(bad.to_s - now if bad.restarts else hangs_s if bad.hang else 0.0)
         if self._scenario.pods:
             return SlowEnd(component, self._rng.choice((0.0, 0.5, 3.0)))
         return component

@@ -27,6 +27,7 @@ from dynamo_lite.simulation.servers.etcd import EtcdServer
 from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
 from dynamo_lite.simulation.servers.etcd_data import EtcdData
 from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
+from tests.builders import eventually
 
 
 class Cluster:
@@ -421,6 +422,26 @@ async def test_a_lease_without_keys_is_not_taken_for_revoked_by_a_wiped_store_th
             await asyncio.sleep(1.5)
         cluster.etcd.kill()
         cluster.start_etcd(wiped=True, same_cluster=same_cluster)
+        for i in range(20):
+            cluster.etcd_server.put(f"m/{i}", b"")
+        await asyncio.sleep(3)
+        assert lease.loss is None
+        assert lease.id in cluster.data.leases
+        assert cluster.etcd_server.revoke(lease.id)
+        assert await lease.lost() is LeaseLoss.REVOKED
+
+
+async def test_a_lease_is_not_taken_for_revoked_by_a_store_that_is_wiped_twice(
+    cluster: Cluster, store: EtcdStore
+):
+    """In between it was granted again in an empty store, which gives no mark."""
+    await store.put("n/other", b"1")
+    async with store.lease(10) as lease:
+        cluster.etcd.kill()
+        cluster.start_etcd(wiped=True, same_cluster=True)
+        await eventually(lambda: lease.id in cluster.data.leases)
+        cluster.etcd.kill()
+        cluster.start_etcd(wiped=True, same_cluster=True)
         for i in range(20):
             cluster.etcd_server.put(f"m/{i}", b"")
         await asyncio.sleep(3)

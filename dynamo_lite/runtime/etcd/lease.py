@@ -53,6 +53,7 @@ class EtcdLease:
         self._ttl_s = min(ttl_s, granted.TTL)
         self._deadline = granted_at + self._ttl_s
         self._witness: tuple[bytes, int] | None = None  # a key, and when it was put
+        self._granted_again = False
         self._loss: LeaseLoss | None = None
         self._lost = asyncio.Event()
         self._refreshing = asyncio.Lock()
@@ -192,6 +193,7 @@ class EtcdLease:
         logger.warning("etcd has lost its data; lease %x was granted again", self._id)
         self._deadline = max(self._deadline, asked_at + min(self._ttl_s, granted.TTL))
         self._place(granted.header)
+        self._granted_again = True
         await self.mark()
         return True
 
@@ -215,7 +217,8 @@ class EtcdLease:
                 case _:
                     raise
         if self._witness is None:
-            return header.cluster_id != self._cluster
+            # The store was empty at the grant. One that was wiped just now may be wiped again.
+            return header.cluster_id != self._cluster or self._granted_again
         return [kv.mod_revision for kv in reply.kvs] != [revision]
 
     async def _range(self, request: Any) -> Any:
