@@ -267,9 +267,9 @@ FOUND_BY: dict[str, int] = {
     "acts-in-dry-run": 49,
     "draining-costs-nothing": 29,
     "removes-the-last": 89,
-    "stale-counts-as-zero": 1159,
+    "stale-counts-as-zero": 1129,
     "done-twice": 139,
     "two-operations": 29,
-    "orders-before-its-record": 9,
+    "orders-before-its-record": 19,
     "ignores-bounds": 9,
 }
