@@ -128,10 +128,17 @@ def _planner(name: str, changes: str, setting: Setting) -> Variant:
     if mistakes := contradictions(limits):
         raise ConfigError([f"--compare: {name!r}: {mistake}" for mistake in mistakes])
     counts = setting.counts
+    if counts.total > limits.budget_devices:
+        raise ConfigError(
+            [
+                f"--compare: {name!r} begins with {counts.total} workers, and its budget-devices is"
+                f" {limits.budget_devices}: raise that or --max-workers, or begin with fewer"
+                " (--workers)"
+            ]
+        )
     scaler = PlannerScaler(limits, has_prefill=counts.prefill > 0, name=name)
     least = WorkerCounts(min(limits.prefill_min, counts.prefill), limits.decode_min)
-    most = max(limits.budget_devices, counts.total)
-    return Variant(scaler, counts, Bounds(least=least, most=most))
+    return Variant(scaler, counts, Bounds(least=least, most=limits.budget_devices))
 
 
 def planner_limits(name: str, changes: str, setting: Setting) -> PlannerOptions:

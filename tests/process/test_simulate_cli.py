@@ -63,6 +63,10 @@ def test_a_trace_file(tmp_path: Path):
         (["--workers", "1P1D", "--load", "flood", "--rate", "1"], "accepted: constant, step"),
         (["--workers", "1P1D", *LOAD, "--speed", "0"], "--speed is 0; accepted: 1e-06 to 1e+06"),
         (["--workers", "1P1D", *LOAD, "--compare", "best"], "accepted: static:2P3D"),
+        (
+            ["--workers", "3P4D", *LOAD, "--compare", "planner", "--max-workers", "4"],
+            "'planner' begins with 7 workers, and its budget-devices is 4",
+        ),
         (["--workers", "1P1D", *LOAD, "--timing", "none"], "accepted: a file that benchmarks"),
         (["--workers", "1P1D", *LOAD, "--model", "other"], "measured with model 'gpu-like'"),
         (

@@ -146,6 +146,7 @@ async def test_floods_cost_nobody_a_lease_or_a_token(
     disagg: Graph, reference: PlainServer, kind: str, count: int, size: int, status: str
 ):
     """status: of all answers; empty: there is none before the flood is ended."""
+
     async def leases() -> set[tuple[str, int]]:
         return {(record.component, record.lease_id) for record in await disagg.records()}
 
