@@ -180,17 +180,21 @@ async def test_a_withdrawal_leaves_the_workers_of_before(rig: Rig):
     assert not rig.under_way.of(D)
 
 
-async def test_two_workers_that_leave_are_ended_one_after_the_other(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-):
-    """The second one has drained first; the order for both would end the first one, too."""
-    drained: set[int] = set()
+@pytest.fixture
+def drained(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Leases of workers that are safe to end."""
+    leases: set[int] = set()
 
     async def look(departure: Departure, _members: object) -> Safe | Unsafe:
-        safe = departure._worker.lease_id in drained
+        safe = departure._worker.lease_id in leases
         return Safe(reason="test") if safe else Unsafe(reason="test")
 
     monkeypatch.setattr(Departure, "look", look)
+    return leases
+
+
+async def test_two_workers_that_leave_are_ended_one_after_the_other(rig: Rig, drained: set[int]):
+    """The second one has drained first; the order for both would end the first one, too."""
     rig.supervisor.chooses_victim = False
     rig.supervisor.ready[D] = 40
     await remove(rig, 7)
@@ -208,13 +212,6 @@ async def test_two_workers_that_leave_are_ended_one_after_the_other(
 
 async def test_workers_that_came_while_one_drained_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """An operator scales up meanwhile. Each of the two removals ends its own worker only."""
-    drained: set[int] = set()
-
-    async def look(departure: Departure, _members: object) -> Safe | Unsafe:
-        safe = departure._worker.lease_id in drained
-        return Safe(reason="test") if safe else Unsafe(reason="test")
-
-    monkeypatch.setattr(Departure, "look", look)
     rig.supervisor.chooses_victim = False
     rig.supervisor.ready[D] = 4
     await remove(rig, 7)
@@ -222,7 +219,7 @@ async def test_workers_that_came_while_one_drained_stay(rig: Rig, monkeypatch: p
     rig.supervisor.ready[D] = 10
     await rig.advance(5.0)
     assert rig.supervisor.taken("remove") == []
-    drained |= {7, 8}
+    drained.update({7, 8})
     for _ in range(3):
         await rig.advance(5.0)
     assert [order.count for order in rig.supervisor.taken("remove")] == [9, 8]
