@@ -210,7 +210,7 @@ async def test_two_workers_that_leave_are_ended_one_after_the_other(rig: Rig, dr
     assert not rig.under_way.of(D)
 
 
-async def test_workers_that_came_while_one_drained_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+async def test_workers_that_came_while_one_drained_stay(rig: Rig, drained: set[int]):
     """An operator scales up meanwhile. Each of the two removals ends its own worker only."""
     rig.supervisor.chooses_victim = False
     rig.supervisor.ready[D] = 4
