@@ -1,7 +1,6 @@
 """The planners of a simulated cluster, and what happens to them: kills, operators, bad starts."""
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
@@ -35,7 +34,7 @@ _KILLED_LATER_S = (-3.3, -0.3)
 #: How often one that is killed in "ordered" is killed in the moment in which its order is taken.
 _KILLED_AT_ORDER = 0.5
 _RETRY_S = 1.0
-#: After this long somebody ends a pod whose start hangs. A planner withdraws only its own starts.
+#: After this long somebody ends a start that hangs. A planner withdraws only its own ones.
 _HANGS_S = 30.0
 
 
@@ -119,8 +118,8 @@ class Planning:
         now = self._loop.time() - self._began_at
         for bad in self._scenario.bad_starts:
             if bad.from_s <= now < bad.to_s and slot.was_ready is bad.restarts:
-                hangs_s = _HANGS_S if self._scenario.pods else math.inf
-                return NeverReady(bad.to_s - now if bad.restarts else hangs_s if bad.hang else 0.0)
+                hangs_s = _HANGS_S if bad.hang else 0.0
+                return NeverReady(bad.to_s - now if bad.restarts else hangs_s)
         if self._scenario.pods:
             return SlowEnd(component, self._rng.choice((0.0, 0.5, 3.0)))
         return component

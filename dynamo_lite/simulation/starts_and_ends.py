@@ -1,7 +1,6 @@
 """Workers that start and end badly, as real ones may."""
 
 import asyncio
-import math
 from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
@@ -9,14 +8,12 @@ from dynamo_lite.runtime.process.component import Component, Host
 
 
 class NeverReady:
-    """Component. Its start fails after a time, or hangs forever."""
+    """Component. Its start fails after a time."""
 
     def __init__(self, after_s: float):
         self._after_s = after_s
 
     async def start(self, host: Host) -> Any:
-        if math.isinf(self._after_s):
-            await asyncio.Event().wait()
         await asyncio.sleep(self._after_s)
         raise StartupError("no memory is free on its device")
 
