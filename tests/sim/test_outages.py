@@ -450,6 +450,28 @@ async def test_a_lease_is_not_taken_for_revoked_by_a_store_that_is_wiped_twice(
         await it_lives_until_it_is_revoked(lease, cluster)
 
 
+async def test_a_lease_without_its_keys_is_not_taken_for_revoked_by_a_store_that_is_wiped_twice(
+    cluster: Cluster, store: EtcdStore
+):
+    """The second time others put the same keys at the same revisions."""
+
+    def others_are_back() -> None:
+        for i in range(3):
+            cluster.etcd_server.put(f"n/{i}", b"1")
+
+    async with store.lease(10) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        for _ in range(2):
+            cluster.etcd.kill()
+            cluster.start_etcd(wiped=True, same_cluster=True)
+            others_are_back()
+            await eventually(lambda: lease.id in cluster.data.leases)
+        assert lease.loss is None
+        await store.put("n/own", b"1", lease=lease)
+        assert cluster.etcd_server.revoke(lease.id)
+        assert await lease.lost() is LeaseLoss.REVOKED
+
+
 async def test_a_revoked_lease_is_told_by_its_keys_and_by_its_refresh(
     cluster: Cluster, store: EtcdStore
 ):

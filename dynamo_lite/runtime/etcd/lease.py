@@ -54,6 +54,9 @@ class EtcdLease:
         self._deadline = granted_at + self._ttl_s
         self._witness: tuple[bytes, int] | None = None  # a key, and when it was put
         self._granted_again = False
+        self._had_keys = False
+        #: It was granted again, and its owner has not put a key back since.
+        self._keys_lost = False
         self._loss: LeaseLoss | None = None
         self._lost = asyncio.Event()
         self._refreshing = asyncio.Lock()
@@ -108,6 +111,7 @@ class EtcdLease:
     def holds(self, key: bytes, revision: int) -> None:
         """`key` was put under this lease at `revision`: a mark in the store's history."""
         self._witness = (key, revision)
+        self._had_keys, self._keys_lost = True, False
         self._revision = max(self._revision, revision)
 
     async def mark(self) -> None:
@@ -193,7 +197,7 @@ class EtcdLease:
         logger.warning("etcd has lost its data; lease %x was granted again", self._id)
         self._deadline = max(self._deadline, asked_at + min(self._ttl_s, granted.TTL))
         self._place(granted.header)
-        self._granted_again = True
+        self._granted_again, self._keys_lost = True, self._had_keys
         await self.mark()
         return True
 
@@ -201,8 +205,12 @@ class EtcdLease:
         """Whether the store's history is not the one in which the lease was granted.
 
         The revision alone is not reliable: a wiped store may already be past it, and one
-        member of several may lag behind the others.
+        member of several may lag behind the others. A mark that is another process's key is not
+        reliable in a store that was wiped just now: wiped once more, it may be filled by the same
+        puts. Until its keys are back nobody sees this lease, so nobody has revoked it.
         """
+        if self._keys_lost:
+            return True
         went_back = header.cluster_id != self._cluster or header.revision < self._revision
         key, revision = self._witness or (b"\0", self._revision)
         request = rpc.RangeRequest(key=key, revision=revision, keys_only=True)
