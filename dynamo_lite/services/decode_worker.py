@@ -234,7 +234,7 @@ class VllmWorker:
             on_first_token = counted(self._on_first_token, "first_token", host.drops)
             await self._stack.enter_async_context(host.messaging.serve(first_token, on_first_token))
             key = names.nixl_metadata_key(namespace, engine_id)
-            await host.hold(key, encode_engine(engine.metadata))
+            await host.keys.hold(key, encode_engine(engine.metadata))
         name = self._spec.component
         model = engine.model
         generate = names.endpoint_subject(namespace, name, "generate", lease.id)

@@ -799,6 +799,7 @@ class LinkTests:
         self.lease = SimpleNamespace(id=2)
         self.messaging, self.store = MemoryMessaging(), MemoryStore()
         self.registry, self.clock = CollectorRegistry(), SYSTEM_CLOCK
+        self.keys = self
         self.spawned: list[Coroutine[Any, Any, None]] = []
         self.asked_for_s: list[float] = []
         self.testing = 0

@@ -271,8 +271,8 @@ async def test_each_released_key_is_deleted_and_one_that_is_held_again_stays() -
     run = Run(store)
 
     async def hold_two(host: Host) -> None:
-        await host.hold("n/one", b"1")
-        await host.hold("n/two", b"2")
+        await host.keys.hold("n/one", b"1")
+        await host.keys.hold("n/two", b"2")
 
     run.worker.on_start = hold_two
     exit_code = run.start()
@@ -280,8 +280,8 @@ async def test_each_released_key_is_deleted_and_one_that_is_held_again_stays() -
     host = run.worker.host
     assert host
     store.refusals = 2
-    assert not await host.release("n/one", "n/two")
-    await host.hold("n/one", b"again")
+    assert not await host.keys.release("n/one", "n/two")
+    await host.keys.hold("n/one", b"again")
 
     async def deleted() -> bool:
         return await store.get("n/two") is None
@@ -293,7 +293,7 @@ async def test_each_released_key_is_deleted_and_one_that_is_held_again_stays() -
 
 
 async def hold_another(host: Host) -> None:
-    await host.hold("n/other", b"1")
+    await host.keys.hold("n/other", b"1")
 
 
 async def test_all_keys_come_back_to_a_store_that_was_wiped() -> None:
@@ -312,7 +312,7 @@ async def test_all_keys_come_back_to_a_store_that_was_wiped() -> None:
         assert {(await anext(events)).key for _ in before} == set(before)
     assert await run.store.get_prefix("n/") == before
     assert run.worker.host
-    await run.worker.host.release("n/other")
+    await run.worker.host.keys.release("n/other")
     run.worker.host.stop("enough")
     assert await exit_code == 0
     assert await run.store.get_prefix("n/") == {}
@@ -326,8 +326,8 @@ async def test_keys_come_back_whichever_was_released_before(released: int) -> No
     await run.until("ready")
     host = run.worker.host
     assert host is not None
-    gone = list(host._held)[released]
-    await host.release(gone)
+    gone = host.keys.held()[released]
+    await host.keys.release(gone)
     (left,) = await run.store.get_prefix("n/")
     async with run.store.watch(left) as events, asyncio.timeout(5):
         await anext(events)
@@ -549,7 +549,7 @@ async def test_an_etcd_that_was_wiped_costs_no_process_its_life(nats_url: str, e
     assert len(before) == 2
     assert run.worker.host
     assert run.worker.host.lease.loss is None
-    await run.worker.host.release("n/other")
+    await run.worker.host.keys.release("n/other")
     run.worker.host.stop("enough")
     assert await exit_code == 0
 

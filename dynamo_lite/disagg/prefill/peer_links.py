@@ -197,7 +197,7 @@ class PeerLinks:
         link.recorded.set()
         # An engine whose worker came back meanwhile has a new link, with the record of that.
         if link.target.engine_id not in self._links:
-            await self._host.release(self._key(link))
+            await self._host.keys.release(self._key(link))
 
     async def _test(self, link: _PeerLink) -> LinkReport:
         target, outcome = link.target, "failed"
@@ -254,7 +254,7 @@ class PeerLinks:
         )
         while not link.again.is_set():
             try:
-                await self._host.hold(self._key(link), encode_json(record), within_s=0.0)
+                await self._host.keys.hold(self._key(link), encode_json(record), within_s=0.0)
                 return
             except StoreUnavailable as exc:
                 logger.debug("could not record link %s, will retry: %s", self._key(link), exc)

@@ -14,22 +14,19 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite import __version__
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
-from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, StockEngine
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.process.held_keys import HeldKeys
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
-from dynamo_lite.runtime.retry import START_WAIT_S, retry_while_unavailable
 from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
 
 logger = logging.getLogger(__name__)
-
-_RESTORE_PAUSE_S = 0.2
 
 #: Sends one message to the supervisor.
 Report = Callable[[dict[str, Any]], None]
@@ -137,15 +134,10 @@ class Host:
         self.probes: Probes | None = None
         self._report = report
         self._stop = stop
-        self._held: dict[str, bytes] = {}
-        #: Released keys that the store may still have.
-        self._undeleted: set[str] = set()
-        self._deleter: asyncio.Task[None] | None = None
-        #: Held while one of them is deleted.
-        self._deleting = asyncio.Lock()
         self._endpoints: list[str] = []
-        self._guard: asyncio.Task[None] | None = None
         self._tasks = OwnedTasks(self._task_failed)
+        #: What the process stores under its lease.
+        self.keys = HeldKeys(store, lease, self.spawn)
 
     def __repr__(self) -> str:
         name = f"{self.spec.namespace}/{self.spec.component}[{self.spec.instance}]"
@@ -190,70 +182,17 @@ class Host:
             engine=engine,
         )
         key, value = names.endpoint_key(*name), encode_json(record)
-        await self.hold(key, value)
+        await self.keys.hold(key, value)
         self._endpoints.append(key)
         return record
 
     async def deregister(self) -> bool:
-        """Deletes the registrations of all endpoints. Returns what `release` does."""
+        """Deletes the registrations of all endpoints. Returns what `HeldKeys.release` does."""
         endpoints = tuple(self._endpoints)
-        gone = await self.release(*endpoints)
+        gone = await self.keys.release(*endpoints)
         if gone:
             self._endpoints = [key for key in self._endpoints if key not in endpoints]
         return gone
-
-    async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
-        """Puts `key` under the lease, and again whenever the store loses it while the lease is
-        alive. Raises LeaseLost, or StoreUnavailable after `within_s`."""
-        if key in self._undeleted:
-            async with self._deleting:
-                self._undeleted.discard(key)
-        await retry_while_unavailable(
-            lambda: self.store.put(key, value, lease=self.lease), within_s=within_s
-        )
-        self._held[key] = value
-        if self._guard is None or self._guard.done():
-            self._guard = self.spawn(self._watch_own(key), f"guard {key}")
-
-    async def release(self, *keys: str) -> bool:
-        """Deletes held keys. Returns whether they are gone: if the store is unavailable, they are
-        deleted when it is back, or expire with the lease."""
-        for key in keys:
-            self._held.pop(key, None)
-        if self.lease.loss is not None:
-            return True
-        gone = True
-        for key in keys:
-            gone = await self._delete(key) and gone
-        if not gone and (self._deleter is None or self._deleter.done()):
-            self._deleter = self.spawn(self._delete_again(), "delete keys")
-        return gone
-
-    async def _delete(self, key: str) -> bool:
-        try:
-            await self.store.delete(key)
-        except StoreUnavailable as exc:
-            logger.warning("%s was not deleted, retrying until the lease ends: %s", key, exc)
-            self._undeleted.add(key)
-            return False
-        self._undeleted.discard(key)
-        return True
-
-    async def _delete_again(self) -> None:
-        while self._undeleted and self.lease.loss is None:
-            await asyncio.sleep(_RESTORE_PAUSE_S)
-            for key in tuple(self._undeleted):
-                async with self._deleting:
-                    if key in self._undeleted and await self._is_deleted(key):
-                        self._undeleted.discard(key)
-
-    async def _is_deleted(self, key: str) -> bool:
-        try:
-            await self.store.delete(key)
-        except StoreUnavailable as exc:
-            logger.debug("%s was not deleted yet, retrying: %s", key, exc)
-            return False
-        return True
 
     def progress(self, text: str) -> None:
         """Reports to the supervisor what the start is doing."""
@@ -281,59 +220,3 @@ class Host:
             return
         logger.error("%s failed", task.get_name(), exc_info=exc)
         self.stop(f"{task.get_name()} failed: {exc}", EXIT_OWNED_TASK_FAILED)
-
-    async def _watch_own(self, key: str) -> None:
-        """Watches one held key: its deletion is the first sign of a revoked lease.
-
-        When that key is released, another held key is watched.
-        """
-        watched: str | None = key
-        while watched is not None:
-            if not await self._watch_one(watched):
-                return
-            watched = next(iter(self._held), None)
-
-    async def _watch_one(self, key: str) -> bool:
-        """Returns True when the key was released, False when the lease is gone."""
-        async with self.store.watch(key) as events:
-            async for event in events:
-                if key not in self._held:
-                    return True
-                if _shows_absent(event, key) and not await self._restore():
-                    return False
-        return False
-
-    async def _restore(self) -> bool:
-        """Puts lost keys back while the lease is alive. Returns False when the lease is lost."""
-        while await self.lease.verify() is None:
-            try:
-                await self._put_back()
-                logger.warning("the store had lost keys of a live lease; they were put back")
-                return True
-            except LeaseLost as exc:
-                # A revocation deletes the keys before the lease, and the first check was in
-                # between. Without this check only the next refresh would detect it.
-                logger.debug("%s", exc)
-                if await self.lease.verify() is not None:
-                    break
-            except StoreUnavailable as exc:
-                logger.debug("keys were not put back yet, retrying: %s", exc)
-            await asyncio.sleep(_RESTORE_PAUSE_S)
-        return False
-
-    async def _put_back(self) -> None:
-        for key, value in list(self._held.items()):
-            if key in self._held:
-                await self.store.put(key, value, lease=self.lease)
-                if key not in self._held:  # released meanwhile
-                    await self.store.delete(key)
-
-
-def _shows_absent(event: WatchEvent, key: str) -> bool:
-    match event:
-        case Snapshot(entries):
-            return key not in entries
-        case Delete(deleted):
-            return deleted == key
-        case _:
-            return False

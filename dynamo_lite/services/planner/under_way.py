@@ -95,21 +95,18 @@ class UnderWay:
 
     def asked_to_leave(self, component: str) -> int:
         """Workers whose removal the connector was asked for, and which may still be counted."""
-        removals = [
-            one.record
-            for one in self._running.values()
-            if (one.record.component, one.record.kind) == (component, "remove")
-        ]
-        return sum(record.phase == "asked" for record in removals)
+        return self._removals(component, "asked")
 
     def to_be_ordered(self, component: str) -> int:
         """Removals whose workers the connector's numbers still contain."""
-        removals = [
-            one.record
-            for one in self._running.values()
-            if (one.record.component, one.record.kind) == (component, "remove")
-        ]
-        return sum(record.phase in ("ordered", "leaving") for record in removals)
+        return self._removals(component, "ordered", "leaving")
+
+    def _removals(self, component: str, *phases: Phase) -> int:
+        records = (one.record for one in self._running.values())
+        return sum(
+            (record.component, record.kind) == (component, "remove") and record.phase in phases
+            for record in records
+        )
 
     def victims(self, live: Iterable[int]) -> set[int]:
         """Leases of workers that are being removed, or were and are still registered.
