@@ -139,6 +139,8 @@ class SwitchingSupervisor(FakeSupervisor):
         self.states: dict[int, SwitchState] = {}
         #: Most workers at a time.
         self.most = 0
+        #: How long drains take.
+        self.drain_s = 0.0
 
     async def counts(self) -> Counted:
         counted = await super().counts()
@@ -187,6 +189,7 @@ class SwitchingSupervisor(FakeSupervisor):
             lease_id=what.lease_id,
             to=what.to,
             phase=phase,  # pyright: ignore[reportArgumentType]
+            drain_s=self.drain_s,
             start_s=60.0 if phase == "starting" else 0.0,
         )
 

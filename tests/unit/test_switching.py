@@ -117,14 +117,27 @@ async def test_the_age_of_a_switch_does_not_depend_on_clocks(rig: Rig):
     assert [*ages, newer.last_age_s] == [0.0, 600.0, 0.0]
 
 
-async def test_an_end_that_could_not_be_stored_is_told_once(rig: Rig):
+async def test_an_end_that_could_not_be_stored_is_told_and_learned_once(rig: Rig):
+    rig.workers.append(endpoint_record(9, P))
+    rig.supervisor.ready[P] = 3
+    rig.supervisor.drain_s = 30.0
     await rig.begin()
     rig.supervisor.finish_drain()
     rig.supervisor.finish_start()
     rig.store.away = True
-    await rig.advance()
+    for _ in range(2):
+        await rig.advance()
     assert rig.switching.ended == {}
     rig.store.away = False
     await rig.advance()
     assert await rig.phase() == "ended"
     assert rig.switching.ended == {(D, "switch", "done"): 1}
+    rig.workers.pop(0)
+    rig.supervisor.drain_s = 10.0
+    await rig.begin()
+    rig.supervisor.finish_drain()
+    rig.supervisor.finish_start()
+    await rig.advance()
+    history = rig.switching.seen(None)
+    assert history is not None
+    assert history.drain_s == 20.0, "the median of both"

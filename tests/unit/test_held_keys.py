@@ -1,0 +1,102 @@
+"""The keys of a process in a store whose answers come when the test says so."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.runtime.process.held_keys import HeldKeys
+from dynamo_lite.runtime.store import Delete, Lease, Put
+from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.simulation.servers.memory_store import MemoryStore
+
+KEY = "n/one"
+
+
+class SlowStore(MemoryStore):
+    """Puts `slow` only when `go` is set; deletes nothing while `away`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow: bytes | None = None
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        self.away = False
+
+    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        if value == self.slow:
+            self.asked.set()
+            await self.go.wait()
+        await super().put(key, value, lease=lease)
+
+    async def delete(self, key: str) -> bool:
+        if self.away:
+            raise StoreUnavailable("away")
+        return await super().delete(key)
+
+
+class Rig:
+    def __init__(self, store: SlowStore, lease: Lease, tasks: OwnedTasks):
+        def spawn(coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+            return tasks.start(coro, name=name)
+
+        self.store, self.keys = store, HeldKeys(store, lease, spawn)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with SlowStore() as store, store.lease(30.0) as lease, OwnedTasks() as tasks:
+        yield Rig(store, lease, tasks)
+
+
+async def losing(rig: Rig) -> None:
+    """The store loses the key, and has been asked to put it back."""
+    rig.store.slow = await rig.store.get(KEY)
+    await rig.store.delete(KEY)
+    async with asyncio.timeout(5):
+        await rig.store.asked.wait()
+
+
+async def test_an_old_value_that_is_put_back_does_not_come_after_a_newer_one(rig: Rig) -> None:
+    await rig.keys.hold(KEY, b"old")
+    await losing(rig)
+    async with OwnedTasks() as tasks, asyncio.timeout(5):
+        newer = tasks.start(rig.keys.hold(KEY, b"new"), name="hold")
+        await asyncio.sleep(0)
+        rig.store.go.set()
+        await newer
+    assert await rig.store.get(KEY) == b"new"
+    assert rig.keys.held() == [KEY]
+
+
+async def test_a_key_that_is_released_while_it_is_put_back_is_deleted(rig: Rig) -> None:
+    await rig.keys.hold(KEY, b"old")
+    await losing(rig)
+    async with OwnedTasks() as tasks, asyncio.timeout(5):
+        released = tasks.start(rig.keys.release(KEY), name="release")
+        await asyncio.sleep(0)
+        rig.store.go.set()
+        assert await released
+    assert await rig.store.get(KEY) is None
+    assert rig.keys.held() == []
+
+
+async def test_a_key_that_was_never_held_is_deleted_too(rig: Rig) -> None:
+    """Its put may have failed after the store had it."""
+    await rig.store.put(KEY, b"1")
+    assert await rig.keys.release(KEY)
+    assert await rig.store.get(KEY) is None
+
+
+async def test_a_key_whose_delete_failed_is_deleted_when_the_store_is_back(rig: Rig) -> None:
+    await rig.keys.hold(KEY, b"1")
+    async with rig.store.watch(KEY) as events, asyncio.timeout(5):
+        await anext(events)
+        rig.store.away = True
+        assert not await rig.keys.release(KEY)
+        assert rig.keys.held() == []
+        await rig.store.put(KEY, b"2")
+        assert await anext(events) == Put(KEY, b"2")
+        rig.store.away = False
+        assert await anext(events) == Delete(KEY)
