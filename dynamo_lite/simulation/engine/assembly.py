@@ -22,7 +22,7 @@ from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.permits import Permit, Verdict, always_granted, no_grant
+from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
 from dynamo_lite.simulation.engine.core import Outputs, SimCore, SimModelConfig
 from dynamo_lite.simulation.engine.halves import (
     DecodeHalves,
@@ -55,7 +55,7 @@ class EngineSetup:
     clock: Clock
     rng: random.Random
     alive: Callable[[], bool] = lambda: True
-    verdict: Callable[[Permit], Verdict] = always_granted
+    verdict: Callable[[Permit], PermitVerdict] = always_granted
     grant_of: Callable[[Permit], int] = no_grant
 
 

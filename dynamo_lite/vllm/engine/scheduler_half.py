@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from dynamo_lite.disagg.bridge import Bridge, Session, ThreadBridge
+from dynamo_lite.disagg.bridge import Bridge, OpenSession, ThreadBridge
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import NewRole
@@ -115,7 +115,7 @@ class ActiveHalf:
         cache, outside = self._vllm_config.cache_config, NatsEtcdClients(config)
         orders = None if self._change is None else self._change.orders
 
-        def open_bridge(session: Session) -> Bridge:
+        def open_bridge(session: OpenSession) -> Bridge:
             if orders is None:
                 return ThreadBridge(session)
             if self._loop is None or self._loop.is_running():  # a session that hangs while it ends
