@@ -20,7 +20,7 @@ from dynamo_lite.protocol.options import DisaggOptions, PositiveOption
 from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
-ENGINE_CONFIG_FILE = "dynamo_lite_link"
+ENGINE_CONFIG_FILE = "dynamo_lite_engine_config"
 
 
 @dataclass(frozen=True, kw_only=True)

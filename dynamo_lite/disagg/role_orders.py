@@ -45,7 +45,7 @@ class RoleOrders:
         self._order, self._refused = None, ""
 
     def session(
-        self, config: EngineConfig, outside: ServerClients, inner: OpenSession, on_drop: OnDrop
+        self, config: EngineConfig, clients: ServerClients, inner: OpenSession, on_drop: OnDrop
     ) -> OpenSession:
         """The session `inner` of the half with this config, which also takes orders."""
 
@@ -55,7 +55,7 @@ class RoleOrders:
             on_order = counted(self._on_order, "change_role", on_drop)
             async with (
                 inner(),
-                outside.messaging() as messaging,
+                clients.messaging() as messaging,
                 messaging.serve(subject, on_order),
             ):
                 yield

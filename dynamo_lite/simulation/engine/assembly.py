@@ -43,13 +43,13 @@ _BASE, _SHIFTS = 1 << 20, 4
 class EngineSetup:
     """What one incarnation of an engine is made from.
 
-    outside: the engine process's own clients. alive, verdict, grant_of: a prefill engine's fence,
+    clients: the engine process's own. alive, verdict, grant_of: a prefill engine's fence,
     the verdicts on its permits, and their grants. address: its host on the fabric.
     """
 
     config: SimModelConfig
     engine_config: EngineConfig
-    outside: ServerClients
+    clients: ServerClients
     fabric: Fabric
     address: str
     clock: Clock
@@ -116,7 +116,7 @@ class Assembly:
         scheduler = self.decode_scheduler(
             setup.engine_config,
             setup.config.block_size,
-            outside=setup.outside,
+            clients=setup.clients,
             open_bridge=open_bridge,
             clock=setup.clock,
             ledger=self.ledger(setup),
@@ -156,7 +156,7 @@ class Assembly:
         scheduler = PrefillScheduler(
             setup.engine_config,
             setup.config.block_size,
-            outside=setup.outside,
+            clients=setup.clients,
             open_bridge=open_bridge,
             clock=setup.clock,
         )
