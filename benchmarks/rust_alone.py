@@ -26,17 +26,17 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from benchmarks.null_worker import TOKEN_ID
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import url_of
-from dynamo_lite.vllm.frontend.engine_link import EngineLink
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.rust_edge import as_engine, rust_arguments
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
+from dynamo_lite.vllm.frontend.rust_sockets import RustSockets
 
 
 class NullEngine:
     """Every step gives each running request one token, `step_s` after the last step."""
 
-    def __init__(self, link: EngineLink, step_s: float):
-        self._link, self._step_s = link, step_s
+    def __init__(self, sockets: RustSockets, step_s: float):
+        self._sockets, self._step_s = sockets, step_s
         self._left: dict[str, int] = {}
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._wake = asyncio.Event()
@@ -65,7 +65,7 @@ class NullEngine:
             ]
             self._left = {i: left - 1 for i, left in self._left.items() if left > 1}
             step = EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())
-            self._link.send([encode(step)])
+            self._sockets.send([encode(step)])
 
 
 async def main(binary: Path, step_s: float, flags: list[str]) -> None:
@@ -75,18 +75,21 @@ async def main(binary: Path, step_s: float, flags: list[str]) -> None:
     sock.listen(2048)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    with EngineLink() as link:
-        engine = NullEngine(link, step_s)
+    with RustSockets() as sockets:
+        engine = NullEngine(sockets, step_s)
         process = RustProcess(
             binary,
             http=sock,
-            inputs=link.inputs,
-            outputs=link.outputs,
+            inputs=sockets.inputs,
+            outputs=sockets.outputs,
             arguments=rust_arguments(args, config, 0.0),
         )
         async with process:
-            await link.connect(as_engine(config))
-            tasks = [asyncio.create_task(link.run(engine.take)), asyncio.create_task(engine.run())]
+            await sockets.connect(as_engine(config))
+            tasks = [
+                asyncio.create_task(sockets.run(engine.take)),
+                asyncio.create_task(engine.run()),
+            ]
             await process.wait_ready(url_of(sock))
             print(f"ready {process.pid} {url_of(sock)}", flush=True)
             await stop.wait()

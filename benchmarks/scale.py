@@ -153,7 +153,7 @@ async def cost_of_notices(engines: int, count: int) -> float:
                 follower.totals()
                 heard.release()
 
-            follower = BacklogFollower("scale", time.monotonic, on_demand=on_notice)
+            follower = BacklogFollower("scale", time.monotonic, on_backlog=on_notice)
             async with follower.follow(messaging):
                 began = time.process_time()
                 command = ["-m", "benchmarks.scale", "--publish", server.url]
@@ -176,7 +176,7 @@ async def publish(url: str, engines: int, count: int) -> None:
     """A little at a time, as they come from many engines."""
     async with NatsMessaging(url) as messaging:
         for number, notice in enumerate(itertools.islice(notices(engines), count)):
-            await messaging.publish(names.demand_subject("scale"), encode(notice))
+            await messaging.publish(names.backlog_subject("scale"), encode(notice))
             if number % 4 == 0:
                 await asyncio.sleep(0.002)
 

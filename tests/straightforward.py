@@ -29,24 +29,24 @@ class StraightforwardBacklogs:
         self._received: dict[str, tuple[Backlog, float]] = {}
         self._asked = self._overflow = 0
 
-    def hear(self, demand: Backlog, now: float) -> int | None:
-        before = self._received.get(demand.engine_id)
-        if before is not None and demand.number <= before[0].number:
+    def hear(self, backlog: Backlog, now: float) -> int | None:
+        before = self._received.get(backlog.engine_id)
+        if before is not None and backlog.number <= before[0].number:
             return None
         self._forget(now)
-        if demand.leaving:
-            self._received.pop(demand.engine_id, None)
+        if backlog.leaving:
+            self._received.pop(backlog.engine_id, None)
         else:
-            self._received[demand.engine_id] = demand, now
+            self._received[backlog.engine_id] = backlog, now
         if before is None:
             return 0
-        self._asked += max(demand.asked_tokens - before[0].asked_tokens, 0)
-        self._overflow += max(demand.overflow_tokens - before[0].overflow_tokens, 0)
-        return max(demand.done_tokens - before[0].done_tokens, 0)
+        self._asked += max(backlog.asked_tokens - before[0].asked_tokens, 0)
+        self._overflow += max(backlog.overflow_tokens - before[0].overflow_tokens, 0)
+        return max(backlog.done_tokens - before[0].done_tokens, 0)
 
     def totals(self, now: float) -> BacklogTotals:
         self._forget(now)
-        told = [demand for demand, _ in self._received.values()]
+        told = [backlog for backlog, _ in self._received.values()]
         lanes = {lane: sum(d.queued_tokens.get(lane, 0) for d in told) for lane in Lane}
         return BacklogTotals(
             sum(d.queued_jobs for d in told),

@@ -1,7 +1,7 @@
 """The layer rule: a package imports only packages to its left, siblings not each other.
 
 Folders do not import each other in a circle, and neither do files.
-And the rule of names: a public class name has one meaning in the whole package.
+And the rule of names: the public name of a class or type has one meaning in the whole package.
 """
 
 import ast
@@ -58,7 +58,7 @@ IMPURE = {
 
 TYPE_CHECKS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
-#: Class names of several modules that have one meaning all the same: each is a protocol in its
+#: Names of several modules that have one meaning all the same: each is a protocol in its
 #: first module, and in the second one what has this role in the simulation.
 ROLES = {
     # An engine's blocks: the connector's view of vLLM's pool; the simulated engine has its own.
@@ -272,20 +272,69 @@ def test_only_the_configuration_reads_the_environment():
     ]
 
 
-def homes_of_classes(files: list[Path]) -> dict[str, list[str]]:
-    """For each public class name, the files that define it at their top level."""
+def type_name(node: ast.AST) -> str | None:
+    """The name that a statement gives to a class or, written in CamelCase, to an alias of a type.
+
+    A TypeVar has no meaning beyond its module.
+    """
+    match node:
+        case ast.ClassDef(name=name):
+            return name
+        case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar" | "ParamSpec"))):
+            return None
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name if name[0].isupper() and not name.isupper() else None
+        case _:
+            return None
+
+
+def homes_of_types(files: list[Path]) -> dict[str, list[str]]:
+    """For each public name of a class or type, the files that define it outside functions and
+    classes."""
     found: dict[str, list[str]] = {}
     for file in files:
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                home = file.relative_to(ROOT / PACKAGE).as_posix()
-                found.setdefault(node.name, []).append(home)
+        pending: list[ast.stmt] = list(parsed(file).body)
+        for node in pending:
+            if isinstance(node, ast.If):
+                pending.extend([*node.body, *node.orelse])
+            name = type_name(node)
+            home = path_in_package(file)
+            if name and not name.startswith("_") and home not in found.setdefault(name, []):
+                found[name].append(home)
     return found
 
 
-def test_a_class_name_has_one_meaning():
-    homes = homes_of_classes(FILES)
+def test_the_name_of_a_type_has_one_meaning():
+    homes = homes_of_types(FILES)
     assert {name: files for name, files in homes.items() if len(files) > 1} == ROLES
+
+
+@pytest.mark.parametrize(
+    ("again", "found"),
+    [
+        ("class Role: ...\n", True),
+        ("Role = Literal['decode', 'prefill']\n", True),
+        ("Role = Decode | Prefill\n", True),
+        ("Role = NewType('Role', str)\n", True),
+        ("Role: TypeAlias = str\n", True),
+        ("if TYPE_CHECKING:\n    Role = Callable[[], None]\n", True),
+        ("from dynamo_lite.policy.one import Role\n", False),
+        ("Role = TypeVar('Role')\n", False),
+        ("_Role = str\n", False),
+        ("def named():\n    Role = str\n", False),
+        ("class Other:\n    Role = str\n", False),
+    ],
+)
+def test_a_second_meaning_of_a_name_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, found: bool
+):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    folder = tmp_path / PACKAGE / "policy"
+    folder.mkdir(parents=True)
+    one, two = (folder / f"{name}.py" for name in ("one", "two"))
+    one.write_text("class Role: ...\n")
+    two.write_text(again)
+    assert (len(homes_of_types([one, two])["Role"]) == 2) is found
 
 
 def test_the_rule_sees_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,8 +13,9 @@ from dynamo_lite.protocol.errors import ConfigError
 ANY_VERSION = "any"
 FORMAT = "dynamo-lite-timing/1"
 
-Cost = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-Count = Annotated[int, msgspec.Meta(gt=0, le=10**12)]
+ModelSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+RelativeError = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+PositiveCount = Annotated[int, msgspec.Meta(gt=0, le=10**12)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
 
@@ -26,10 +27,10 @@ class StepTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     step_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
-    token_s: Cost = 0.0
-    attention_s: Cost = 0.0
-    stream_s: Cost = 0.0
-    kv_token_s: Cost = 0.0
+    token_s: ModelSeconds = 0.0
+    attention_s: ModelSeconds = 0.0
+    stream_s: ModelSeconds = 0.0
+    kv_token_s: ModelSeconds = 0.0
 
     def one(
         self, *, tokens: float = 0, attention: float = 0, streams: int = 0, kv: float = 0
@@ -71,9 +72,9 @@ def steps_until(first: float, growth: float, after: float) -> int:
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one engine can hold and do in a step; vLLM's options of the same names."""
 
-    kv_tokens: Count
-    max_num_seqs: Count = 256
-    max_num_batched_tokens: Count = 8192
+    kv_tokens: PositiveCount
+    max_num_seqs: PositiveCount = 256
+    max_num_batched_tokens: PositiveCount = 8192
 
     def mistakes(self) -> list[str]:
         if self.max_num_seqs >= self.max_num_batched_tokens:
@@ -88,10 +89,10 @@ class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Times of a remote prefill, without its computation."""
 
     #: From the decision until a free prefill worker computes.
-    handover_s: Cost = 0.002
+    handover_s: ModelSeconds = 0.002
     #: From the last byte until the decode engine can schedule the request.
-    commit_s: Cost = 0.002
-    bytes_per_token: Count = 131_072
+    commit_s: ModelSeconds = 0.002
+    bytes_per_token: PositiveCount = 131_072
     #: Bandwidth of one worker's network interface, in each direction.
     bytes_per_s: Rate = 25e9
 
@@ -99,9 +100,9 @@ class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class FitErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relative errors of predicted step times, on records that were not fitted."""
 
-    records: Count
-    median: Cost
-    p95: Cost
+    records: PositiveCount
+    median: RelativeError
+    p95: RelativeError
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,9 +119,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: EngineLimits
     transfer: TransferTiming = TransferTiming()
     #: Overhead of a request's first token: HTTP, tokeniser, routing and the way back.
-    frontend_s: Cost = 0.0
+    frontend_s: ModelSeconds = 0.0
     #: From the order until a new worker takes requests.
-    start_s: Cost = 60.0
+    start_s: ModelSeconds = 60.0
     held_out: FitErrors | None = None
 
 

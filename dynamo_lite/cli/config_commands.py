@@ -81,7 +81,7 @@ def get(
                 await live_options.read(store, place.namespace, component, seals),
                 await live_options.followers(members, component),
             )
-            for component in ([only[0]] if only else live_options.TUNABLE)
+            for component in ([only[0]] if only else live_options.LIVE_OPTIONS)
         ]
 
     found = _on_store(state_dir, etcd_url, namespace, look)
@@ -190,7 +190,7 @@ def seal(
         if not seals.checked:
             raise StartupError("no secret to seal with; name it with --secret-file FILE")
         found: list[str] = []
-        for component in live_options.TUNABLE:
+        for component in live_options.LIVE_OPTIONS:
             if await live_options.read(store, place.namespace, component, seals) is not None:
                 await live_options.write(store, place.namespace, component, {}, seals=seals)
                 found.append(component)
@@ -213,7 +213,7 @@ def _edit(
     async def write(store: Any, place: Any) -> list[Any]:
         seals = record_seals.find_seals(state_dir, place, secret_file)
         members = await listing.members(place)
-        keys = [names.tuning_key(place.namespace, component) for component in edits]
+        keys = [names.live_options_key(place.namespace, component) for component in edits]
         await record_seals.check_may_write(store, keys, members, seals)
         if (edit := edits.get("Planner")) is not None:
             await planner.check_options(store, place, edit, seals)

@@ -17,6 +17,7 @@ from dynamo_lite.overview.drains import (
     look,
 )
 from dynamo_lite.policy.drain import Leaving, NoVictim, Safe, cost, safe, victim, written_s
+from dynamo_lite.policy.planner_inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.processes import is_alive
@@ -145,7 +146,7 @@ class Watch:
     def __init__(self, place: Place, record: EndpointRecord, say: Say):
         self._place, self._record, self._say = place, record, say
         self._leaving = Leaving(
-            role=ROLES.get(record.component, "decode"), lease_id=record.lease_id, listed=True
+            role=ROLES.get(record.component, Role.DECODE), lease_id=record.lease_id, listed=True
         )
         self._began = time.monotonic()
         self._told = ""

@@ -135,7 +135,8 @@ def join(
 
 def _options(**given: Any) -> "JoinOptions":
     """Raises ConfigError with all mistakes."""
-    from dynamo_lite.forward.options import LAST_PORT, ProtocolName, parse_engine_url
+    from dynamo_lite.forward.options import ProtocolName, parse_engine_url
+    from dynamo_lite.protocol.records import LAST_PORT
     from dynamo_lite.services.joined_engine import ROLES, JoinOptions
 
     mistakes = [

@@ -19,10 +19,10 @@ from dynamo_lite.cli.listing import facts_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, Unavailable
 from dynamo_lite.protocol.live_options import (
-    TUNABLE,
+    LIVE_OPTIONS,
     LiveOptionsRecord,
-    decode_tuning,
-    encode_tuning,
+    decode_live_options,
+    encode_live_options,
 )
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
@@ -47,16 +47,16 @@ class RecordChange:
 
 def options_of(component: str) -> dict[str, str]:
     """Option to its field's name."""
-    return {f.encode_name: f.name for f in msgspec.structs.fields(TUNABLE[component])}
+    return {f.encode_name: f.name for f in msgspec.structs.fields(LIVE_OPTIONS[component])}
 
 
 def keys() -> list[str]:
-    return [f"{component}.{name}" for component in TUNABLE for name in options_of(component)]
+    return [f"{component}.{name}" for component in LIVE_OPTIONS for name in options_of(component)]
 
 
 def accepted(component: str, option: str) -> str:
     """The values that an option accepts, in words."""
-    info = inspect.type_info(TUNABLE[component])
+    info = inspect.type_info(LIVE_OPTIONS[component])
     assert isinstance(info, inspect.StructType)
     field = next(f for f in info.fields if f.encode_name == option)
     types = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
@@ -102,7 +102,7 @@ def parse_unsets(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Keys, or components for all of their keys. Raises ConfigError."""
     edits: dict[str, dict[str, Any]] = {}
     for word in words:
-        component, option = (word, "") if word in TUNABLE else split_key(word)
+        component, option = (word, "") if word in LIVE_OPTIONS else split_key(word)
         wanted = [option] if option else list(options_of(component))
         edits.setdefault(component, {}).update(dict.fromkeys(wanted, UNSET))
     return edits
@@ -111,7 +111,7 @@ def parse_unsets(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 def split_key(key: str) -> tuple[str, str]:
     """Raises ConfigError when the key names no live option."""
     component, _, option = key.partition(".")
-    if component not in TUNABLE or option not in options_of(component):
+    if component not in LIVE_OPTIONS or option not in options_of(component):
         raise ConfigError([f"{key}: {unknown_key(key, keys())}"])
     return component, option
 
@@ -119,8 +119,8 @@ def split_key(key: str) -> tuple[str, str]:
 def checked(component: str, option: str, value: Any) -> Any:
     """The value as it will be stored. Raises ConfigError with the accepted range."""
     try:
-        values = msgspec.convert({option: value}, TUNABLE[component])
-        encode_tuning(LiveOptionsRecord(values=values, version=1))
+        values = msgspec.convert({option: value}, LIVE_OPTIONS[component])
+        encode_live_options(LiveOptionsRecord(values=values, version=1))
     except (msgspec.ValidationError, ProtocolError) as exc:
         said = f"{component}.{option}: expected {accepted(component, option)}, got {value!r}"
         raise ConfigError([said]) from exc
@@ -139,13 +139,17 @@ async def read(
 ) -> Record | None:
     """None when nothing was changed. Raises ProtocolError for a record that is invalid or not
     authentic."""
-    key = names.tuning_key(namespace, component)
+    key = names.live_options_key(namespace, component)
     return _decoded(key, component, await store.get(key), seals)
 
 
 def _decoded(key: str, component: str, data: bytes | None, seals: RecordSeals) -> Record | None:
     try:
-        return None if data is None else decode_tuning(seals.opened(key, data), TUNABLE[component])
+        return (
+            None
+            if data is None
+            else decode_live_options(seals.opened(key, data), LIVE_OPTIONS[component])
+        )
     except ProtocolError as exc:
         raise ProtocolError(f"{key}: {exc}") from exc
 
@@ -166,7 +170,7 @@ async def write(
     A record that is invalid or not authentic is only replaced by an edit that unsets all options.
     Raises ProtocolError for such a record, and Unavailable.
     """
-    key, fields = names.tuning_key(namespace, component), options_of(component)
+    key, fields = names.live_options_key(namespace, component), options_of(component)
     for _ in range(_TRIES):
         data = await store.get(key)
         try:
@@ -176,12 +180,12 @@ async def write(
                 raise
             old = None
         values = msgspec.structs.replace(
-            old.values if old else TUNABLE[component](),
+            old.values if old else LIVE_OPTIONS[component](),
             **{fields[option]: value for option, value in edit.items()},
         )
         version = max(old.version if old else 0, newest) + 1
         new = LiveOptionsRecord(values=values, version=version, by=whoami(), at=time.time())
-        if await store.swap(key, data, seals.sealed(key, encode_tuning(new))):
+        if await store.swap(key, data, seals.sealed(key, encode_live_options(new))):
             return RecordChange(component, old, new)
     raise Unavailable(f"{key}: not changed: {_TRIES} conflicts with concurrent writers; try again")
 
@@ -190,7 +194,7 @@ async def changes(
     store: Store, namespace: str, seals: RecordSeals = UNSEALED
 ) -> AsyncIterator[RecordChange | str]:
     """The changes of the records from now on; a text for an invalid record."""
-    prefix = names.tuning_key(namespace, "")
+    prefix = names.live_options_key(namespace, "")
     known: dict[str, Record | None] = {}
     async with store.watch(prefix) as events:
         first = True
@@ -198,14 +202,14 @@ async def changes(
             match event:
                 case Snapshot(entries):
                     found = {
-                        component: entries.get(f"{prefix}{component}") for component in TUNABLE
+                        component: entries.get(f"{prefix}{component}") for component in LIVE_OPTIONS
                     }
                 case Put(key, value):
                     found = {key.removeprefix(prefix): value}
                 case Delete(key):
                     found = {key.removeprefix(prefix): None}
             for component, data in found.items():
-                if component not in TUNABLE:
+                if component not in LIVE_OPTIONS:
                     continue
                 try:
                     new = _decoded(f"{prefix}{component}", component, data, seals)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _JOIN_S = 5.0
 
 #: Opens the connections of a scheduler half.
-Session = Callable[[], AbstractAsyncContextManager[Any]]
+OpenSession = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 class Bridge(Protocol):
@@ -43,7 +43,7 @@ class Bridge(Protocol):
 
 
 #: Returns the bridge of a session.
-OpenBridge = Callable[[Session], Bridge]
+OpenBridge = Callable[[OpenSession], Bridge]
 
 
 def _end_process() -> None:
@@ -61,7 +61,7 @@ class ThreadBridge:
 
     def __init__(
         self,
-        session: Session,
+        session: OpenSession,
         *,
         end_process: Callable[[], None] = _end_process,
         loop: asyncio.AbstractEventLoop | None = None,

@@ -16,11 +16,11 @@ import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.protocol.options import DisaggOptions, Positive
+from dynamo_lite.protocol.options import DisaggOptions, PositiveOption
 from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
-ENGINE_CONFIG_FILE = "dynamo_lite_link"
+ENGINE_CONFIG_FILE = "dynamo_lite_engine_config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class PrefillOptions:
     kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
     #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
     #: is read from there; a shorter one is computed. More than the longest prompt: never read.
-    min_prefix_read_length: Positive = 128
+    min_prefix_read_length: PositiveOption = 128
     #: Whether each layer's blocks are written as soon as a step has run the layer, not after the
     #: step; only with vLLM's `enforce-eager`.
     stream_layers: bool = False

@@ -7,7 +7,7 @@ the engine's next step. The component repeats an order until it is followed, so 
 import contextlib
 from collections.abc import AsyncIterator
 
-from dynamo_lite.disagg.bridge import Session
+from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol import names
@@ -45,8 +45,8 @@ class RoleOrders:
         self._order, self._refused = None, ""
 
     def session(
-        self, config: EngineConfig, outside: ServerClients, inner: Session, on_drop: OnDrop
-    ) -> Session:
+        self, config: EngineConfig, clients: ServerClients, inner: OpenSession, on_drop: OnDrop
+    ) -> OpenSession:
         """The session `inner` of the half with this config, which also takes orders."""
 
         @contextlib.asynccontextmanager
@@ -55,7 +55,7 @@ class RoleOrders:
             on_order = counted(self._on_order, "change_role", on_drop)
             async with (
                 inner(),
-                outside.messaging() as messaging,
+                clients.messaging() as messaging,
                 messaging.serve(subject, on_order),
             ):
                 yield

@@ -5,7 +5,7 @@ The engine's processes have no tracing library. A note is a short list among the
 
 from dynamo_lite.disagg.counters import SPAN, Counters
 from dynamo_lite.protocol.trace import TraceContext
-from dynamo_lite.runtime.tracing.tracer import Attributes, Kind
+from dynamo_lite.runtime.tracing.tracer import Attributes, SpanKindName
 
 
 def note_span(
@@ -16,7 +16,7 @@ def note_span(
     start: float,
     end: float,
     *,
-    kind: Kind = "internal",
+    kind: SpanKindName = "internal",
     attributes: Attributes | None = None,
 ) -> None:
     """As `Tracer.record`, by this host's monotonic clock. Any thread."""

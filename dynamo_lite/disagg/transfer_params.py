@@ -14,7 +14,7 @@ from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import (
-    Attempt,
+    AttemptId,
     BlockId,
     EngineId,
     FirstTokenSampling,
@@ -38,7 +38,7 @@ class PrefillLength(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     """A remote prefill, for the scheduler half of a prefill engine."""
 
-    attempt: Attempt
+    attempt: AttemptId
     #: The decode engine that gets the KV.
     engine_id: EngineId
     #: The decode engine's block size in tokens.

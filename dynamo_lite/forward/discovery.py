@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.options import EngineOptions, Role
+from dynamo_lite.forward.options import EngineOptions, EngineRole
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import host_port
@@ -19,7 +19,7 @@ from dynamo_lite.runtime.members.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-ROLES: tuple[str, ...] = get_args(Role)
+ROLES: tuple[str, ...] = get_args(EngineRole)
 
 #: Name (HOST:PORT, or the URL if it is malformed) and lease of a joined engine.
 UnusedKey = tuple[str, str]

@@ -40,7 +40,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 #: answer.
 OWN = frozenset({"/health", "/live", "/ready", "/metrics"})
 
-Facts = Callable[[], Mapping[str, Any]]
+ReadFacts = Callable[[], Mapping[str, Any]]
 
 
 class Answering(Protocol):
@@ -70,7 +70,7 @@ class ForwardServer:
         routes: frozenset[str],
         sock: socket.socket,
         *,
-        health: Facts,
+        health: ReadFacts,
         probes: Probes | None = None,
         own: frozenset[str] = OWN,
         tls: ssl.SSLContext | None = None,

@@ -10,9 +10,15 @@ import annotated_types as at
 
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.policy.forwarding import Strategy
-from dynamo_lite.protocol.options import KvRoutingOptions, Natural, Positive, Seconds
+from dynamo_lite.protocol.options import (
+    KvRoutingOptions,
+    NaturalOption,
+    PositiveOption,
+    SecondsOption,
+)
+from dynamo_lite.protocol.records import LAST_PORT, Port
 
-Role = Literal["prefill", "decode", "prefill-decode"]
+EngineRole = Literal["prefill", "decode", "prefill-decode"]
 #: The keys of `forward/protocols/registry.py`.
 ProtocolName = Literal[
     "nixl",
@@ -27,10 +33,8 @@ ProtocolName = Literal[
     "kvt-batch",
     "kvt-staged",
 ]
-LAST_PORT = 65535
 #: Its last part has a letter: it is no IPv4 address with a mistake in it.
 _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
-Port = Annotated[int, at.Gt(0), at.Le(LAST_PORT)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class EngineOptions:
     #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
     #: Which legs it may take.
-    role: Role
+    role: EngineRole
     #: Where its side of the handover listens; None: the URL's host.
     transfer_host: str | None = None
     #: Port of its side of the handover (Mooncake's and SGLang's bootstrap server, KVT, MoRIIO's
@@ -99,7 +103,7 @@ class ForwardRoutingOptions(KvRoutingOptions):
     """How the choices `least-load` and `prefix` weigh engines."""
 
     #: Most different blocks of 256 bytes that are remembered.
-    max_index_blocks: Positive = 500_000
+    max_index_blocks: PositiveOption = 500_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,28 +140,28 @@ class ForwarderConfig:
     routing: ForwardRoutingOptions = field(default_factory=ForwardRoutingOptions)
     #: Prompts with at most this many uncached tokens (estimated) get no prefill leg; 0: all get
     #: one.
-    max_local_prefill_length: Natural = 0
+    max_local_prefill_length: NaturalOption = 0
     #: What follows when the prefill engine fails; a 4xx of it is the client's answer in any case.
     prefill_failure: Literal["decode-only", "error"] = "decode-only"
     #: Decode engines that one request may try before its first byte.
-    max_attempts: Positive = 3
+    max_attempts: PositiveOption = 3
     #: Timeout of a connection to an engine.
-    connect_timeout_s: Seconds = 2.0
+    connect_timeout_s: SecondsOption = 2.0
     #: Timeout of a whole prefill leg.
-    prefill_timeout_s: Seconds = 120.0
+    prefill_timeout_s: SecondsOption = 120.0
     #: Timeout without any byte of an answer, and of a client that reads none of it.
-    idle_timeout_s: Seconds = 600.0
+    idle_timeout_s: SecondsOption = 600.0
     #: Time between two checks of an engine's `/health`.
-    health_interval_s: Seconds = 1.0
-    health_timeout_s: Seconds = 5.0
+    health_interval_s: SecondsOption = 1.0
+    health_timeout_s: SecondsOption = 5.0
     #: Time between two readings of an engine's `/metrics`, for `least-load` and `prefix`.
-    load_interval_s: Seconds = 1.0
+    load_interval_s: SecondsOption = 1.0
     #: How long a prompt's tokens are waited for, where engines publish their KV events.
-    tokenize_timeout_s: Seconds = 0.5
+    tokenize_timeout_s: SecondsOption = 0.5
     #: Of a request.
-    max_body_bytes: Positive = 32 << 20
+    max_body_bytes: PositiveOption = 32 << 20
     #: How long a request's body may take to arrive.
-    body_timeout_s: Seconds = 60.0
+    body_timeout_s: SecondsOption = 60.0
 
     def __post_init__(self) -> None:
         """Raises ValueError."""

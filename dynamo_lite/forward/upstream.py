@@ -24,7 +24,7 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 #: Methods that are sent again when a kept connection turns out to be closed.
 _REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
 
-Kind = Literal["refused", "timeout", "broken", "too_large"]
+LegFailureKind = Literal["refused", "timeout", "broken", "too_large"]
 _Address = tuple[str, int]
 #: The key includes how the certificate was checked, so that a connection is not reused where a
 #: stricter check applies.
@@ -35,10 +35,10 @@ class LegFailed(DynamoLiteError):
     """An engine did not answer. kind: `refused`: no connection; `broken`: it was lost;
     `too_large`: the answer does not end within `MAX_WHOLE_BYTES`."""
 
-    def __init__(self, engine: str, kind: Kind, detail: str):
+    def __init__(self, engine: str, kind: LegFailureKind, detail: str):
         super().__init__(f"engine {engine}: {kind}: {detail}")
         self.engine = engine
-        self.kind: Kind = kind
+        self.kind: LegFailureKind = kind
         self.detail = detail
 
     @property
@@ -260,7 +260,7 @@ def _head(
 
 
 def _lost(engine: KnownEngine, exc: TimeoutError | ConnectionError) -> LegFailed:
-    kind: Kind = "timeout" if isinstance(exc, TimeoutError) else "broken"
+    kind: LegFailureKind = "timeout" if isinstance(exc, TimeoutError) else "broken"
     return LegFailed(engine.name, kind, _detail(exc))
 
 

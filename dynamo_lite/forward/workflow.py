@@ -50,7 +50,7 @@ _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 _NO_PEER = Peer(address="", host="", port=0)
 
 
-Tokens = Callable[[Incoming, ClientRequest], Awaitable[PromptTokens | None]]
+TokenizePrompt = Callable[[Incoming, ClientRequest], Awaitable[PromptTokens | None]]
 
 
 def _unique() -> str:
@@ -91,7 +91,7 @@ class Forwarding:
         upstream: Upstream,
         monitor: EngineMonitor,
         *,
-        tokens: Tokens | None = None,
+        tokens: TokenizePrompt | None = None,
         unique: Callable[[], str] = _unique,
         rng: random.Random | None = None,
     ):

@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 from dynamo_lite.overview.compose import processes, state_of
 from dynamo_lite.overview.fetch import TIMEOUT_S, fetch_health
-from dynamo_lite.policy.drain import DrainCandidate, Role, Writers
+from dynamo_lite.policy.drain import DrainCandidate, Writers
+from dynamo_lite.policy.planner_inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
 
-ROLES: Mapping[str, Role] = {"VllmWorker": "decode", "PrefillWorker": "prefill"}
+ROLES: Mapping[str, Role] = {"VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL}
 
 Facts = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ class GraphSeen:
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()
-            if ROLES.get(record.component) == "decode"
+            if ROLES.get(record.component) is Role.DECODE
         }
 
     def _worker(self, record: EndpointRecord) -> WorkerSeen:
@@ -74,7 +75,7 @@ class GraphSeen:
 
     def _costs(self, record: EndpointRecord, facts: Facts) -> tuple[float | None, float]:
         """Seconds of running work, and seconds that its cache saves."""
-        if ROLES.get(record.component) == "prefill":
+        if ROLES.get(record.component) is Role.PREFILL:
             return _number(facts, "busy_s"), 0.0
         loads = self._loads(record.lease_id)
         cache_s = sum(_number(load, "cache_s") or 0.0 for load in loads)

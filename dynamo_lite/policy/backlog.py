@@ -89,7 +89,7 @@ _UP_TO = {lane: tuple(Lane)[: i + 1] for i, lane in enumerate(Lane)}
 
 @dataclass(slots=True)
 class _Received:
-    demand: Backlog
+    backlog: Backlog
     at: float
 
 
@@ -108,23 +108,23 @@ class Backlogs:
         self._queued_tokens = dict.fromkeys(Lane, 0)
         self._asked_tokens = self._overflow_tokens = 0
 
-    def hear(self, demand: Backlog, now: float) -> int | None:
+    def hear(self, backlog: Backlog, now: float) -> int | None:
         """Returns the tokens that were completed since the engine's last message; None for a stale
         message."""
-        last = self._received.get(demand.engine_id)
-        before = None if last is None else last.demand
-        if before is not None and demand.number <= before.number:
+        last = self._received.get(backlog.engine_id)
+        before = None if last is None else last.backlog
+        if before is not None and backlog.number <= before.number:
             return None
         self._forget(now)
-        self._remove(demand.engine_id)
-        if not demand.leaving:
-            self._received[demand.engine_id] = _Received(demand, now)
-            self._count(demand, 1)
+        self._remove(backlog.engine_id)
+        if not backlog.leaving:
+            self._received[backlog.engine_id] = _Received(backlog, now)
+            self._count(backlog, 1)
         if before is None:
             return 0
-        self._asked_tokens += max(demand.asked_tokens - before.asked_tokens, 0)
-        self._overflow_tokens += max(demand.overflow_tokens - before.overflow_tokens, 0)
-        return max(demand.done_tokens - before.done_tokens, 0)
+        self._asked_tokens += max(backlog.asked_tokens - before.asked_tokens, 0)
+        self._overflow_tokens += max(backlog.overflow_tokens - before.overflow_tokens, 0)
+        return max(backlog.done_tokens - before.done_tokens, 0)
 
     def engines(self, now: float) -> int:
         """How many engines are not silent."""
@@ -157,14 +157,14 @@ class Backlogs:
 
     def _remove(self, engine_id: str) -> None:
         if (received := self._received.pop(engine_id, None)) is not None:
-            self._count(received.demand, -1)
+            self._count(received.backlog, -1)
 
-    def _count(self, demand: Backlog, sign: int) -> None:
-        self._queued_jobs += sign * demand.queued_jobs
-        for lane, tokens in demand.queued_tokens.items():
+    def _count(self, backlog: Backlog, sign: int) -> None:
+        self._queued_jobs += sign * backlog.queued_jobs
+        for lane, tokens in backlog.queued_tokens.items():
             self._queued_tokens[lane] += sign * tokens
-        self._claimed_jobs += sign * demand.claimed_jobs
-        self._claimed_tokens += sign * demand.claimed_tokens
+        self._claimed_jobs += sign * backlog.claimed_jobs
+        self._claimed_tokens += sign * backlog.claimed_tokens
 
 
 def notice_period_s(engines: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["decode", "prefill"]
+from dynamo_lite.policy.planner_inputs import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class DrainCandidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class RemovalCost:
     """What a removal costs, per device that it frees."""
 
     total_s: float
@@ -41,7 +41,7 @@ class Victim:
     """The worker to remove."""
 
     lease_id: int
-    cost: Cost
+    cost: RemovalCost
     reason: str
 
 
@@ -52,15 +52,15 @@ class NoVictim:
     reason: str
 
 
-def cost(candidate: DrainCandidate) -> Cost:
+def cost(candidate: DrainCandidate) -> RemovalCost:
     """`(busy + cache) / devices`; 0 for a worker that cannot work, infinite if not known."""
     if not candidate.serves:
-        return Cost(total_s=0.0, reason="it cannot work now")
+        return RemovalCost(total_s=0.0, reason="it cannot work now")
     if candidate.busy_s is None:
-        return Cost(total_s=math.inf, reason="what it runs is not known")
+        return RemovalCost(total_s=math.inf, reason="what it runs is not known")
     total_s = (candidate.busy_s + candidate.cache_s) / max(candidate.devices, 1)
     parts = f"running {candidate.busy_s:.2f} s, cache {candidate.cache_s:.2f} s"
-    return Cost(total_s=total_s, reason=f"{parts}, devices {candidate.devices}")
+    return RemovalCost(total_s=total_s, reason=f"{parts}, devices {candidate.devices}")
 
 
 def victim(candidates: Sequence[DrainCandidate], *, force: bool = False) -> Victim | NoVictim:
@@ -148,9 +148,9 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> S
     if leaving.in_flight is None or leaving.idle_at is None:
         return _after_ttl(leaving, now, fence_s, "it does not report its running work")
     if leaving.in_flight:
-        what = "requests" if leaving.role == "decode" else "jobs"
+        what = "requests" if leaving.role is Role.DECODE else "jobs"
         return _after_ttl(leaving, now, fence_s, f"{leaving.in_flight} {what} in flight")
-    if leaving.role == "decode":
+    if leaving.role is Role.DECODE:
         return _own_ledger(writers.get(leaving.lease_id), leaving.idle_at)
     return _all_ledgers(leaving, leaving.idle_at, writers, now, fence_s)
 
@@ -183,7 +183,7 @@ def _all_ledgers(
 
 def _after_ttl(leaving: Leaving, now: float, fence_s: float, why: str) -> Safe | Unsafe:
     gone_at = leaving.unlisted_at
-    if leaving.role == "prefill" and gone_at is not None and now - gone_at > fence_s:
+    if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > fence_s:
         return Safe(reason=f"its lease is gone for {fence_s:g} s: its fence has closed")
     return Unsafe(reason=why)
 

@@ -48,10 +48,10 @@ class Stay:
     reason: str
 
 
-Plan = Continue | Replay | Stay
+MigrationPlan = Continue | Replay | Stay
 
 
-def plan(facts: SamplingFacts) -> Plan:
+def plan(facts: SamplingFacts) -> MigrationPlan:
     if facts.greedy:
         if facts.grammar:
             return Replay(reason="greedy under a grammar: repeated exactly")

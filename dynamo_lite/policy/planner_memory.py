@@ -11,7 +11,7 @@ from dynamo_lite.policy.planner_work import Work
 #: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
 #: to be wanted for a while. acting: an order is not confirmed yet. settling: it is confirmed, and
 #: the workers are not ready or gone yet.
-State = Literal["hold", "observe", "pending", "acting", "settling"]
+PlanState = Literal["hold", "observe", "pending", "acting", "settling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ Action = AddWorkers | RemoveWorker | SwitchWorker | WithdrawStart
 class RolePlan:
     """One role in a proposal."""
 
-    state: State
+    state: PlanState
     #: Workers that serve or will serve.
     count: int
     #: Within minimum and maximum; None: not known.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from dynamo_lite.policy.planner_inputs import Role, RoleSeen
 from dynamo_lite.policy.planner_limits import bounds
 from dynamo_lite.policy.planner_memory import (
+    PlanState,
     RemoveWorker,
     RoleMemory,
     RolePlan,
-    State,
     WithdrawStart,
 )
 from dynamo_lite.policy.planner_needs import Need
@@ -153,7 +153,7 @@ class RoleStep:
             wish, why = self._removal(f"more than the maximum, {self._most}")
             return wish, self._plan("pending", self._most, why)
         if memory.known_since is None or not memory.needs:
-            state: State = "hold" if self._need.up is None else "observe"
+            state: PlanState = "hold" if self._need.up is None else "observe"
             return RoleWish(), self._plan(state, wanted, reason)
         lately = next((n for at, n in memory.needs if at > now - self._window_s), self._most)
         floor = max(lately, self._least)
@@ -227,7 +227,7 @@ class RoleStep:
             and operation.age_s > deadline_s
         )
         first = operations[0]
-        state: State = "settling" if first.confirmed else "acting"
+        state: PlanState = "settling" if first.confirmed else "acting"
         what = _UNDER_WAY[first.kind]
         reason = f"{what} is under way for {first.age_s:.0f} s"
         return RoleWish(withdraw=late), self._plan(state, wanted, reason, first.age_s)
@@ -250,7 +250,7 @@ class RoleStep:
         return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
 
     def _plan(
-        self, state: State, wanted: int | None, reason: str, pending_s: float = 0.0
+        self, state: PlanState, wanted: int | None, reason: str, pending_s: float = 0.0
     ) -> RolePlan:
         return RolePlan(
             state=state,

@@ -40,9 +40,6 @@ def work_of(tokens: int, context: int) -> PromptWork:
     return PromptWork(tokens, tokens * (context + tokens / 2))
 
 
-Row = tuple[float, float, float, float, float]
-
-
 class StepTime:
     """The fit. Steps with prompts and steps without are forgotten apart from each other: while all
     prompts are prefilled elsewhere, the cost of computing them is not forgotten."""

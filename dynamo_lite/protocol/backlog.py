@@ -52,7 +52,7 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     wire_version: int = WIRE_VERSION
 
 
-decode_demand: Decoder[Backlog] = Decoder(Backlog)
+decode_backlog: Decoder[Backlog] = Decoder(Backlog)
 
 
 class QueueReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.generate import Seconds
 from dynamo_lite.protocol.options import DecisionThresholds, subset
-from dynamo_lite.protocol.prefill import Attempt, EngineId
+from dynamo_lite.protocol.prefill import AttemptId, EngineId
 from dynamo_lite.protocol.records import LeaseId, Natural
 
 Word = Annotated[str, msgspec.Meta(max_length=64)]
@@ -64,7 +64,7 @@ class Followed(DecisionThresholds, _Version):
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a remote prefill."""
 
-    attempt: Attempt
+    attempt: AttemptId
     #: See `policy/instructions.py`; empty while it is in flight.
     outcome: Word = ""
     #: Duration of each stage that was reached (see `disagg/decode/stages.py`).

@@ -3,15 +3,11 @@
 Times are durations, since the clocks of two hosts differ.
 """
 
-from typing import Annotated
-
 import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.decisions import Word
-from dynamo_lite.protocol.records import LeaseId, Natural
-
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
+from dynamo_lite.protocol.records import LeaseId, Natural, Text
 
 
 class LegCandidate(msgspec.Struct, frozen=True, kw_only=True):

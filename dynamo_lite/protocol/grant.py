@@ -17,7 +17,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.generate import Seconds
 from dynamo_lite.protocol.records import LeaseId, Natural
 
-Attempt = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
+AttemptId = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
 #: Part of subjects and keys.
 EngineId = Annotated[str, msgspec.Meta(pattern=rf"^{names.ENGINE_ID}\Z")]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -34,7 +34,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     id: GrantId
     #: The decode engine; every start of an engine has another id.
     engine_id: EngineId
-    attempt: Attempt
+    attempt: AttemptId
     #: The writer.
     writer_lease_id: LeaseId
     #: Number of the claim that was granted.

@@ -72,7 +72,7 @@ FrontendLiveOptions = _live("FrontendLiveOptions", AdmissionOptions, kv_router=K
 PlannerLiveOptions = _live("PlannerLiveOptions", PlannerOptions)
 
 #: Component to its options that can be changed.
-TUNABLE: Mapping[str, type[LiveValues]] = MappingProxyType(
+LIVE_OPTIONS: Mapping[str, type[LiveValues]] = MappingProxyType(
     {
         "VllmWorker": VllmWorkerLiveOptions,
         "Frontend": FrontendLiveOptions,
@@ -85,7 +85,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LiveOptionsRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """At `names.tuning_key(namespace, component)`."""
+    """At `names.live_options_key(namespace, component)`."""
 
     values: T
     #: Grows by one with each change.
@@ -96,14 +96,14 @@ class LiveOptionsRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     at: float = 0.0
 
 
-def encode_tuning(record: LiveOptionsRecord[T]) -> bytes:
+def encode_live_options(record: LiveOptionsRecord[T]) -> bytes:
     """Raises ProtocolError when its readers would refuse the record."""
     data = encode_json(record)
-    if decode_tuning(data, type(record.values)) != record:
+    if decode_live_options(data, type(record.values)) != record:
         raise ProtocolError("live options: a value does not round-trip through JSON")
     return data
 
 
-def decode_tuning(data: bytes, kind: type[T]) -> LiveOptionsRecord[T]:
+def decode_live_options(data: bytes, kind: type[T]) -> LiveOptionsRecord[T]:
     """Raises ProtocolError."""
     return decode_json(data, LiveOptionsRecord[kind])

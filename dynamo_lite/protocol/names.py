@@ -45,7 +45,7 @@ def health_subject(namespace: str, component: str) -> str:
     return f"{namespace}_health.{component}"
 
 
-def tuning_key(namespace: str, component: str) -> str:
+def live_options_key(namespace: str, component: str) -> str:
     """The live options of a component."""
     return f"{namespace}/config/{component}"
 
@@ -123,7 +123,7 @@ def prefill_jobs_subject(namespace: str) -> str:
     return f"{prefill_stream(namespace)}.jobs"
 
 
-def demand_subject(namespace: str) -> str:
+def backlog_subject(namespace: str) -> str:
     """Notices of all decode engines: their backlog on the prefill queue."""
     return f"{namespace}_prefill_demand"
 

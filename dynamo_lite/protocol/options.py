@@ -19,9 +19,9 @@ T = TypeVar("T", bound="DataclassInstance")
 _MOST, _LONGEST_S, _HEAVIEST = 10**9, 1e9, 1e6
 # Each range is stated twice: pydantic reads the first form (configuration file), msgspec the
 # second one (records).
-Natural = Annotated[int, at.Ge(0), at.Le(_MOST), msgspec.Meta(ge=0, le=_MOST)]
-Positive = Annotated[int, at.Gt(0), at.Le(_MOST), msgspec.Meta(gt=0, le=_MOST)]
-Seconds = Annotated[float, at.Gt(0), at.Le(_LONGEST_S), msgspec.Meta(gt=0, le=_LONGEST_S)]
+NaturalOption = Annotated[int, at.Ge(0), at.Le(_MOST), msgspec.Meta(ge=0, le=_MOST)]
+PositiveOption = Annotated[int, at.Gt(0), at.Le(_MOST), msgspec.Meta(gt=0, le=_MOST)]
+SecondsOption = Annotated[float, at.Gt(0), at.Le(_LONGEST_S), msgspec.Meta(gt=0, le=_LONGEST_S)]
 Weight = Annotated[float, at.Ge(0), at.Le(_HEAVIEST), msgspec.Meta(ge=0, le=_HEAVIEST)]
 Share = Annotated[float, at.Gt(0), at.Le(1), msgspec.Meta(gt=0, le=1)]
 
@@ -31,16 +31,16 @@ class DecisionThresholds:
     """The thresholds of the decision between local and remote prefill."""
 
     #: Prompts with at most this many uncached tokens are prefilled locally.
-    max_local_prefill_length: Natural = 512
+    max_local_prefill_length: NaturalOption = 512
     #: With this many jobs in the queue or more, all prompts are prefilled locally.
-    max_prefill_queue_size: Natural = 8
+    max_prefill_queue_size: NaturalOption = 8
     #: A view of the queue that is older counts as unknown, and unknown means local.
-    queue_view_max_age_s: Seconds = 3.0
+    queue_view_max_age_s: SecondsOption = 3.0
     #: Time limit of a remote prefill from the decision to the last block. The rest of the prompt
     #: is then prefilled locally.
-    remote_prefill_timeout_s: Seconds = 30.0
+    remote_prefill_timeout_s: SecondsOption = 30.0
     #: With this many outstanding tokens or more, all prompts are prefilled locally; 0: no limit.
-    max_prefill_queue_tokens: Natural = 0
+    max_prefill_queue_tokens: NaturalOption = 0
 
 
 #: What decides between local and remote prefill. "thresholds": only the thresholds. "shadow": the
@@ -56,9 +56,9 @@ class CostPolicyOptions:
     prefill_policy: PrefillPolicy = "shadow"
     #: Where both sides cost about the same, one in fifty decisions tries the other one, unless a
     #: first token would then be later than this.
-    ttft_target_s: Seconds = 2.0
+    ttft_target_s: SecondsOption = 2.0
     #: No trials are made while the time between tokens is near this.
-    itl_target_s: Seconds = 0.05
+    itl_target_s: SecondsOption = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class DisaggOptions(CostPolicyOptions, DecisionThresholds):
 
     #: A prompt waits for the remote prefill of another one if they share at least this many
     #: uncached tokens, and most of either. None: max_local_prefill_length, in whole blocks.
-    single_flight_min_length: Natural | None = None
+    single_flight_min_length: NaturalOption | None = None
     #: How many prefill workers one prompt may ask, one after the other as they are lost, within
     #: remote_prefill_timeout_s.
-    max_remote_prefills: Positive = 2
+    max_remote_prefills: PositiveOption = 2
     #: Whether a queued remote prefill that no worker has claimed is taken back and computed locally
     #: when that has become cheaper.
     steal_back: bool = True
@@ -81,9 +81,9 @@ class AdmissionOptions:
     """Limits beyond which new requests are refused."""
 
     #: Sequences at a time.
-    max_in_flight_requests: Positive
+    max_in_flight_requests: PositiveOption
     #: Prompt tokens, in total, of the sequences without a first token.
-    max_queued_tokens: Positive
+    max_queued_tokens: PositiveOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class KvRoutingOptions:
     #: Cost of a token that a worker has to compute before this prompt.
     load_weight: Weight = 1.0
     #: Tokens that a request in the engine counts as, in addition to its prompt.
-    request_load_tokens: Natural = 32
+    request_load_tokens: NaturalOption = 32
     #: 0 takes the best worker. Higher values draw one, the more evenly, relative to the prompt's
     #: length.
     temperature: Weight = 0.0
@@ -110,23 +110,23 @@ class PlannerOptions:
 
     #: Most devices of all workers together, starting and draining ones included. A worker without
     #: a device counts as one.
-    budget_devices: Positive = 8
+    budget_devices: PositiveOption = 8
     #: Fewest prefill workers.
-    prefill_min: Positive = 1
+    prefill_min: PositiveOption = 1
     #: Most prefill workers.
-    prefill_max: Positive = 8
+    prefill_max: PositiveOption = 8
     #: Fewest decode workers.
-    decode_min: Positive = 1
+    decode_min: PositiveOption = 1
     #: Most decode workers.
-    decode_max: Positive = 8
+    decode_max: PositiveOption = 8
     #: Time between two looks at the load.
-    tick_s: Seconds = 5.0
+    tick_s: SecondsOption = 5.0
     #: A measurement that is older counts as unknown. An unknown load never removes a worker.
-    stale_s: Seconds = 15.0
+    stale_s: SecondsOption = 15.0
     #: How long fewer workers must have been enough before one is removed.
-    down_window_s: Seconds = 90.0
+    down_window_s: SecondsOption = 90.0
     #: After a worker was added, none of its role is removed for this long, and the reverse.
-    cooldown_s: Seconds = 60.0
+    cooldown_s: SecondsOption = 60.0
     #: A prefill worker is added above this share of the prefill workers' measured rate.
     prefill_up_share: Share = 0.8
     #: A decode worker is added above this share of the KV blocks or of `max-num-seqs`.
@@ -137,15 +137,15 @@ class PlannerOptions:
     #: considered.
     itl_target_s: Weight = 0.0
     #: Most requests that one decode worker runs at a time, its `max-num-seqs`; 0: not considered.
-    decode_max_num_seqs: Natural = 0
+    decode_max_num_seqs: NaturalOption = 0
     #: Assumed time of a start until one was measured.
-    start_s: Seconds = 60.0
+    start_s: SecondsOption = 60.0
     #: A start that takes longer is withdrawn, until twice the measured 95th percentile is known.
-    start_timeout_s: Seconds = 600.0
+    start_timeout_s: SecondsOption = 600.0
     #: Workers younger than this teach nothing: their caches are cold and their kernels compile.
-    young_s: Seconds = 30.0
+    young_s: SecondsOption = 30.0
     #: Longest drain of a removed worker.
-    drain_timeout_s: Seconds = 600.0
+    drain_timeout_s: SecondsOption = 600.0
 
 
 def subset(kind: type[T], options: Any) -> T:

@@ -66,7 +66,7 @@ def _frontend(namespace: str) -> Permissions:
         read=(
             names.components_prefix(namespace),
             names.links_prefix(namespace),
-            names.tuning_key(namespace, "Frontend"),
+            names.live_options_key(namespace, "Frontend"),
         ),
         write=(_own_keys(namespace, "Frontend"), _own_keys(namespace, "Processor")),
     )
@@ -81,14 +81,14 @@ def _router(namespace: str) -> Permissions:
             _of_any(names.fates_subject, namespace),
             names.kv_subject(namespace, _DECODE),
         ),
-        read=(names.components_prefix(namespace), names.tuning_key(namespace, "Router")),
+        read=(names.components_prefix(namespace), names.live_options_key(namespace, "Router")),
         write=(_own_keys(namespace, "Router"),),
     )
 
 
 def _decode_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
-    shared = (names.demand_subject(namespace), names.depth_subject(namespace))
+    shared = (names.backlog_subject(namespace), names.depth_subject(namespace))
     own_engine = (
         names.leave_subject,
         names.poll_subject,
@@ -127,7 +127,7 @@ def _decode_worker(namespace: str) -> Permissions:
         read=(
             names.components_prefix(namespace),
             names.links_prefix(namespace),
-            names.tuning_key(namespace, _DECODE),
+            names.live_options_key(namespace, _DECODE),
         ),
         write=(_own_keys(namespace, _DECODE), names.nixl_metadata_prefix(namespace)),
     )
@@ -156,7 +156,7 @@ def _prefill_worker(namespace: str) -> Permissions:
             _of_any(names.cancel_subject, namespace),
             _of_any(names.alive_subject, namespace),
             *(_of_any(name, namespace) for name in own_engine),
-            names.demand_subject(namespace),
+            names.backlog_subject(namespace),
         ),
         read=(names.components_prefix(namespace), names.nixl_metadata_prefix(namespace)),
         write=(_own_keys(namespace, _PREFILL), names.links_prefix(namespace)),
@@ -168,10 +168,10 @@ def _planner(namespace: str) -> Permissions:
         "Planner",
         subscribe=(
             _endpoints(namespace, "Planner"),
-            names.demand_subject(namespace),
+            names.backlog_subject(namespace),
             names.kv_subject(namespace, _DECODE),
         ),
-        read=(names.tuning_key(namespace, "Planner"),),
+        read=(names.live_options_key(namespace, "Planner"),),
         # It revokes leases, for which etcd demands that it may delete their keys.
         write=(
             names.planner_prefix(namespace),

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
-from dynamo_lite.protocol.records import LeaseId, Natural
+from dynamo_lite.protocol.records import LeaseId, Natural, Text
 
 #: Longest line on a supervisor's socket, with its newline.
 MAX_LINE_BYTES = 64 << 10
@@ -19,11 +19,10 @@ SUPERVISOR_SOCKET = "supervisor.sock"
 #: Most workers of a role.
 MAX_WORKERS = 100_000
 
-Component = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9]{0,62}\Z")]
+ComponentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9]{0,62}\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORKERS)]
 #: Grows with each order of a namespace's planners.
 Version = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
 #: Seconds since the epoch, for display: the clocks of two hosts differ.
 Wall = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
@@ -58,7 +57,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, tag="counts", forbid_unk
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add", forbid_unknown_fields=True):
     """Asks for one more worker. The reply does not wait until it is ready."""
 
-    component: Component
+    component: ComponentName
     #: Higher than that of every earlier order, else it is refused.
     version: Version
 
@@ -66,7 +65,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add", forbid_unknown_f
 class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove", forbid_unknown_fields=True):
     """Asks to drain one worker without a restart. The reply does not wait for its end."""
 
-    component: Component
+    component: ComponentName
     #: The worker; 0: one that is restarted after a crash, or else one that was never ready. The
     #: lease of a worker that was switched to this component names its successor, until that one is
     #: ready. Refused if there is no such worker.
@@ -82,11 +81,11 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True, tag="switch", forbid_unk
     again is no mistake, and is carried out once. Refused while another one is under way.
     """
 
-    component: Component
+    component: ComponentName
     #: The worker that drains.
     lease_id: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
     #: Component of the worker that starts.
-    to: Component
+    to: ComponentName
     #: As in `Add`.
     version: Version
 
@@ -98,10 +97,10 @@ SupervisorRequest = Counts | SupervisorOrder
 class SwitchState(msgspec.Struct, frozen=True, kw_only=True):
     """A switch that was ordered from a supervisor."""
 
-    component: Component
+    component: ComponentName
     #: Of the worker that drains.
     lease_id: LeaseId
-    to: Component
+    to: ComponentName
     #: draining: the worker has not ended yet. starting: its successor was not ready yet; it is
     #: started again after a failure. done: it was ready. ended: it never will be.
     phase: Literal["draining", "starting", "done", "ended"]
@@ -133,7 +132,7 @@ class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
     #: It was refused because no process has the lease that it names.
     unknown: bool = False
     #: The numbers after the request, by component.
-    counts: dict[Component, RoleCounts] = {}
+    counts: dict[ComponentName, RoleCounts] = {}
     #: The highest version of any order so far; 0 before the first.
     version: Natural = 0
     #: The last switches, oldest first.
@@ -166,7 +165,7 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     #: Numbers of serving workers, by component.
-    counts: dict[Component, Number]
+    counts: dict[ComponentName, Number]
     version: Version
     #: The planner's lease in hexadecimal, or USER@HOST.
     by: Text
@@ -174,15 +173,15 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: Wall = 0.0
     #: Numbers that an operator has set and that are not reached yet. The load does not count for
     #: them.
-    manual: dict[Component, Number] = {}
+    manual: dict[ComponentName, Number] = {}
     #: By component.
-    changes: dict[Component, Change] = {}
+    changes: dict[ComponentName, Change] = {}
 
 
 #: ordered: the supervisor, or Kubernetes, may or may not have the order. leaving: the victim's
 #: lease was revoked, and it drains before the order is given. asked: the order was taken.
 #: withdrawing: a start that took too long is being cancelled.
-Phase = Literal["ordered", "leaving", "asked", "withdrawing"]
+ChangePhase = Literal["ordered", "leaving", "asked", "withdrawing"]
 
 
 class OperationRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,8 +192,8 @@ class OperationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: Version
     kind: Literal["add", "remove"]
-    component: Component
-    phase: Phase
+    component: ComponentName
+    phase: ChangePhase
     #: Workers of the component, without draining ones, when the change is complete.
     count: Number
     #: For `add`: the number of workers before. A withdrawal leaves this many.
@@ -220,8 +219,8 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     #: Version of its first order.
     id: Version
     #: The role that gives the worker, and the one that gets it.
-    component: Component
-    to: Component
+    component: ComponentName
+    to: ComponentName
     lease_id: LeaseId
     host: Text = ""
     #: As of an `OperationRecord`. ended: it is over, with or without success.
@@ -252,7 +251,7 @@ class ExplainPlan(msgspec.Struct, frozen=True, kw_only=True):
 class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
     """One component in a decision; see `policy/planner_memory.py: RolePlan`."""
 
-    component: Component
+    component: ComponentName
     state: Annotated[str, msgspec.Meta(max_length=16)]
     count: Number
     #: None: not known.

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
 from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
-from dynamo_lite.protocol.grant import Attempt, BlockId, EngineId, Grant, GrantId
+from dynamo_lite.protocol.grant import AttemptId, BlockId, EngineId, Grant, GrantId
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
 
 
@@ -42,7 +42,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     request_id: RequestId
-    attempt: Attempt
+    attempt: AttemptId
     #: The tokens whose KV is wanted, from position 0: the prompt without its last token, which the
     #: decode engine computes itself.
     prompt_token_ids: list[TokenId]
@@ -69,7 +69,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine, before its first write."""
 
-    attempt: Attempt
+    attempt: AttemptId
     writer_lease_id: LeaseId
     #: Seconds since the worker pulled the job.
     held_s: Seconds = 0.0
@@ -98,7 +98,7 @@ class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine: no write or read of this attempt is or will be in flight."""
 
-    attempt: Attempt
+    attempt: AttemptId
     #: "written": the data and its notification are delivered. "died": the engine's process ended,
     #: and writes that it had started may still land.
     outcome: Literal["written", "failed", "abandoned", "died"]
@@ -122,7 +122,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
     #: The decode engine's name of the request, from the job.
     request_id: RequestId
-    attempt: Attempt
+    attempt: AttemptId
     token_id: TokenId
     #: From the job.
     cached_tokens: Count = 0
@@ -137,7 +137,7 @@ class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
     writes no longer than it was allowed to before.
     """
 
-    attempt: Attempt
+    attempt: AttemptId
     writer_lease_id: LeaseId
     for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
     #: Number of the claim that the promise is about.
@@ -157,7 +157,7 @@ class StayRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Decode engine to the writer that holds the claim: stop, then send `WriterDone`."""
 
-    attempt: Attempt
+    attempt: AttemptId
     engine_id: EngineId
 
 
@@ -190,7 +190,7 @@ class LinkTest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to its own engine: test the link to this decode engine."""
 
     #: Unique name of this test among all workers.
-    order: Attempt
+    order: AttemptId
     target: EngineMetadata
 
 
@@ -222,7 +222,7 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Fields without a comment are as in `Committed`.
     """
 
-    attempt: Attempt
+    attempt: AttemptId
     rank: Natural
     #: First of the attempt's blocks that were written.
     first: Natural
@@ -238,7 +238,7 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NIXL notification of one writing rank's last write into a decode rank."""
 
-    attempt: Attempt
+    attempt: AttemptId
     #: The writing rank.
     rank: Annotated[int, msgspec.Meta(ge=0)]
     #: Blocks of the attempt that it has written.

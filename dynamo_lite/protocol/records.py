@@ -3,6 +3,7 @@
 import hashlib
 from typing import Annotated
 
+import annotated_types as at
 import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
@@ -14,7 +15,11 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=_LIMIT)]
 #: A NATS subject without wildcards.
 Subject = Annotated[str, msgspec.Meta(pattern=r"^[!-)+-=?-~]{1,512}\Z")]
-Port = Annotated[int, msgspec.Meta(gt=0, le=65535)]
+#: For display.
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+LAST_PORT = 65535
+#: The range is stated twice, as in `options.py`.
+Port = Annotated[int, at.Gt(0), at.Le(LAST_PORT), msgspec.Meta(gt=0, le=LAST_PORT)]
 #: etcd's lease ids are positive and signed; 0: no lease.
 LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, Self
 
 from dynamo_lite.policy.lanes import lane_of
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.options import Natural, Positive, Seconds
+from dynamo_lite.protocol.options import NaturalOption, PositiveOption, SecondsOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +19,16 @@ class QueueOptions:
     """The prefill queue; every service of a graph must agree on all of them (use Common)."""
 
     #: Hard cap on jobs, waiting and in flight together; the broker enforces it.
-    max_jobs: Positive = 64
+    max_jobs: PositiveOption = 64
     #: A job that is neither acknowledged nor extended for this long is delivered again.
-    ack_wait_s: Seconds = 10.0
+    ack_wait_s: SecondsOption = 10.0
     #: Deliveries before a job is used up; see `Job.deliveries_left`.
-    max_deliver: Positive = 3
+    max_deliver: PositiveOption = 3
     #: fifo: in order of arrival. short-first: short jobs and urgent requests before others
     #: (`policy/lanes.py`).
     order: Literal["fifo", "short-first"] = "short-first"
     #: A job with at most this many tokens to compute is short.
-    short_length: Natural = 2048
+    short_length: NaturalOption = 2048
     #: At least this many servers of a NATS cluster store the queue. With 3 it survives the loss of
     #: one server, with 5 the loss of two.
     replicas: Literal[1, 3, 5] = 1

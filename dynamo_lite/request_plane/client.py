@@ -44,7 +44,7 @@ class RemoteGenerateClient:
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._on_drop = on_drop
-        self._links: dict[str, Connection] = {}
+        self._connections: dict[str, Connection] = {}
         self._connections_made = 0
         self._connecting: dict[str, asyncio.Task[Connection]] = {}
         self._closed = False
@@ -57,9 +57,9 @@ class RemoteGenerateClient:
         try:
             await end_tasks(*self._connecting.values())
         finally:
-            closed = [link.closed for link in self._links.values()]
-            for link in list(self._links.values()):
-                link.leave()
+            closed = [connection.closed for connection in self._connections.values()]
+            for connection in list(self._connections.values()):
+                connection.leave()
         if closed:  # `wait`, because a cancel must not cancel the futures of the connections
             await asyncio.wait(closed)
 
@@ -67,14 +67,14 @@ class RemoteGenerateClient:
         address = member.transport.stream
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
-        link = await self._link(member.transport)
-        if any(link.runs(request.request_id) for link in self._links.values()):
+        connection = await self._connection(member.transport)
+        if any(connection.runs(request.request_id) for connection in self._connections.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
-        await link.submit(request, self._request_timeout_s)
+        await connection.submit(request, self._request_timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        for link in list(self._links.values()):
-            link.cancel(request_ids)
+        for connection in list(self._connections.values()):
+            connection.cancel(request_ids)
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
         live = {
@@ -82,26 +82,26 @@ class RemoteGenerateClient:
             for member in members
             if member.transport.stream
         }
-        for address, link in list(self._links.items()):
-            link.set_retired(address not in live)
+        for address, connection in list(self._connections.items()):
+            connection.set_retired(address not in live)
         if not self._closed:
             for address in sorted(live):
-                self._open_link(live[address])
+                self._open_connection(live[address])
 
     def is_connected(self, member: EndpointRecord) -> bool:
-        link = self._links.get(member.transport.stream or "")
-        return link is not None and link.is_open
+        connection = self._connections.get(member.transport.stream or "")
+        return connection is not None and connection.is_open
 
     def drop(self, member: EndpointRecord, why: str) -> None:
-        link = self._links.get(member.transport.stream or "")
-        if link is not None:
-            link.drop(why)
+        connection = self._connections.get(member.transport.stream or "")
+        if connection is not None:
+            connection.drop(why)
 
-    async def _link(self, transport: EndpointTransport) -> Connection:
+    async def _connection(self, transport: EndpointTransport) -> Connection:
         """Returns the open connection to a worker. Concurrent callers share one attempt."""
         if self._closed:
             raise Unavailable("the client is closed")
-        found = self._open_link(transport)
+        found = self._open_connection(transport)
         if isinstance(found, Connection):
             return found
         # `wait`, because a cancel of this caller must not end the attempt of the others.
@@ -110,12 +110,14 @@ class RemoteGenerateClient:
             raise Unavailable("the client is closed")
         return found.result()
 
-    def _open_link(self, transport: EndpointTransport) -> "Connection | asyncio.Task[Connection]":
+    def _open_connection(
+        self, transport: EndpointTransport
+    ) -> "Connection | asyncio.Task[Connection]":
         """Returns the open connection, or the task that opens it."""
         address = transport.stream or ""
-        link = self._links.get(address)
-        if link is not None and link.is_open:
-            return link
+        connection = self._connections.get(address)
+        if connection is not None and connection.is_open:
+            return connection
         connecting = self._connecting.get(address)
         if connecting is None:
             connecting = asyncio.create_task(self._connect(transport), name=f"connect {address}")
@@ -126,11 +128,11 @@ class RemoteGenerateClient:
     async def _connect(self, transport: EndpointTransport) -> Connection:
         self._connections_made += 1
         client_id = f"{self._client_id}.{self._connections_made}"
-        link = Connection(
+        connection = Connection(
             transport, client_id, self._on_deltas, self._on_lost, self._on_drop, self._secret
         )
-        await link.open(self._connect_timeout_s)
-        return link
+        await connection.open(self._connect_timeout_s)
+        return connection
 
     def _connected(self, address: str, task: asyncio.Task[Connection]) -> None:
         del self._connecting[address]
@@ -139,13 +141,13 @@ class RemoteGenerateClient:
         if exc := task.exception():
             logger.warning("worker at %s: connecting failed: %s", address, exc)
             return
-        link = task.result()
+        connection = task.result()
         if self._closed:
-            link.leave()
+            connection.leave()
             return
-        self._links[address] = link
-        link.closed.add_done_callback(lambda _: self._forget(address, link))
+        self._connections[address] = connection
+        connection.closed.add_done_callback(lambda _: self._forget(address, connection))
 
-    def _forget(self, address: str, link: Connection) -> None:
-        if self._links.get(address) is link:
-            del self._links[address]
+    def _forget(self, address: str, connection: Connection) -> None:
+        if self._connections.get(address) is connection:
+            del self._connections[address]

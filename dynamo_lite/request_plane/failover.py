@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, Self
 
-from dynamo_lite.policy.migration import Plan
+from dynamo_lite.policy.migration import MigrationPlan
 from dynamo_lite.policy.routing import Picker
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
@@ -143,7 +143,7 @@ class FailoverClient:
         loads = self._costs.loads(self._flights.values())
         return {f"{lease_id:x}": asdict(load) for lease_id, load in loads.items()}
 
-    async def submit(self, request: GenerateRequest, *, movable: Plan) -> None:
+    async def submit(self, request: GenerateRequest, *, movable: MigrationPlan) -> None:
         """Returns when a worker has accepted the request, or when it was aborted meanwhile.
 
         After that it ends in exactly one way: a delta with a finish_reason, `abort`, or

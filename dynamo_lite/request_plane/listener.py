@@ -43,12 +43,12 @@ from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dynamo_lite.request_plane.receiver import Reply
+    from dynamo_lite.request_plane.receiver import AnswerRequest
     from dynamo_lite.request_plane.server import GenerateServer
     from dynamo_lite.request_plane.session import Session
 
     #: Takes a session, a request's id, the encoded request, and where its reply goes.
-    Submits = Callable[[Session, str, bytes, Reply], None]
+    Submits = Callable[[Session, str, bytes, AnswerRequest], None]
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
+from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
@@ -32,7 +32,7 @@ class Held:
 class MigratingRequest:
     """Bookkeeping only: no I/O, no waiting."""
 
-    def __init__(self, request: GenerateRequest, plan: Plan, deadline: float | None):
+    def __init__(self, request: GenerateRequest, plan: MigrationPlan, deadline: float | None):
         self.request = request
         self.plan = plan
         #: Seconds by the event loop's clock.

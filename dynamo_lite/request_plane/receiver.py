@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 NO_STREAM = "no stream from this client"
 
 #: Sends the reply to a request on its connection.
-Reply = Callable[[Accepted | RequestRefused], None]
+AnswerRequest = Callable[[Accepted | RequestRefused], None]
 
 
 class RequestReceiver:
@@ -46,7 +46,9 @@ class RequestReceiver:
         """Ends the requests that the engine is still accepting."""
         await self._tasks.end()
 
-    def submit(self, session: Session, request_id: str, payload: bytes, reply: Reply) -> None:
+    def submit(
+        self, session: Session, request_id: str, payload: bytes, reply: AnswerRequest
+    ) -> None:
         """Takes a request of the session's connection. From now on it is in flight.
 
         payload: the encoded GenerateRequest. A malformed one is counted and refused. The engine
@@ -108,7 +110,7 @@ class RequestReceiver:
         self,
         session: Session,
         request_id: str,
-        reply: Reply,
+        reply: AnswerRequest,
         task: asyncio.Task[Exception | None],
     ) -> None:
         """A callback of the task, since one that is cancelled before it runs executes nothing."""

@@ -13,7 +13,7 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 logger = logging.getLogger(__name__)
 
 #: Sends a reply to the sender of a request.
-Reply = Callable[[bytes], Awaitable[None]]
+SendReply = Callable[[bytes], Awaitable[None]]
 
 
 class Dispatcher:
@@ -40,7 +40,7 @@ class Dispatcher:
         """Whether `submit` would wait."""
         return self._slots.locked()
 
-    async def submit(self, payload: bytes, reply: Reply | None) -> None:
+    async def submit(self, payload: bytes, reply: SendReply | None) -> None:
         """Starts the handler on `payload`; waits while `limit` handlers run."""
         await self._slots.acquire()
         self._tasks.start(
@@ -61,7 +61,7 @@ class Dispatcher:
         self._cancelled = True
         self._tasks.cancel()
 
-    async def _run(self, payload: bytes, reply: Reply | None) -> None:
+    async def _run(self, payload: bytes, reply: SendReply | None) -> None:
         try:
             answer = await self._handler(payload)
             if answer is not None and reply is not None:

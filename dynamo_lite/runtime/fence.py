@@ -18,7 +18,7 @@ from dynamo_lite.runtime.permits import (
     CELLS_OF_PERMIT,
     Permit,
     Permits,
-    Verdict,
+    PermitVerdict,
     grant_of,
     verdict,
 )
@@ -82,7 +82,7 @@ class FenceReader:
         """Whether the lease is certainly still alive."""
         return boottime() < _DEADLINE.unpack(self._map[: _DEADLINE.size])[0]
 
-    def verdict(self, permit: Permit) -> Verdict:
+    def verdict(self, permit: Permit) -> PermitVerdict:
         return verdict(self._cells, permit)
 
     def grant_of(self, permit: Permit) -> int:

@@ -35,7 +35,7 @@ class Permit(msgspec.Struct, frozen=True):
     number: int = 0
 
 
-class Verdict(enum.Enum):
+class PermitVerdict(enum.Enum):
     #: Not decided yet.
     PENDING = "pending"
     GRANTED = "granted"
@@ -102,14 +102,14 @@ class Permits:
         self._free.append(cell)
 
 
-def verdict(cells: Cells, permit: Permit) -> Verdict:
+def verdict(cells: Cells, permit: Permit) -> PermitVerdict:
     """Reads the verdict; the side that asks calls it."""
     if permit.number == 0 or permit.cell >= len(cells):
-        return Verdict.REFUSED
+        return PermitVerdict.REFUSED
     found = cells[permit.cell]
     if found == _granted(permit.number):
-        return Verdict.GRANTED if cells[permit.cell + 1] else Verdict.PENDING
-    return Verdict.PENDING if found == _pending(permit.number) else Verdict.REFUSED
+        return PermitVerdict.GRANTED if cells[permit.cell + 1] else PermitVerdict.PENDING
+    return PermitVerdict.PENDING if found == _pending(permit.number) else PermitVerdict.REFUSED
 
 
 def grant_of(cells: Cells, permit: Permit) -> int:
@@ -117,9 +117,9 @@ def grant_of(cells: Cells, permit: Permit) -> int:
     return cells[permit.cell + 1]
 
 
-def always_granted(_permit: Permit) -> Verdict:
+def always_granted(_permit: Permit) -> PermitVerdict:
     """A verdict for ranks that get only jobs with a granted claim."""
-    return Verdict.GRANTED
+    return PermitVerdict.GRANTED
 
 
 def no_grant(_permit: Permit) -> int:

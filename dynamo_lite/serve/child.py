@@ -12,17 +12,14 @@ import logging
 import logging.config
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import uvloop
 
-from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.component import ProcessSpec, Report
 from dynamo_lite.runtime.process.imports import import_large
-
-Report = Callable[[dict[str, Any]], None]
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.runtime.waiting import first_of
 from dynamo_lite.serve.processes import signal_group
-from dynamo_lite.serve.waiting import first_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import annotated_types as at
 
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
 
-Positive = Annotated[float, at.Gt(0)]
+PositiveSeconds = Annotated[float, at.Gt(0)]
 
 Scalar = str | int | float
 
@@ -29,9 +29,9 @@ class GraphOptions:
     #: tenths of it cost no lease.
     lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
     #: Longest drain of one process.
-    grace_s: Positive = 30.0
+    grace_s: PositiveSeconds = 30.0
     #: Longest delay before a crashed process is restarted.
-    restart_max_s: Positive = 30.0
+    restart_max_s: PositiveSeconds = 30.0
     #: Devices of this host that the services with `ServiceArgs.devices` occupy: names for
     #: CUDA_VISIBLE_DEVICES, or their number, to count them only.
     devices: tuple[int | str, ...] | Annotated[int, at.Ge(0)] = 0

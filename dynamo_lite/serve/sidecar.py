@@ -1,6 +1,5 @@
 """`dynamo-lite sidecar`: runs a sidecar until it is stopped, and returns an exit code."""
 
-import asyncio
 import logging
 import logging.config
 
@@ -9,7 +8,7 @@ import uvloop
 from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED
-from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.runtime.waiting import first_of
 from dynamo_lite.serve.supervisor import StopSignals
 from dynamo_lite.services.sidecar import Sidecar
 
@@ -30,10 +29,7 @@ async def _run(config: SidecarConfig, grace_s: float) -> int:
             print("ready", *urls, flush=True)
             await signals.stop.wait()
             logger.info("draining: no new connections, open answers have %g s", grace_s)
-            draining = asyncio.create_task(sidecar.drain(grace_s), name="drain")
-            forced = asyncio.create_task(signals.force.wait(), name="second signal")
-            await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
-            await end_tasks(draining, forced)
+            await first_of(sidecar.drain(grace_s), signals.force.wait())
             return EXIT_FORCED if signals.force.is_set() else EXIT_STOPPED
         finally:
             await sidecar.close()

@@ -10,6 +10,7 @@ from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts, SwitchState
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
+from dynamo_lite.runtime.waiting import all_of, first_of
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
@@ -19,7 +20,6 @@ from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunFile
 from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
 from dynamo_lite.serve.switches import RoleSwitch, Switches
-from dynamo_lite.serve.waiting import all_of, first_of
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0

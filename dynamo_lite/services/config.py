@@ -20,10 +20,10 @@ from dynamo_lite.protocol.options import (
     AdmissionOptions,
     DisaggOptions,
     KvRoutingOptions,
-    Natural,
+    NaturalOption,
     PlannerOptions,
-    Positive,
-    Seconds,
+    PositiveOption,
+    SecondsOption,
 )
 from dynamo_lite.queue.base import QueueOptions
 
@@ -37,7 +37,7 @@ class KvRouterOptions(KvRoutingOptions):
     """The KV-aware router."""
 
     #: Largest number of different blocks that are remembered.
-    max_index_blocks: Positive = 2_000_000
+    max_index_blocks: PositiveOption = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class CanaryOptions:
     interval_s: Annotated[float, at.Ge(0)] = 0.0
     #: Timeout of the canary's answer. After it the canary is aborted, and the worker leaves the
     #: rotation.
-    timeout_s: Seconds = 10.0
+    timeout_s: SecondsOption = 10.0
     #: Length of the answer, in tokens.
     max_tokens: Annotated[int, at.Gt(0), at.Le(64)] = 1
     #: Limit on the canaries of all workers together.
@@ -74,23 +74,23 @@ class FrontendConfig(AdmissionOptions):
     kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
     canary: CanaryOptions = field(default_factory=CanaryOptions)
     #: How long a worker may take to accept a request.
-    request_timeout_s: Seconds = 5.0
+    request_timeout_s: SecondsOption = 5.0
     #: Time limit of a request, from its headers to its last token, unless it has the header
     #: `x-request-timeout: SECONDS`.
-    default_request_timeout_s: Seconds = 600.0
+    default_request_timeout_s: SecondsOption = 600.0
     #: Upper limit on the value of `x-request-timeout`.
-    max_request_timeout_s: Seconds = 3600.0
+    max_request_timeout_s: SecondsOption = 3600.0
     #: Lost workers that one request survives. Few, because the request itself may be what kills
     #: its workers.
-    max_moves: Natural = 3
+    max_moves: NaturalOption = 3
     #: Sequences (`n` of a request) at a time; about what one Python process can stream.
-    max_in_flight_requests: Positive = 2048
+    max_in_flight_requests: PositiveOption = 2048
     #: Prompt tokens of sequences without a first token. A larger backlog would be a minute's work
     #: for several GPUs.
-    max_queued_tokens: Positive = 1_000_000
+    max_queued_tokens: PositiveOption = 1_000_000
     #: Size limit of a request's body; None: 2 MiB and 64 bytes for each token of the model's
     #: length, at most 32 MiB.
-    max_body_bytes: Positive | None = None
+    max_body_bytes: PositiveOption | None = None
     #: What a request's `priority` may do.
     client_priority: ClientPriority = "lower-only"
     #: Whether the page /dashboard is served to everyone who reaches the port; None: only on a
@@ -110,7 +110,7 @@ class ProcessorConfig:
     """Chat template, tokenisation, detokenisation; runs inside the Frontend."""
 
     #: Longest answer of the `chat/completions` and `completions` endpoints over NATS.
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: SecondsOption = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +124,11 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
     remote_prefill: bool = True
     #: Whether the first token of an answer may come from the prefill worker.
     first_token_from_prefill: bool = True
-    max_in_flight_requests: Positive = 1024
-    max_queued_tokens: Positive = 500_000
+    max_in_flight_requests: PositiveOption = 1024
+    max_queued_tokens: PositiveOption = 500_000
     #: An engine that has work but completes no step for this long has failed. Until its first
     #: token the limit is at least 900 s, since it may compile kernels.
-    step_timeout_s: Seconds = 120.0
+    step_timeout_s: SecondsOption = 120.0
     #: Whether the worker publishes to routers which prefixes it holds, and its load.
     kv_events: bool = True
     #: Whether its running engine may go on as that of a prefill worker. Both workers must have the
@@ -143,11 +143,11 @@ class PrefillWorkerConfig(PrefillOptions):
     """The prefill worker."""
 
     #: Jobs that it holds at a time.
-    concurrency: Positive = 2
+    concurrency: PositiveOption = 2
     #: Number of short and urgent jobs beside these (`queue.order: short-first`).
-    short_slots: Natural = 1
+    short_slots: NaturalOption = 1
     #: See the same option of the decode worker.
-    step_timeout_s: Seconds = 120.0
+    step_timeout_s: SecondsOption = 120.0
     #: See the same option of the decode worker.
     switchable: bool = False
     transfer_thread: TransferThread = "auto"
@@ -172,15 +172,15 @@ class KubernetesOptions:
     #: Workload of the prefill workers; empty: there are none.
     prefill: str = ""
     #: Devices of one decode worker, for the budget.
-    decode_devices: Natural = 1
+    decode_devices: NaturalOption = 1
     #: Devices of one prefill worker.
-    prefill_devices: Natural = 1
+    prefill_devices: NaturalOption = 1
     #: The API server.
     url: str = "https://kubernetes.default.svc"
     #: Folder with the files `token`, `ca.crt` and `namespace` of a service account.
     service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
     #: Timeout of one request.
-    timeout_s: Seconds = 5.0
+    timeout_s: SecondsOption = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dynamo_lite.engine.base import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.members.heartbeat import Verdict
+from dynamo_lite.runtime.members.heartbeat import HealthVerdict
 from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class EngineProbe:
                 if not self.closing and (trouble := self.dead()):
                     raise EngineDied(trouble)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> HealthVerdict:
         """The health for heartbeats. Must be called about once a second, because it also notes
         when the engine has nothing to do."""
         self._note_steps()

@@ -13,7 +13,7 @@ from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.kv.tokenizer import Tokenizer
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.forward.workflow import Tokens
+from dynamo_lite.forward.workflow import TokenizePrompt
 from dynamo_lite.policy.known_blocks import KnownBlocks
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class EngineKv:
     with them."""
 
     known: KnownBlocks
-    tokens: Tokens
+    tokens: TokenizePrompt
     follower: "KvEventFollower"
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 
 from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad
-from dynamo_lite.forward.options import EngineOptions, ProtocolName, Role
+from dynamo_lite.forward.options import EngineOptions, EngineRole, ProtocolName
 from dynamo_lite.forward.probe import StockEngineProbe
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import LegFailed, Upstream
@@ -25,12 +25,12 @@ from dynamo_lite.runtime.store import LeaseLoss
 logger = logging.getLogger(__name__)
 
 #: Component of the record, by role.
-COMPONENTS: Mapping[Role, str] = {
+COMPONENTS: Mapping[EngineRole, str] = {
     "prefill": "PrefillEngine",
     "decode": "DecodeEngine",
     "prefill-decode": "Engine",
 }
-ROLES: tuple[Role, ...] = get_args(Role)
+ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
 
 _CONNECT_S = 2.0
 #: Between two readings of the engine's metrics, for displays.

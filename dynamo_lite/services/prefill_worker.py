@@ -22,7 +22,7 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.runtime.waiting import first_of
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
@@ -125,7 +125,7 @@ class PrefillWorker:
         self._fence.leaving.set()
         await self._jobs.stop()
         # Behind a closed fence no write starts or continues, so no job can succeed any more.
-        await _either(self._jobs.idle, self._fence.closed, timeout_s=grace_s)
+        await first_of(self._jobs.idle.wait(), self._fence.closed.wait(), timeout_s=grace_s)
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -169,15 +169,6 @@ class PrefillWorker:
 
         decoders.on_change(on_change)
         return directory
-
-
-async def _either(*events: asyncio.Event, timeout_s: float) -> None:
-    """Waits until one of the events is set, or until the timeout."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await end_tasks(*waiting)
 
 
 async def _on_alive(_payload: bytes) -> bytes:

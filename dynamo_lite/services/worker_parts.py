@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import Gauge
 
-from dynamo_lite.runtime.members.backlog import BacklogFollower, OnDemand
+from dynamo_lite.runtime.members.backlog import BacklogFollower, OnBacklog
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.engine_probe import EngineProbe
@@ -29,11 +29,11 @@ def start_heartbeats(
 
 
 async def follow_backlog(
-    stack: AsyncExitStack, host: Host, on_demand: OnDemand = lambda demand, done_tokens: None
+    stack: AsyncExitStack, host: Host, on_backlog: OnBacklog = lambda backlog, done_tokens: None
 ) -> BacklogFollower:
     """Follows the prefill queue's backlog until `stack` is closed, with a gauge of its tokens."""
     backlog = BacklogFollower(
-        host.spec.namespace, host.clock.monotonic, on_demand=on_demand, on_drop=host.drops
+        host.spec.namespace, host.clock.monotonic, on_backlog=on_backlog, on_drop=host.drops
     )
     Gauge(
         "dynamo_lite_prefill_queue_tokens",

@@ -6,7 +6,7 @@ from typing import Any
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.runtime.process.component import Component, Host
-from dynamo_lite.simulation.loop.process import SimProcess, State
+from dynamo_lite.simulation.loop.process import SimProcess, SimState
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.servers.etcd import EtcdServer
 from dynamo_lite.simulation.servers.etcd_data import EtcdData
@@ -35,8 +35,8 @@ class Nats:
         self.process.watchers.append(self._changed)
         self._on_start()
 
-    def _changed(self, _: SimProcess, state: State) -> None:
-        if state is State.DEAD:
+    def _changed(self, _: SimProcess, state: SimState) -> None:
+        if state is SimState.DEAD:
             self._on_end()
 
     def attempts(self) -> set[str]:

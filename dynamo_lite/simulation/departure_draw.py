@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Scenario
 
 #: One of `_EVERY` seeds; none that has a planner.
 _EVERY, _AT = 20, 16
@@ -28,15 +28,17 @@ def with_departure(scenario: Scenario) -> Scenario:
     rng = random.Random(f"departure/{scenario.seed}")
     decode = max(scenario.decode, 2)
     at_s = LOAD_FROM_S + rng.uniform(1.0, 4.0)
-    kind = rng.choice((Kind.DRAIN, Kind.REVOKE))
+    kind = rng.choice((FaultKind.DRAIN, FaultKind.REVOKE))
     faults = [*scenario.faults, Fault(at_s=at_s, kind=kind, target="decode-0")]
     if rng.random() < 0.5:
         for other in range(1, decode):
             target = f"decode-{other}"
             stopped_s = at_s - _STOPPED_BEFORE_S
-            faults.append(Fault(at_s=stopped_s, kind=Kind.PAUSE, target=target, for_s=_STOPPED_S))
+            faults.append(
+                Fault(at_s=stopped_s, kind=FaultKind.PAUSE, target=target, for_s=_STOPPED_S)
+            )
             dies_s = at_s + rng.uniform(0.03, 0.1)
-            faults.append(Fault(at_s=dies_s, kind=Kind.CRASH, target=target))
+            faults.append(Fault(at_s=dies_s, kind=FaultKind.CRASH, target=target))
     asks = [*scenario.asks, *(_ask(scenario, rng, number, at_s) for number in range(_ASKS))]
     return replace(
         scenario,

@@ -7,29 +7,38 @@ from dataclasses import replace
 from dynamo_lite.simulation.departure_draw import has_departure, with_departure
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.planner_draw import has_planner, with_planner
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Scenario
 
 #: In one run of five etcd is slow to answer calls that it has applied.
 _SLOW_STORE_S = 0.5
 
 #: Kinds by profile; the most of them in one run.
-_PROFILES: dict[str, tuple[tuple[Kind, ...], int]] = {
+_PROFILES: dict[str, tuple[tuple[FaultKind, ...], int]] = {
     "calm": ((), 0),
-    "crashes": ((Kind.CRASH, Kind.CRASH, Kind.ENGINE_CRASH, Kind.DRAIN, Kind.REVOKE), 5),
-    "pauses": ((Kind.PAUSE, Kind.COMPONENT_PAUSE, Kind.ENGINE_PAUSE), 5),
-    "zombies": ((Kind.PAUSE,), 3),
-    "network": ((Kind.ISOLATE, Kind.CUT, Kind.CUT, Kind.WEATHER), 5),
+    "crashes": (
+        (
+            FaultKind.CRASH,
+            FaultKind.CRASH,
+            FaultKind.ENGINE_CRASH,
+            FaultKind.DRAIN,
+            FaultKind.REVOKE,
+        ),
+        5,
+    ),
+    "pauses": ((FaultKind.PAUSE, FaultKind.COMPONENT_PAUSE, FaultKind.ENGINE_PAUSE), 5),
+    "zombies": ((FaultKind.PAUSE,), 3),
+    "network": ((FaultKind.ISOLATE, FaultKind.CUT, FaultKind.CUT, FaultKind.WEATHER), 5),
     "servers": (
         (
-            Kind.BROKER_CRASH,
-            Kind.BROKER_PAUSE,
-            Kind.STORE_CRASH,
-            Kind.STORE_WIPE,
-            Kind.STORE_PAUSE,
+            FaultKind.BROKER_CRASH,
+            FaultKind.BROKER_PAUSE,
+            FaultKind.STORE_CRASH,
+            FaultKind.STORE_WIPE,
+            FaultKind.STORE_PAUSE,
         ),
         3,
     ),
-    "everything": (tuple(Kind), 8),
+    "everything": (tuple(FaultKind), 8),
 }
 _WEIGHTS = {
     "calm": 1,
@@ -95,7 +104,9 @@ def _with_faults(scenario: Scenario, bursts: Sequence[float], rng: random.Random
     )
 
 
-def _fault(scenario: Scenario, kind: Kind, bursts: Sequence[float], rng: random.Random) -> Fault:
+def _fault(
+    scenario: Scenario, kind: FaultKind, bursts: Sequence[float], rng: random.Random
+) -> Fault:
     # Most come while there is work.
     at_s = rng.choice(bursts) + 10 ** rng.uniform(-2, 0.3)
     if scenario.profile == "zombies":
@@ -108,19 +119,19 @@ def _fault(scenario: Scenario, kind: Kind, bursts: Sequence[float], rng: random.
     if rng.random() < 0.1:
         workers = hosts
     match kind:
-        case Kind.CRASH | Kind.DRAIN | Kind.REVOKE | Kind.ENGINE_CRASH:
+        case FaultKind.CRASH | FaultKind.DRAIN | FaultKind.REVOKE | FaultKind.ENGINE_CRASH:
             return Fault(at_s=at_s, kind=kind, target=rng.choice(workers))
-        case Kind.PAUSE | Kind.COMPONENT_PAUSE | Kind.ENGINE_PAUSE:
+        case FaultKind.PAUSE | FaultKind.COMPONENT_PAUSE | FaultKind.ENGINE_PAUSE:
             return Fault(at_s=at_s, kind=kind, target=rng.choice(workers), for_s=for_s)
-        case Kind.ISOLATE:
+        case FaultKind.ISOLATE:
             return Fault(at_s=at_s, kind=kind, target=rng.choice(hosts), for_s=for_s)
-        case Kind.CUT:
+        case FaultKind.CUT:
             target, other = rng.sample([*hosts, "nats", "etcd"], 2)
             return Fault(at_s=at_s, kind=kind, target=target, other=other, for_s=for_s)
-        case Kind.WALL_JUMP:
+        case FaultKind.WALL_JUMP:
             jump = rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 4)
             return Fault(at_s=at_s, kind=kind, target=rng.choice(hosts), amount=jump)
-        case Kind.WEATHER:
+        case FaultKind.WEATHER:
             amount = rng.choice((0.02, 0.1, 0.3))
             return Fault(at_s=at_s, kind=kind, for_s=max(for_s, 0.5), amount=amount)
         case _:
@@ -131,7 +142,7 @@ def _zombie(scenario: Scenario, at_s: float, rng: random.Random) -> Fault:
     """A writer is paused with its job half done, until all others count it as lost."""
     writers = [slot for slot in scenario.slots if slot.startswith("prefill")]
     for_s = _until_given_up(scenario.lease_ttl_s, rng)
-    return Fault(at_s=at_s, kind=Kind.PAUSE, target=rng.choice(writers), for_s=for_s)
+    return Fault(at_s=at_s, kind=FaultKind.PAUSE, target=rng.choice(writers), for_s=for_s)
 
 
 def _until_given_up(lease_ttl_s: float, rng: random.Random) -> float:

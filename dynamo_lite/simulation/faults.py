@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.network import Network, Weather
-from dynamo_lite.simulation.scenario import Fault, Kind
+from dynamo_lite.simulation.scenario import Fault, FaultKind
 from dynamo_lite.simulation.supervisor import Slot
 
 #: Shortest time for which a killed server is down.
@@ -41,21 +41,21 @@ class FaultInjector:
         """Returns when the fault is over."""
         self.network.loop.trace.add(f"FAULT {fault}", "world")
         match fault.kind:
-            case Kind.CRASH | Kind.ENGINE_CRASH | Kind.DRAIN | Kind.REVOKE:
+            case FaultKind.CRASH | FaultKind.ENGINE_CRASH | FaultKind.DRAIN | FaultKind.REVOKE:
                 self._end(fault)
-            case Kind.PAUSE | Kind.COMPONENT_PAUSE | Kind.ENGINE_PAUSE:
+            case FaultKind.PAUSE | FaultKind.COMPONENT_PAUSE | FaultKind.ENGINE_PAUSE:
                 await self._pause(fault.target, self._paused_by(fault), fault.for_s)
-            case Kind.BROKER_PAUSE:
+            case FaultKind.BROKER_PAUSE:
                 await self._pause("nats", [self.servers["nats"].process], fault.for_s)
-            case Kind.STORE_PAUSE:
+            case FaultKind.STORE_PAUSE:
                 await self._pause("etcd", [self.servers["etcd"].process], fault.for_s)
-            case Kind.ISOLATE | Kind.CUT:
+            case FaultKind.ISOLATE | FaultKind.CUT:
                 await self._partition(fault)
-            case Kind.WEATHER:
+            case FaultKind.WEATHER:
                 await self._worsen_weather(fault)
-            case Kind.WALL_JUMP:
+            case FaultKind.WALL_JUMP:
                 self.network.loop.jump_wall(fault.target, fault.amount)
-            case Kind.BROKER_CRASH | Kind.STORE_CRASH | Kind.STORE_WIPE:
+            case FaultKind.BROKER_CRASH | FaultKind.STORE_CRASH | FaultKind.STORE_WIPE:
                 await self._restart(fault)
 
     def held_up_s(self, name: str, begin: float, end: float) -> float:
@@ -70,13 +70,13 @@ class FaultInjector:
         slot = self.slots.get(fault.target)
         if slot is None:
             return
-        if fault.kind is Kind.ENGINE_CRASH:
+        if fault.kind is FaultKind.ENGINE_CRASH:
             if slot.engine is not None:
                 slot.engine.kill()
-        elif fault.kind is Kind.CRASH:
+        elif fault.kind is FaultKind.CRASH:
             if slot.process is not None:
                 slot.process.kill()
-        elif fault.kind is Kind.DRAIN:
+        elif fault.kind is FaultKind.DRAIN:
             slot.terminate()
         elif slot.host is not None:
             self.revoke(slot.host.lease.id)
@@ -85,9 +85,9 @@ class FaultInjector:
         slot = self.slots.get(fault.target)
         if slot is None:
             return []
-        if fault.kind is Kind.PAUSE:
+        if fault.kind is FaultKind.PAUSE:
             return slot.processes()
-        half = slot.engine if fault.kind is Kind.ENGINE_PAUSE else slot.process
+        half = slot.engine if fault.kind is FaultKind.ENGINE_PAUSE else slot.process
         return [half] if half is not None and not half.dead else []
 
     async def _pause(self, name: str, processes: list[SimProcess], for_s: float) -> None:
@@ -124,9 +124,9 @@ class FaultInjector:
         self.network.weather = Weather()
 
     async def _restart(self, fault: Fault) -> None:
-        name = "nats" if fault.kind is Kind.BROKER_CRASH else "etcd"
+        name = "nats" if fault.kind is FaultKind.BROKER_CRASH else "etcd"
         server = self.servers[name]
         server.process.kill()
         await asyncio.sleep(max(fault.for_s, _SERVER_RESTART_S))
         if server.process.dead:
-            server.start(wiped=fault.kind is Kind.STORE_WIPE)
+            server.start(wiped=fault.kind is FaultKind.STORE_WIPE)

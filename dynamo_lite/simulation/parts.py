@@ -51,8 +51,8 @@ _IMPORTS_S = 0.05
 
 
 @dataclass(frozen=True)
-class Outside:
-    """Implements the halves' Outside: clients of the process that opens them."""
+class SimClients:
+    """Implements ServerClients in the process that opens them."""
 
     network: Network
     open_store: OpenStore
@@ -146,8 +146,8 @@ class SimParts:
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        outside = replace(self._outside(host.spec), queue_client=self.shipped.queue_client)
-        opened = outside.queue(QueueConfig.of(options))
+        clients = replace(self._clients(host.spec), queue_client=self.shipped.queue_client)
+        opened = clients.queue(QueueConfig.of(options))
         return self.shipped.queue(Pulls(opened, self.judge, host.lease.id, self.intruder))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
@@ -159,8 +159,8 @@ class SimParts:
         assert isinstance(fence, MemoryFence)
         return self._engine(host, prefill_role(config, fence_path=""), fence)
 
-    def _outside(self, spec: ProcessSpec) -> Outside:
-        return Outside(self.network, self.open_store, spec.namespace, self.process.clock)
+    def _clients(self, spec: ProcessSpec) -> SimClients:
+        return SimClients(self.network, self.open_store, spec.namespace, self.process.clock)
 
     def _engine(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
@@ -178,7 +178,7 @@ class SimParts:
         setup = EngineSetup(
             config=self.model,
             engine_config=engine_config,
-            outside=self._outside(spec),
+            clients=self._clients(spec),
             fabric=self.fabric,
             address=self.slot.name,
             clock=self.process.clock,

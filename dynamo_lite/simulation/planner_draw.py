@@ -10,7 +10,7 @@ from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.services.planner.connector import COMPONENTS
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.planner_scenario import BadStarts, PlannerScenario, Step, Wish
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Scenario
 
 #: One seed of this many has a planner. All other seeds are the same as without planners.
 EVERY = 10
@@ -36,17 +36,17 @@ _SWITCH_STEPS = (
 )
 #: Faults of planners, and of the servers that they need.
 _KINDS = (
-    Kind.CRASH,
-    Kind.CRASH,
-    Kind.PAUSE,
-    Kind.REVOKE,
-    Kind.ISOLATE,
-    Kind.CUT,
-    Kind.STORE_CRASH,
-    Kind.STORE_PAUSE,
-    Kind.STORE_WIPE,
-    Kind.BROKER_CRASH,
-    Kind.BROKER_PAUSE,
+    FaultKind.CRASH,
+    FaultKind.CRASH,
+    FaultKind.PAUSE,
+    FaultKind.REVOKE,
+    FaultKind.ISOLATE,
+    FaultKind.CUT,
+    FaultKind.STORE_CRASH,
+    FaultKind.STORE_PAUSE,
+    FaultKind.STORE_WIPE,
+    FaultKind.BROKER_CRASH,
+    FaultKind.BROKER_PAUSE,
 )
 
 
@@ -107,7 +107,7 @@ def _with_lost_worker(scenario: Scenario, planner: PlannerScenario, rng: random.
     at_s = LOAD_FROM_S + rng.uniform(0.0, 3.0)
     gone_s = scenario.lease_ttl_s + 5.0
     slot = f"{role.value}-{rng.randrange(2)}"
-    crash = Fault(at_s=at_s, kind=Kind.CRASH, target=slot)
+    crash = Fault(at_s=at_s, kind=FaultKind.CRASH, target=slot)
     wish = Wish(at_s=at_s + gone_s, component=COMPONENTS[role], count=1)
     lost = BadStarts(from_s=at_s, to_s=at_s + gone_s + 4.0, hang=True, restarts=True)
     return replace(
@@ -269,11 +269,11 @@ def _fault(scenario: Scenario, planners: int, until_s: float, rng: random.Random
     for_s = rng.choice((rng.uniform(0.1, 1.0), rng.uniform(0.5, 2.5) * scenario.lease_ttl_s))
     target = f"planner-{rng.randrange(planners)}"
     match kind:
-        case Kind.CRASH | Kind.REVOKE:
+        case FaultKind.CRASH | FaultKind.REVOKE:
             return Fault(at_s=at_s, kind=kind, target=target)
-        case Kind.PAUSE | Kind.ISOLATE:
+        case FaultKind.PAUSE | FaultKind.ISOLATE:
             return Fault(at_s=at_s, kind=kind, target=target, for_s=for_s)
-        case Kind.CUT:
+        case FaultKind.CUT:
             other = rng.choice(("nats", "etcd", "supervisor"))
             return Fault(at_s=at_s, kind=kind, target=target, other=other, for_s=for_s)
         case _:

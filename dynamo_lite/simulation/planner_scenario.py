@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.protocol.planner import Phase
+from dynamo_lite.protocol.planner import ChangePhase
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Step:
     """A moment in a change of the numbers: its record gets this phase."""
 
     kind: Literal["add", "remove", "switch"]
-    phase: Phase | Literal["ended"]
+    phase: ChangePhase | Literal["ended"]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.phase}"

@@ -14,7 +14,7 @@ from dynamo_lite.simulation.planner_scenario import PlannerScenario
 LOAD_FROM_S = 2.0
 
 
-class Kind(Enum):
+class FaultKind(Enum):
     """What can go wrong, and for how long."""
 
     CRASH = "crash"  # kill -9 of a worker or client, with its engine
@@ -43,7 +43,7 @@ class Fault:
     """
 
     at_s: float
-    kind: Kind
+    kind: FaultKind
     target: str = ""
     other: str = ""
     for_s: float = 0.0
@@ -115,7 +115,9 @@ class Scenario:
     @property
     def only_broker_fails(self) -> bool:
         """True as well if nothing fails."""
-        return all(fault.kind in (Kind.BROKER_CRASH, Kind.BROKER_PAUSE) for fault in self.faults)
+        return all(
+            fault.kind in (FaultKind.BROKER_CRASH, FaultKind.BROKER_PAUSE) for fault in self.faults
+        )
 
     @property
     def slots(self) -> list[str]:

@@ -14,7 +14,7 @@ from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.loop.process import SimProcess, State
+from dynamo_lite.simulation.loop.process import SimProcess, SimState
 
 #: After this time an operator starts an instance again that has left in order.
 _OPERATOR_S = 1.0
@@ -141,8 +141,8 @@ class Slot:
         self.process = process = self._loop.add_process(self.name)
         ended = asyncio.Event()
 
-        def died(_: SimProcess, state: State) -> None:
-            if state is State.DEAD:
+        def died(_: SimProcess, state: SimState) -> None:
+            if state is SimState.DEAD:
                 self._end_engine()
                 ended.set()
 
@@ -170,8 +170,8 @@ class Slot:
         process = self.engine = self._loop.add_process(f"{self.name}.engine", host=self.name)
         self._judge.engine_started(engine)
 
-        def died(_: SimProcess, state: State) -> None:
-            if state is State.DEAD:
+        def died(_: SimProcess, state: SimState) -> None:
+            if state is SimState.DEAD:
                 engine.mover.die()
                 self._judge.engine_died(engine)
                 on_end()

@@ -21,7 +21,7 @@ from dynamo_lite.simulation.graph_supervisor import STATE_DIR
 from dynamo_lite.simulation.intruder import Intruder
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.loop.process import SimProcess, State
+from dynamo_lite.simulation.loop.process import SimProcess, SimState
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.parts import SimParts, surroundings
 from dynamo_lite.simulation.planning import Planning
@@ -241,7 +241,7 @@ class World:
             story.workers_up = all(
                 self.ready.get(slot, math.inf) <= known for slot in (name, *workers)
             )
-            if story.workers_up and self.nats.process.state is not State.RUNNING:
+            if story.workers_up and self.nats.process.state is not SimState.RUNNING:
                 self.judge.counts["requests without the broker"] += 1
             self.judge.requests.begun(name, story)
 
@@ -253,7 +253,7 @@ class World:
 
     def _revoke(self, host: str, lease_id: int) -> bool:
         """As the supervisor on this host. Returns whether the lease was revoked."""
-        reached = self.etcd.process.state is State.RUNNING
+        reached = self.etcd.process.state is SimState.RUNNING
         reached = reached and not self.network.is_cut(host, "etcd")
         return reached and self.etcd.revoke(lease_id)
 
@@ -277,8 +277,8 @@ class World:
         if self.planning is not None:
             self.planning.judge.wiped()
 
-    def _changed(self, name: str, state: State) -> None:
-        if state is not State.DEAD:
+    def _changed(self, name: str, state: SimState) -> None:
+        if state is not SimState.DEAD:
             return
         if self.planning is not None:
             self.planning.judge.left(name)

@@ -8,7 +8,7 @@ refused with advice: no argument without an effect is accepted.
 import argparse
 from typing import Literal
 
-Kind = Literal["engine", "frontend"]
+SectionKind = Literal["engine", "frontend"]
 
 _ENGINES = "it has no effect in this section: set it in the sections of the workers"
 _FRONTENDS = "it has no effect in this section: set it in the section of the Frontend"
@@ -92,7 +92,7 @@ _ENGINE = {
 }
 
 
-def refusal(kind: Kind, key: str, group: str) -> str:
+def refusal(kind: SectionKind, key: str, group: str) -> str:
     """Returns why a section of this kind may not have the argument; "" if it may.
 
     key: in kebab-case. group: the title of its group in vLLM's parser.

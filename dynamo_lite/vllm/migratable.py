@@ -8,7 +8,7 @@ state of a request (a generator, counts over the output only, a grammar's state)
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
-from dynamo_lite.policy.migration import Plan, SamplingFacts, plan
+from dynamo_lite.policy.migration import MigrationPlan, SamplingFacts, plan
 
 #: Architectures whose prompt tokens attend to all of the prompt (prefix LM). This is known only
 #: to vLLM's layers, in the engine's process.
@@ -20,7 +20,7 @@ def is_causal(model: ModelConfig) -> bool:
     return not model.is_diffusion and _PREFIX_LMS.isdisjoint(model.architectures)
 
 
-def migration_plan(params: SamplingParams, *, causal: bool = True) -> Plan:
+def migration_plan(params: SamplingParams, *, causal: bool = True) -> MigrationPlan:
     """How a sequence with these parameters can be migrated. causal: see `is_causal`."""
     return plan(facts(params, causal=causal))
 

@@ -18,7 +18,7 @@ from dynamo_lite.disagg.transfer_params import (
     time_limit,
     with_first_token,
 )
-from dynamo_lite.policy.migration import Plan
+from dynamo_lite.policy.migration import MigrationPlan
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest
@@ -36,7 +36,7 @@ def generate_request(
     session: str | None = None,
     *,
     causal: bool = True,
-) -> tuple[GenerateRequest, Plan]:
+) -> tuple[GenerateRequest, MigrationPlan]:
     """Returns the message, and how it can be migrated if its worker is lost.
 
     timeout_s: time left. session: see `GenerateRequest`. causal: see `is_causal`.

@@ -314,7 +314,7 @@ class Bench:
         """A decode engine reports prompts for which the queue had no room."""
         self._overflow += tokens
         backlog = Backlog(engine_id="e", number=number, overflow_tokens=self._overflow)
-        await self.messaging.publish(names.demand_subject(self.namespace), encode(backlog))
+        await self.messaging.publish(names.backlog_subject(self.namespace), encode(backlog))
 
 
 class Running:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_lite.engine.null import NullEngine
-from dynamo_lite.policy.migration import Continue, Plan, Replay
+from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
@@ -169,7 +169,7 @@ async def messaging(request: pytest.FixtureRequest, nats_url: str) -> AsyncItera
 
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
 async def test_a_killed_worker_s_requests_go_on_exactly(
-    messaging: Messaging, namespace: str, plan: Plan
+    messaging: Messaging, namespace: str, plan: MigrationPlan
 ):
     cluster = Cluster(messaging, namespace)
     async with AsyncExitStack() as stack:

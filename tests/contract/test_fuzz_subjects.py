@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import decode_demand, decode_queue_reading
+from dynamo_lite.protocol.backlog import decode_backlog, decode_queue_reading
 from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
@@ -82,7 +82,7 @@ DECODERS: dict[str, Decoder[Any]] = {
     "explain": decode_explain,
     "cancel": decode_cancel_attempt,
     "beat": decode_heartbeat,
-    "demand": decode_demand,
+    "demand": decode_backlog,
     "queue_reading": decode_queue_reading,
     "job": decode_job,
     "notice": decode_notice,
@@ -117,7 +117,7 @@ class Attack:
             "alive": names.alive_subject("t", 2),
             "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
-            "demand": names.demand_subject("t"),
+            "demand": names.backlog_subject("t"),
             "queue_reading": names.depth_subject("t"),
         }
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)

@@ -131,7 +131,7 @@ async def test_keys_are_read_and_written_by_those_who_need_them(rights: LeastRig
         with pytest.raises(StoreUnavailable, match="permission denied"):
             await frontend.revoke(lease.id)
         with pytest.raises(StoreUnavailable, match="permission denied"):
-            await decode.put(names.tuning_key(NAMESPACE, "VllmWorker"), b"{}")
+            await decode.put(names.live_options_key(NAMESPACE, "VllmWorker"), b"{}")
         assert await prefill.get(own) == b"1"
 
 

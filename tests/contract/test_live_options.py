@@ -13,7 +13,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import (
     LiveOptionsRecord,
     VllmWorkerLiveOptions,
-    encode_tuning,
+    encode_live_options,
 )
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
@@ -70,7 +70,7 @@ async def test_a_follower_has_what_was_set_before_and_hears_what_is_set(
         await live_options.write(store, namespace, COMPONENT, {LENGTH: UNSET})
         await follower.until(lambda: live.version == 3)
         assert live.values == VllmWorkerLiveOptions(max_prefill_queue_size=3)
-        await store.delete(names.tuning_key(namespace, COMPONENT))
+        await store.delete(names.live_options_key(namespace, COMPONENT))
         await follower.until(lambda: live.version == 0)
         assert live.values == VllmWorkerLiveOptions()
     assert [version for _, version in follower.told] == [1, 2, 3, 0]
@@ -91,7 +91,7 @@ BAD = [
 
 
 async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store, namespace: str):
-    key = names.tuning_key(namespace, COMPONENT)
+    key = names.live_options_key(namespace, COMPONENT)
     await live_options.write(store, namespace, COMPONENT, {LENGTH: 100, SIZE: 3})
     good = await store.get(key)
     assert good is not None
@@ -115,7 +115,7 @@ async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store,
 
 
 async def test_a_follower_that_starts_on_a_bad_record_has_its_file(store: Store, namespace: str):
-    await store.put(names.tuning_key(namespace, COMPONENT), b"nonsense")
+    await store.put(names.live_options_key(namespace, COMPONENT), b"nonsense")
     follower = Follower(store, namespace)
     async with follower.live as live:
         assert (live.values, live.version) == (VllmWorkerLiveOptions(), 0)
@@ -126,7 +126,9 @@ async def test_a_component_whose_name_begins_alike_is_another(store: Store, name
     other = LiveOptionsRecord(values=VllmWorkerLiveOptions(max_local_prefill_length=1), version=7)
     follower = Follower(store, namespace)
     async with follower.live as live:
-        await store.put(names.tuning_key(namespace, f"{COMPONENT}2"), encode_tuning(other))
+        await store.put(
+            names.live_options_key(namespace, f"{COMPONENT}2"), encode_live_options(other)
+        )
         await live_options.write(store, namespace, COMPONENT, {LENGTH: 2})
         await follower.until(lambda: live.version == 1)
     assert [version for _, version in follower.told] == [1]
@@ -166,7 +168,7 @@ async def test_changes_are_told_as_they_happen(store: Store, namespace: str):
     [(key, _, after)] = live_options.differences(change)
     assert change.new is not None
     assert (key, after) == (f"{COMPONENT}.{SIZE}", change.new.values.max_prefill_queue_size)
-    await store.put(names.tuning_key(namespace, COMPONENT), b"{}")
+    await store.put(names.live_options_key(namespace, COMPONENT), b"{}")
     while isinstance(change := await anext(changes), live_options.RecordChange):
         pass
     assert "refused" in change

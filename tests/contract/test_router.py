@@ -13,7 +13,11 @@ from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.live_options import LiveOptionsRecord, RouterLiveOptions, encode_tuning
+from dynamo_lite.protocol.live_options import (
+    LiveOptionsRecord,
+    RouterLiveOptions,
+    encode_live_options,
+)
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -263,9 +267,9 @@ async def test_what_it_weighs_changes_while_it_runs(cluster: Cluster) -> None:
             return found
 
         assert await chosen() == {1}
-        key = names.tuning_key(cluster.namespace, "Router")
+        key = names.live_options_key(cluster.namespace, "Router")
         record = LiveOptionsRecord(values=RouterLiveOptions(kv_weight=0.0), version=4)
-        await cluster.store.put(key, encode_tuning(record))
+        await cluster.store.put(key, encode_live_options(record))
         await eventually(lambda: router.health()["options"]["version"] == 4)
         assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"
         await cluster.store.put(key, b'{"values":{"kv-router.kv-weight":-1},"version":5}')

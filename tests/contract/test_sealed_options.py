@@ -12,7 +12,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import (
     LiveOptionsRecord,
     VllmWorkerLiveOptions,
-    encode_tuning,
+    encode_live_options,
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
@@ -37,12 +37,12 @@ def seals(tmp_path: Path) -> RecordSeals:
 
 @pytest.fixture
 def key(namespace: str) -> str:
-    return names.tuning_key(namespace, COMPONENT)
+    return names.live_options_key(namespace, COMPONENT)
 
 
 def record(length: int, version: int) -> bytes:
     values = VllmWorkerLiveOptions(max_local_prefill_length=length)
-    return encode_tuning(LiveOptionsRecord(values=values, version=version))
+    return encode_live_options(LiveOptionsRecord(values=values, version=version))
 
 
 async def test_what_is_not_authentic_changes_nothing_and_is_counted(
@@ -53,7 +53,7 @@ async def test_what_is_not_authentic_changes_nothing_and_is_counted(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ):
-    other = names.tuning_key(namespace, "Frontend")
+    other = names.live_options_key(namespace, "Frontend")
     another = RecordSeals(graph_secret(tmp_path / "another"))
     good = seals.sealed(key, record(5, 9))
     bad = {

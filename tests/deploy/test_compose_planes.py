@@ -103,7 +103,7 @@ async def test_each_service_has_its_own_rights(compose: Compose) -> None:
         "frontend": names.endpoint_key(NAMESPACE, "Frontend", "x", 0x1A),
         "decode": names.nixl_metadata_key(NAMESPACE, "e1"),
         "prefill": names.link_key(NAMESPACE, 0x1A, "e1"),
-        "operator": names.tuning_key(NAMESPACE, "VllmWorker"),
+        "operator": names.live_options_key(NAMESPACE, "VllmWorker"),
     }
     for name in COMPONENTS:
         async with EtcdStore(etcd_url(compose, name)) as store:

@@ -86,7 +86,7 @@ class LoadedWorker:
                 claimed_jobs=jobs,
             )
             try:
-                subject = names.demand_subject(self._spec.namespace)
+                subject = names.backlog_subject(self._spec.namespace)
                 await host.messaging.publish(subject, encode(backlog))
             except Unavailable:
                 pass

@@ -11,7 +11,7 @@ from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.fence import Fence, FenceHolder, FenceReader
-from dynamo_lite.runtime.permits import Permit, Verdict
+from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -55,11 +55,11 @@ class NullPrefillEngine:
         permit: Permit,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
-        while self._fence.verdict(permit) is Verdict.PENDING:
+        while self._fence.verdict(permit) is PermitVerdict.PENDING:
             await asyncio.sleep(_LOOK_S)
         now = asyncio.get_running_loop().time
         written_at = now() + self._write_s
-        while self._fence.open() and self._fence.verdict(permit) is Verdict.GRANTED:
+        while self._fence.open() and self._fence.verdict(permit) is PermitVerdict.GRANTED:
             if now() >= written_at:
                 return AttemptOutcome(job.attempt, "written")
             await asyncio.sleep(_LOOK_S)

@@ -57,7 +57,7 @@ class TellingWorker(NullWorker):
             backlog = Backlog(engine_id=f"e{host.lease.id:x}", number=number)
             try:
                 await host.messaging.publish(
-                    names.demand_subject(host.spec.namespace), encode(backlog)
+                    names.backlog_subject(host.spec.namespace), encode(backlog)
                 )
             except Unavailable:
                 pass

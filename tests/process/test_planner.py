@@ -15,7 +15,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import (
     LiveOptionsRecord,
     PlannerLiveOptions,
-    encode_tuning,
+    encode_live_options,
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.run_state import read_run
@@ -184,11 +184,11 @@ def test_only_who_has_the_secret_gives_the_planner_orders(tmp_path: Path):
             refused = run(*command, *stranger)
             assert refused.returncode == 1 and "this graph has a secret" in refused.stderr
         values = PlannerLiveOptions(cooldown_s=0.5)
-        forged = encode_tuning(LiveOptionsRecord(values=values, version=9))
+        forged = encode_live_options(LiveOptionsRecord(values=values, version=9))
 
         async def forge() -> None:
             async with EtcdStore(etcd_url) as store:
-                await store.put(names.tuning_key(namespace, "Planner"), forged)
+                await store.put(names.live_options_key(namespace, "Planner"), forged)
 
         asyncio.run(forge())
         says("version 1; refuses the record in etcd: not authentic", stranger)

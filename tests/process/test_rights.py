@@ -237,7 +237,9 @@ async def test_nobody_writes_the_keys_of_another_component(rights: Rights):
         names.planner_pause_key(NAMESPACE),
         names.planner_leader_key(NAMESPACE),
     ]
-    own["Operator"] = [names.tuning_key(NAMESPACE, name) for name in ("VllmWorker", "Planner")]
+    own["Operator"] = [
+        names.live_options_key(NAMESPACE, name) for name in ("VllmWorker", "Planner")
+    ]
     for who in known:
         async with EtcdStore(rights.servers.etcd_url(who)) as store:
             for whose, keys in own.items():

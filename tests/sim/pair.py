@@ -44,7 +44,7 @@ QUEUE = QueueConfig(ack_wait_s=5.0)
 
 
 class Servers:
-    """Implements Outside."""
+    """Implements ServerClients."""
 
     def __init__(self, clock: Clock):
         self._messaging, self._store = MemoryMessaging(), MemoryStore(clock=clock.monotonic)
@@ -120,7 +120,7 @@ class Pair:
         setup = EngineSetup(
             config=self.config,
             engine_config=engine_config,
-            outside=self.servers,
+            clients=self.servers,
             fabric=self.fabric,
             address=name,
             clock=self.clock,

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Sampling, Scenario
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Sampling, Scenario
 
 ASKS, EACH_S = 40, 0.1
 #: The load begins when all workers are up and before the fault, and continues after it.
@@ -17,7 +17,7 @@ FAULT_AT_S, FAULT_S = ASKS_FROM_S + 0.5, 3.0
 LOCAL_TOKENS = 12
 
 
-def outage(seed: int, kind: Kind, tokens: tuple[int, int]) -> Scenario:
+def outage(seed: int, kind: FaultKind, tokens: tuple[int, int]) -> Scenario:
     """tokens: of the shortest and the longest prompt."""
     rng = random.Random(f"outage/{seed}")
     asks = [
@@ -48,9 +48,9 @@ def outage(seed: int, kind: Kind, tokens: tuple[int, int]) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("kind", [Kind.BROKER_PAUSE, Kind.BROKER_CRASH])
+@pytest.mark.parametrize("kind", [FaultKind.BROKER_PAUSE, FaultKind.BROKER_CRASH])
 @pytest.mark.parametrize("seed", [0, 2])
-def test_local_prompts_do_not_notice_an_outage(seed: int, kind: Kind):
+def test_local_prompts_do_not_notice_an_outage(seed: int, kind: FaultKind):
     played = play_scenario(outage(seed, kind, (1, LOCAL_TOKENS)))
     assert played.violations == []
     assert played.counts["request length"] == ASKS
@@ -58,9 +58,9 @@ def test_local_prompts_do_not_notice_an_outage(seed: int, kind: Kind):
     assert played.waits.longest is not None and played.waits.longest.waited_s < 0.5
 
 
-@pytest.mark.parametrize("kind", [Kind.BROKER_PAUSE, Kind.BROKER_CRASH])
+@pytest.mark.parametrize("kind", [FaultKind.BROKER_PAUSE, FaultKind.BROKER_CRASH])
 @pytest.mark.parametrize("seed", [0, 2])
-def test_long_prompts_wait_for_no_longer_than_a_remote_prefill_may_take(seed: int, kind: Kind):
+def test_long_prompts_wait_for_no_longer_than_a_remote_prefill_may_take(seed: int, kind: FaultKind):
     """They wait for a push that is not confirmed, or for a prefill that was queued before."""
     scenario = outage(seed, kind, (40, 80))
     played = play_scenario(scenario)

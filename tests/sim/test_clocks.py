@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Kind
+from dynamo_lite.simulation.scenario import FaultKind
 
 _DAY_S = 86400.0
 
@@ -18,7 +18,7 @@ def test_what_the_wall_clocks_of_the_hosts_show_changes_nothing(seed: int):
     nor for those that are set while requests are under way."""
     # A planner takes the youngest of equally cheap workers, and skips rates of young ones.
     drawn = replace(draw(seed), planner=None)
-    faults = tuple(fault for fault in drawn.faults if fault.kind is not Kind.WALL_JUMP)
+    faults = tuple(fault for fault in drawn.faults if fault.kind is not FaultKind.WALL_JUMP)
     right = replace(drawn, clock_skews=(), faults=faults)
     rng = Random(seed)
     wrong = tuple((slot, rng.uniform(-_DAY_S, _DAY_S)) for slot in drawn.slots)

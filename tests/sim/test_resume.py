@@ -7,12 +7,12 @@ import pytest
 
 from dynamo_lite.simulation.engine.model import PLANES, VOCABULARY, Sampling
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
 PROMPT = tuple(random.Random(1).randrange(VOCABULARY) for _ in range(300))
 
 
-def scenario(kind: Kind, at_s: float, target: str) -> Scenario:
+def scenario(kind: FaultKind, at_s: float, target: str) -> Scenario:
     """A step computes 48 tokens of the prompt, in about one second."""
     ask = Ask(
         at_s=3.0,
@@ -42,7 +42,7 @@ def scenario(kind: Kind, at_s: float, target: str) -> Scenario:
     )
 
 
-def struck(kind: Kind, at_s: float) -> Mapping[str, int]:
+def struck(kind: FaultKind, at_s: float) -> Mapping[str, int]:
     """What a fault at the one of two equal workers that has pulled the job leads to."""
     plays = [play_scenario(scenario(kind, at_s, f"prefill-{i}")) for i in (0, 1)]
     assert [play.violations for play in plays] == [[], []]
@@ -50,8 +50,10 @@ def struck(kind: Kind, at_s: float) -> Mapping[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", [Kind.CRASH, Kind.PAUSE, Kind.ENGINE_CRASH, Kind.ISOLATE])
-def test_another_worker_does_what_is_missing(kind: Kind):
+@pytest.mark.parametrize(
+    "kind", [FaultKind.CRASH, FaultKind.PAUSE, FaultKind.ENGINE_CRASH, FaultKind.ISOLATE]
+)
+def test_another_worker_does_what_is_missing(kind: FaultKind):
     counts = struck(kind, at_s=8.6)
     assert counts["request length"] == 1
     assert counts["resume/writer_lost"] == 1
@@ -61,11 +63,11 @@ def test_another_worker_does_what_is_missing(kind: Kind):
     # Five chunks of 48 tokens have landed; the writer has seen that of four. Where the first job is
     # delivered again before the writer is known to be lost, its new worker computes a chunk before
     # its claim is refused, and keeps it.
-    computed = kind in (Kind.PAUSE, Kind.ISOLATE)
+    computed = kind in (FaultKind.PAUSE, FaultKind.ISOLATE)
     assert counts["prefix_bytes"] == (4 - computed) * 48 * PLANES * 8
 
 
 def test_who_dies_before_anything_has_landed_leaves_all_to_another():
-    counts = struck(Kind.CRASH, at_s=3.5)
+    counts = struck(FaultKind.CRASH, at_s=3.5)
     assert counts["remote/committed"] == 1
     assert "prefix_read/read" not in counts

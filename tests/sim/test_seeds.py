@@ -4,7 +4,7 @@ import pytest
 
 from dynamo_lite.simulation.report import coverage_lines, violated_lines
 from dynamo_lite.simulation.runner import Lost, play_many
-from dynamo_lite.simulation.scenario import Kind
+from dynamo_lite.simulation.scenario import FaultKind
 from dynamo_lite.simulation.tally import Tally
 
 SEEDS = range(1000)
@@ -29,7 +29,7 @@ def test_no_invariant_is_violated():
 def _check_coverage(tally: Tally) -> None:
     """What never happened was not tested."""
     counts = tally.counts
-    assert not [kind.value for kind in Kind if not counts[f"fault {kind.value}"]]
+    assert not [kind.value for kind in FaultKind if not counts[f"fault {kind.value}"]]
     outcomes = (
         "committed",
         "cancelled",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
 #: Shorter than the time after which it counts as unresponsive.
 STANDS_S = 3.5
@@ -23,7 +23,7 @@ def ask(number: int, at_s: float) -> Ask:
     )
 
 
-def burst(kind: Kind, decode: int = 1) -> Mapping[str, int]:
+def burst(kind: FaultKind, decode: int = 1) -> Mapping[str, int]:
     """First a standstill until all is given up: the engines learn how fast they compute. Then one
     that is over before the worker is given up; it begins when the second prompt of ten comes."""
     learn = [ask(number, 3.0) for number in range(2 * decode)]
@@ -58,7 +58,7 @@ def burst(kind: Kind, decode: int = 1) -> Mapping[str, int]:
 
 
 def test_prompts_are_taken_back_one_by_one_and_the_rest_is_served_later():
-    for kind in (Kind.PAUSE, Kind.COMPONENT_PAUSE):
+    for kind in (FaultKind.PAUSE, FaultKind.COMPONENT_PAUSE):
         counts = burst(kind)
         assert 1 <= counts["remote/taken_back"] <= 8
         taken = counts["steal_look/overdue"] + counts.get("steal_look/queue_long", 0)
@@ -68,5 +68,5 @@ def test_prompts_are_taken_back_one_by_one_and_the_rest_is_served_later():
 
 
 def test_two_engines_take_back_what_is_theirs():
-    counts = burst(Kind.PAUSE, decode=2)
+    counts = burst(FaultKind.PAUSE, decode=2)
     assert counts["remote/taken_back"] >= 2

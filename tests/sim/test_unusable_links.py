@@ -16,7 +16,7 @@ from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.trace import Trace, log_to
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.world import NAMESPACE, World
 
@@ -39,7 +39,7 @@ def asks(at_s: float, count: int) -> tuple[Ask, ...]:
 
 def cut(for_s: float) -> Fault:
     """From before the first contact on; NATS and etcd are reached by both."""
-    return Fault(at_s=0.0, kind=Kind.CUT, target="prefill-0", other="decode-0", for_s=for_s)
+    return Fault(at_s=0.0, kind=FaultKind.CUT, target="prefill-0", other="decode-0", for_s=for_s)
 
 
 def scenario(**changed: Any) -> Scenario:

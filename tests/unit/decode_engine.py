@@ -60,7 +60,7 @@ class Bridge:
         self.submitted.append(coroutine)
 
 
-class Outside:
+class Clients:
     """The servers that a session connects to: those that a test puts here before it opens one."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Decode:
         self.queue = MemoryQueue(
             self.broker, stream="s", subject="s.jobs", config=self.queue_config
         )
-        self.outside, self.ledger = Outside(), Ledger(writer_grace_s=TTL_S)
+        self.clients, self.ledger = Clients(), Ledger(writer_grace_s=TTL_S)
         self.new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex
         role = DecodeEngineConfig(
             options=DisaggOptions(
@@ -183,7 +183,7 @@ class Decode:
                 secret_file=secret_file,
             ),
             BLOCK,
-            outside=self.outside,
+            clients=self.clients,
             open_bridge=Bridge,
             clock=clock,  # type: ignore[arg-type]
             ledger=self.ledger,
@@ -293,7 +293,7 @@ class Decode:
 
     def tune(self, values: VllmWorkerLiveOptions, version: int) -> None:
         """The live options of the engine's component have changed."""
-        self.net._tuning.change(values, version)
+        self.net._live.change(values, version)
 
     async def describe(self) -> EngineStatus | None:
         reply = await self.net._on_describe(b"")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog, decode_demand
+from dynamo_lite.protocol.backlog import Backlog, decode_backlog
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.prefill import Granted
@@ -35,7 +35,7 @@ class LoopClock:
 
 
 class Twins:
-    """Outside, as the engine opens it. The engine's jobs go to the queue that it opens."""
+    """The clients, as the engine opens it. The engine's jobs go to the queue that it opens."""
 
     kind: type[MemoryQueue] = MemoryQueue
 
@@ -62,7 +62,7 @@ class Scene:
     def __init__(self) -> None:
         self.decode = Decode(LoopClock())  # type: ignore[arg-type]
         self.store = MemoryStore()
-        self.decode.outside.servers = Twins(self.decode, self.store)
+        self.decode.clients.servers = Twins(self.decode, self.store)
         self.verdicts: dict[int, tuple[bool, str]] = {}
         self.beats: dict[int, asyncio.Task[None]] = {}
         self.given_up: dict[str, str] = {}
@@ -148,12 +148,12 @@ class OtherEngine:
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator["OtherEngine"]:
         async def hear(payload: bytes) -> None:
-            self.heard.append((loop_time(), decode_demand(payload)))
+            self.heard.append((loop_time(), decode_backlog(payload)))
 
-        async with self._messaging.serve(names.demand_subject(NAMESPACE), hear):
+        async with self._messaging.serve(names.backlog_subject(NAMESPACE), hear):
             yield self
 
     async def say(self, **fields: Any) -> None:
         self._number += 1
-        demand = Backlog(engine_id="other", number=self._number, **fields)
-        await self._messaging.publish(names.demand_subject(NAMESPACE), encode(demand))
+        backlog = Backlog(engine_id="other", number=self._number, **fields)
+        await self._messaging.publish(names.backlog_subject(NAMESPACE), encode(backlog))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.policy.migration import Plan
+from dynamo_lite.policy.migration import MigrationPlan
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.failover import FailoverClient
@@ -20,7 +20,7 @@ class RecordingFailover:
 
     def __init__(self) -> None:
         self.submitted: list[GenerateRequest] = []
-        self.plans: list[Plan] = []
+        self.plans: list[MigrationPlan] = []
         self.aborted: list[str] = []
         self.refusal: Exception | None = None
 
@@ -28,7 +28,7 @@ class RecordingFailover:
     def submitted_ids(self) -> list[str]:
         return [message.request_id for message in self.submitted]
 
-    async def submit(self, message: GenerateRequest, movable: Plan) -> None:
+    async def submit(self, message: GenerateRequest, movable: MigrationPlan) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.submitted.append(message)

@@ -33,7 +33,7 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permit, Permits, Verdict, verdict
+from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permit, Permits, PermitVerdict, verdict
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
@@ -121,13 +121,13 @@ class ScriptedEngine:
         end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
         self.permits[job.attempt] = permit
         if not self.holds:
-            while not end.done() and self.verdict(job.attempt) is Verdict.PENDING:
+            while not end.done() and self.verdict(job.attempt) is PermitVerdict.PENDING:
                 await asyncio.sleep(0)
             if not end.done():
-                granted = self.verdict(job.attempt) is Verdict.GRANTED
+                granted = self.verdict(job.attempt) is PermitVerdict.GRANTED
                 end.set_result("written" if granted else "abandoned")
         outcome = AttemptOutcome(job.attempt, await end)
-        if self.verdict(job.attempt) is Verdict.GRANTED and outcome.outcome == "written":
+        if self.verdict(job.attempt) is PermitVerdict.GRANTED and outcome.outcome == "written":
             self.written.append(job.attempt)
         return outcome
 
@@ -136,7 +136,7 @@ class ScriptedEngine:
         if attempt in self.ends and not self.ends[attempt].done():
             self.ends[attempt].set_result("abandoned")
 
-    def verdict(self, attempt: str) -> Verdict:
+    def verdict(self, attempt: str) -> PermitVerdict:
         return verdict(self.cells, self.permits[attempt])
 
 

@@ -941,7 +941,7 @@ async def test_the_push_of_a_decode_engine(cancel: Cancel):
     """The prompt is not parked for ever, and a job that is queued after all gets no claim."""
     scene = Scene()
     scene.decode.messaging = SlowMessaging()
-    scene.decode.outside.servers = SlowTwins(scene.decode, scene.store)
+    scene.decode.clients.servers = SlowTwins(scene.decode, scene.store)
     async with scene.open(WRITER):
         decode = scene.decode
         assert decode.admit(prompt("a", 10)) > 0
@@ -1037,7 +1037,7 @@ def test_the_session_of_a_decode_engine(woken: bool, caplog: pytest.LogCaptureFi
     async def script(cancel: Cancel) -> None:
         scene, store, messaging = Scene(), CountedStore(), SlowMessaging()
         scene.store, scene.decode.messaging = store, messaging
-        scene.decode.outside.servers = Twins(scene.decode, store)
+        scene.decode.clients.servers = Twins(scene.decode, store)
         await scene.join(WRITER)
 
         async def session() -> None:

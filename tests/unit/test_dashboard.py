@@ -216,6 +216,22 @@ async def test_a_stream_ends_in_order_after_its_time():
         await until(lambda: page.viewers.count == 0, "the stream is over")
 
 
+async def test_a_stream_that_fails_is_broken_off_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def frames() -> AsyncIterator[bytes]:
+        yield b"{}"
+        raise RuntimeError("no more frames")
+
+    async with serving() as page:
+        monkeypatch.setattr(page.viewers, "frames", frames)
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with page.events() as lines:
+                assert [line async for line in lines]
+        await until(lambda: page.viewers.count == 0, "the stream is over")
+    assert "no more frames" in caplog.text
+
+
 async def test_closing_ends_the_streams():
     async with serving() as page, page.events() as lines:
         await looks_of(lines, 1)

@@ -14,7 +14,7 @@ from dynamo_lite.protocol.decisions import decode_explained
 from dynamo_lite.protocol.live_options import (
     LiveOptionsRecord,
     VllmWorkerLiveOptions,
-    encode_tuning,
+    encode_live_options,
 )
 from dynamo_lite.protocol.prefill import Granted, Leave, WriterDone
 from tests.builders import ENGINE, NAMESPACE, loop_time
@@ -140,10 +140,12 @@ async def test_an_engine_leaves_when_it_is_told_to_and_not_for_lost_keys():
 @virtual
 async def test_live_options_reach_the_next_decision_and_a_question_says_so():
     async with Scene().open(WRITER) as scene:
-        key = names.tuning_key(NAMESPACE, "VllmWorker")
+        key = names.live_options_key(NAMESPACE, "VllmWorker")
         await scene.ask("r1")
         changed = VllmWorkerLiveOptions(max_local_prefill_length=20)
-        await scene.store.put(key, encode_tuning(LiveOptionsRecord(values=changed, version=3)))
+        await scene.store.put(
+            key, encode_live_options(LiveOptionsRecord(values=changed, version=3))
+        )
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r2", 10)) == 0
         await scene.store.put(key, b"nonsense")
@@ -171,8 +173,8 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
         async def told_within(seconds: float, **wanted: Any) -> None:
             since = loop_time()
             while True:
-                for at, demand in other.heard:
-                    told = {name: getattr(demand, name) for name in wanted}
+                for at, backlog in other.heard:
+                    told = {name: getattr(backlog, name) for name in wanted}
                     if at >= since and told == wanted:
                         return
                 await asyncio.sleep(0.005)
@@ -212,7 +214,7 @@ async def test_what_finds_no_room_is_told_and_counted():
         assert scene.decode.counted("asked_tokens") == 9
         since = loop_time()
         await asyncio.sleep(1.1)
-        told = [demand for at, demand in other.heard if at > since]
+        told = [backlog for at, backlog in other.heard if at > since]
         assert [(d.asked_tokens, d.overflow_tokens) for d in told[-1:]] == [(9, 10)]
 
 
@@ -286,7 +288,7 @@ def broken(*_: Any, **__: Any) -> Any:
     raise Broken
 
 
-@pytest.mark.parametrize("loop", ["queue-view", "demand", "links", "roster", "options"])
+@pytest.mark.parametrize("loop", ["queue-view", "backlog", "links", "roster", "options"])
 def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
     loop: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -294,13 +296,13 @@ def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
     async def body() -> None:
         scene = Scene()
         net = scene.decode.net
-        monkeypatch.setattr(net._tuning, "change", broken)
+        monkeypatch.setattr(net._live, "change", broken)
         with pytest.raises(Broken):
             async with scene.open(WRITER):
                 match loop:
                     case "queue-view":
                         monkeypatch.setattr(net.queue_watch, "_see", broken)
-                    case "demand":
+                    case "backlog":
                         monkeypatch.setattr(net.backlog._follower, "totals", broken)
                     case "links":
                         monkeypatch.setattr(net.workers._links, "_apply", broken)
@@ -313,8 +315,8 @@ def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
                         record = LiveOptionsRecord(
                             version=1, values=VllmWorkerLiveOptions(max_prefill_queue_size=1)
                         )
-                        key = names.tuning_key(NAMESPACE, "VllmWorker")
-                        await scene.store.put(key, encode_tuning(record))
+                        key = names.live_options_key(NAMESPACE, "VllmWorker")
+                        await scene.store.put(key, encode_live_options(record))
                 await asyncio.sleep(60)  # virtual, and cut short
 
     body()

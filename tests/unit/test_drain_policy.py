@@ -25,6 +25,7 @@ from dynamo_lite.policy.drain import (
     victim,
     written_s,
 )
+from dynamo_lite.policy.planner_inputs import Role
 from dynamo_lite.policy.request_pace import RequestPace
 
 
@@ -88,8 +89,10 @@ def test_the_choice_does_not_depend_on_the_order_and_costs_least():
 
 P, D = 7, 5
 #: It was idle at 10; the decode worker reported at 11 that it waits for no writer.
-IDLE_P = Leaving(role="prefill", lease_id=P, listed=False, unlisted_at=8, in_flight=0, idle_at=10)
-IDLE_D = Leaving(role="decode", lease_id=D, listed=False, unlisted_at=8, in_flight=0, idle_at=10)
+IDLE_P = Leaving(
+    role=Role.PREFILL, lease_id=P, listed=False, unlisted_at=8, in_flight=0, idle_at=10
+)
+IDLE_D = Leaving(role=Role.DECODE, lease_id=D, listed=False, unlisted_at=8, in_flight=0, idle_at=10)
 NOBODY = {D: (frozenset[int](), 11.0)}
 
 
@@ -115,7 +118,7 @@ def test_safe_only_when_nothing_is_missing(leaving: Leaving):
     )
     assert isinstance(judged(changed(leaving, in_flight=2, idle_at=None)), Unsafe)
     assert isinstance(judged(changed(leaving, in_flight=None, idle_at=None)), Unsafe)
-    assert isinstance(judged(leaving, {}), Safe if leaving.role == "prefill" else Unsafe)
+    assert isinstance(judged(leaving, {}), Safe if leaving.role is Role.PREFILL else Unsafe)
     assert isinstance(judged(leaving, {D: None}), Unsafe)
     # What was said before it was idle may have changed since.
     assert isinstance(judged(leaving, {D: (frozenset(), 9.0)}), Unsafe)
@@ -144,7 +147,7 @@ def test_more_knowledge_of_writers_never_makes_it_safe():
     for leaving, first, second in product((IDLE_P, IDLE_D), (set(), {P}, {8}), (set(), {P})):
         writers = {D: (frozenset(first), 11.0), 6: (frozenset(second), 11.0)}
         if isinstance(judged(leaving, writers), Safe):
-            assert P not in first | second if leaving.role == "prefill" else not first
+            assert P not in first | second if leaving.role is Role.PREFILL else not first
 
 
 # moves

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
+from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
@@ -88,7 +88,7 @@ async def test_a_replay_moves_only_early_in_its_answer(after: int, moves: bool):
 
 @pytest.mark.parametrize(("plan", "after"), [(STAY, 3), (CONTINUE, 7)])
 @virtual
-async def test_what_cannot_move_or_ends_soon_stays(plan: Plan, after: int):
+async def test_what_cannot_move_or_ends_soon_stays(plan: MigrationPlan, after: int):
     async with cluster() as (fake, client):
         await client.submit(A, movable=plan)
         await steps(after)

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
+from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import NoResponders, Refused
 from dynamo_lite.protocol.generate import TokenDelta
 from tests.unit.fake_workers import (
@@ -39,7 +39,7 @@ async def test_an_answer_without_faults_is_passed_on_as_it_comes():
 
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
 @virtual
-async def test_a_killed_worker_s_request_goes_on_exactly(plan: Plan):
+async def test_a_killed_worker_s_request_goes_on_exactly(plan: MigrationPlan):
     async with cluster() as (fake, client):
         fake.workers[2].tokens_per_step = 2  # the border lies within a delta
         await client.submit(A, movable=plan)
@@ -73,7 +73,7 @@ async def test_who_gives_tokens_is_told():
 
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
 @virtual
-async def test_what_is_said_once_per_request_is_told_once(plan: Plan):
+async def test_what_is_said_once_per_request_is_told_once(plan: MigrationPlan):
     async with cluster() as (fake, client):
         fake.workers[2].tokens_per_step = 2
         await client.submit(A, movable=plan)

@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
+from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused
 from tests.builders import endpoint_record
 from tests.unit.fake_workers import (
@@ -19,7 +19,7 @@ from tests.unit.fake_workers import (
 )
 from tests.unit.virtual import run
 
-PLANS: list[Plan] = [Continue(reason="test"), Replay(reason="test"), Stay(reason="test")]
+PLANS: list[MigrationPlan] = [Continue(reason="test"), Replay(reason="test"), Stay(reason="test")]
 FULL = Refused("full", elsewhere=True, busy=True)
 
 
@@ -37,7 +37,7 @@ class Life:
         work = self._ask(request_id, self.rng.choice(PLANS), self.rng.choice([None, None, 6.25]))
         self.callers[request_id] = asyncio.create_task(work)
 
-    async def _ask(self, request_id: str, plan: Plan, timeout_s: float | None) -> None:
+    async def _ask(self, request_id: str, plan: MigrationPlan, timeout_s: float | None) -> None:
         assert self.fake.client is not None
         request = request_of(request_id, timeout_s=timeout_s)
         try:

@@ -24,7 +24,7 @@ from dynamo_lite.protocol.prefill import (
     Landed,
     decode_claim_reply,
 )
-from dynamo_lite.runtime.permits import Verdict
+from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.runtime.secret import TAG_BYTES
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.builders import (
@@ -139,7 +139,7 @@ async def refused(rig: Rig, what: GrantFault, attempt: str = "a1") -> None:
     done = next(done for done in rig.done if done.attempt == attempt)
     assert done.outcome == "failed" and done.detail.startswith(BadGrant.SAYS)
     assert rig.engine.written == []
-    assert rig.engine.verdict(attempt) is Verdict.REFUSED
+    assert rig.engine.verdict(attempt) is PermitVerdict.REFUSED
     assert bad_grants(rig, what)
 
 
@@ -196,7 +196,7 @@ async def test_a_grant_that_is_replayed_for_the_next_claim_of_the_same_attempt()
         rig.engine.holds = True
         await rig.push(prefill_job())
         await eventually(lambda: "a1" in rig.engine.ends)
-        await eventually(lambda: rig.engine.verdict("a1") is Verdict.GRANTED)
+        await eventually(lambda: rig.engine.verdict("a1") is PermitVerdict.GRANTED)
         rig.engine.ends["a1"].set_result("abandoned")
         await rig.answered("ack")
         rig.engine.holds = False
@@ -229,7 +229,7 @@ async def test_no_write_starts_after_a_grant_has_expired():
         await rig.push(prefill_job(first_token=wanted))
         await eventually(lambda: "a1" in rig.engine.ends)
         assert rig.counted("bad_grant") == 0 and bad_grants(rig, GrantFault.EXPIRED) is None
-        await eventually(lambda: rig.engine.verdict("a1") is Verdict.REFUSED)
+        await eventually(lambda: rig.engine.verdict("a1") is PermitVerdict.REFUSED)
         assert bad_grants(rig, GrantFault.EXPIRED) == 1
         rig.engine.ends["a1"].set_result("abandoned")
         await rig.answered("ack")

@@ -5,6 +5,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+from starlette.types import Receive, Scope, Send
+
 from dynamo_lite.services.config import ProcessorConfig
 from dynamo_lite.services.frontend.http_relay import HttpRelay
 from dynamo_lite.services.frontend.processor import Processor
@@ -78,3 +81,23 @@ async def test_a_timeout_closes_the_connection():
         got = json.loads(await relayed.answer("completions", b"{}"))
         assert got["error"]["code"] == 504
         await asyncio.wait_for(closed.wait(), 10)
+
+
+async def test_a_caller_that_is_cancelled_again_leaves_no_task_of_an_app_that_goes_on():
+    began, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.request"
+        began.set()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+        await asyncio.Event().wait()
+
+    asked = asyncio.create_task(Processor(ProcessorConfig(), app).answer("completions", b"{}"))
+    await began.wait()
+    asked.cancel()
+    await left.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -10,7 +10,7 @@ from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.runtime.permits import Verdict
+from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.builders import engine_metadata, expecting
 from tests.shards import LAYERS, Shape, ShardedEngine, kv_of
@@ -63,7 +63,7 @@ class Pair:
         self.far = ShardedEngine(decode, HEADS, BLOCKS, movers, truth=False)
         self.halves = [DecodeRank(movers[i], rank) for i, rank in enumerate(self.far.ranks)]
         self.alive = True
-        self.verdict = Verdict.GRANTED
+        self.verdict = PermitVerdict.GRANTED
         self.rank = PrefillRank(
             self.wire,
             self.own.ranks[0],
@@ -185,10 +185,10 @@ def test_nothing_is_written_early_behind_a_closed_fence():
 
 def test_no_layer_is_written_before_the_claim_is_granted():
     pair = Pair(Shape())
-    pair.verdict = Verdict.PENDING
+    pair.verdict = PermitVerdict.PENDING
     pair.run(pair.chunk([3, 4], 0, last=False))
     assert pair.wire.started == []
-    pair.verdict = Verdict.GRANTED
+    pair.verdict = PermitVerdict.GRANTED
     pair.run(pair.chunk([9, 5, 1, 2], 2, last=True, ended=True))
     assert [rank for rank, _ in pair.received()] == [{"r1"}]
     pair.assert_written([3, 4, 9, 5, 1, 2])

@@ -49,7 +49,7 @@ def test_every_other_name():
     assert names.describe_subject("dynamo", "e1") == "dynamo_engine.e1.describe"
     assert names.explain_subject("dynamo", "e1") == "dynamo_engine.e1.explain"
     assert names.forward_explain_subject("dynamo", 0x1F) == "dynamo_forward.1f.explain"
-    assert names.tuning_key("dynamo", "VllmWorker") == "dynamo/config/VllmWorker"
+    assert names.live_options_key("dynamo", "VllmWorker") == "dynamo/config/VllmWorker"
     assert names.planner_leader_key("dynamo") == "dynamo/planner/leader"
     assert names.planner_target_key("dynamo") == "dynamo/planner/target"
     assert names.planner_pause_key("dynamo") == "dynamo/planner/pause"

@@ -30,7 +30,7 @@ _COMPONENTS = {
     "health_subject": ("VllmWorker", "PrefillWorker"),
     "kv_subject": ("VllmWorker",),
     "kv_snapshot_subject": ("VllmWorker",),
-    "tuning_key": ("VllmWorker", "Frontend", "Router", "Planner"),
+    "live_options_key": ("VllmWorker", "Frontend", "Router", "Planner"),
 }
 
 
@@ -80,7 +80,7 @@ def test_each_key_has_who_reads_and_writes_it(name: str, component: str, key: st
         who for who, one in ALL.items() if any(key.startswith(p) for p in (*one.read, *one.write))
     ]
     assert writers and readers
-    if name == "tuning_key":
+    if name == "live_options_key":
         assert writers == ["Operator"] and readers == [component, "Operator"]
 
 

@@ -9,9 +9,9 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.planner import (
+    ChangePhase,
     OperationRecord,
     PauseRecord,
-    Phase,
     SwitchRecord,
     TargetRecord,
 )
@@ -42,7 +42,7 @@ def target(version: int, **manual: int) -> TargetRecord:
     return TargetRecord(counts={}, version=version, by="me", reason="", manual=manual)
 
 
-def operation(id: int, phase: Phase = "ordered") -> OperationRecord:
+def operation(id: int, phase: ChangePhase = "ordered") -> OperationRecord:
     return OperationRecord(
         id=id, kind="remove", component="VllmWorker", phase=phase, count=1, lease_id=7
     )

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, Phase
+from dynamo_lite.protocol.planner import ChangePhase, LeaderRecord, OperationRecord
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot
 from dynamo_lite.serve.run_state import ProcessState
@@ -174,7 +174,7 @@ def test_leader_and_phases_are_those_of_the_records(tmp_path: Path):
     seals = RecordSeals(graph_secret(tmp_path / "secret", b"n" * 32))
 
     def operation(
-        number: int, kind: Literal["add", "remove"], component: str, phase: Phase
+        number: int, kind: Literal["add", "remove"], component: str, phase: ChangePhase
     ) -> tuple[str, bytes]:
         record = OperationRecord(
             id=number, kind=kind, component=component, phase=phase, count=1, before=1

@@ -27,7 +27,7 @@ from dynamo_lite.protocol.prefill import (
     FirstTokenWanted,
     decode_first_token,
 )
-from dynamo_lite.runtime.permits import Verdict
+from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
@@ -460,12 +460,12 @@ async def test_a_job_is_computed_and_not_written_while_its_claim_is_under_way():
         await rig.push(prefill_job())
         await held.asked.wait()
         await eventually(lambda: rig.engine.attempts == ["a1"])
-        assert rig.engine.verdict("a1") is Verdict.PENDING
+        assert rig.engine.verdict("a1") is PermitVerdict.PENDING
         held.may_answer.set()
         await rig.answered("ack")
         assert rig.engine.written == ["a1"]
         assert rig.told == [("a1", "written")]
-        assert rig.engine.verdict("a1") is Verdict.REFUSED, "nothing is written after the end"
+        assert rig.engine.verdict("a1") is PermitVerdict.REFUSED, "nothing is written after the end"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -480,7 +480,7 @@ async def test_a_claim_that_is_refused_stops_the_computing_before_the_job_is_ans
         abandon = rig.engine.abandon
 
         async def note(attempt: str) -> None:
-            assert rig.answers == [] and rig.engine.verdict(attempt) is Verdict.REFUSED
+            assert rig.answers == [] and rig.engine.verdict(attempt) is PermitVerdict.REFUSED
             rig.engine.holds = False
             await abandon(attempt)
 
@@ -532,7 +532,7 @@ async def test_a_grant_that_is_lost_or_late_writes_nothing():
         rig.on_claim = None
         await rig.push(prefill_job("a2"))
         await rig.answered("ack", "ack")
-        assert rig.engine.verdict("a1") is Verdict.REFUSED
+        assert rig.engine.verdict("a1") is PermitVerdict.REFUSED
         assert rig.engine.written == ["a2"]
 
 
@@ -540,10 +540,12 @@ async def test_a_cancel_stops_the_writes_of_a_job_that_is_computed():
     async with working() as rig:
         rig.engine.holds = True
         await rig.push(prefill_job())
-        await eventually(lambda: rig.engine.ends and rig.engine.verdict("a1") is Verdict.GRANTED)
+        await eventually(
+            lambda: rig.engine.ends and rig.engine.verdict("a1") is PermitVerdict.GRANTED
+        )
         await cancel(rig, "a1")
         await eventually(lambda: rig.engine.abandoned)
-        assert rig.engine.verdict("a1") is Verdict.REFUSED
+        assert rig.engine.verdict("a1") is PermitVerdict.REFUSED
         await rig.answered("ack")
         assert rig.told == [("a1", "abandoned")]
 
@@ -556,7 +558,7 @@ async def test_a_worker_that_ends_before_the_grant_refuses_its_permits():
         await eventually(lambda: rig.engine.ends)
         rig.tasks[0].cancel()
         await asyncio.gather(rig.tasks.pop(), return_exceptions=True)
-        assert rig.engine.verdict("a1") is Verdict.REFUSED
+        assert rig.engine.verdict("a1") is PermitVerdict.REFUSED
         assert rig.engine.ends["a1"].cancelled()
         held.may_answer.set()
 

@@ -220,7 +220,7 @@ class Half:
         self.half = PrefillScheduler(
             link,
             BLOCK,
-            outside=None,  # type: ignore[arg-type]
+            clients=None,  # type: ignore[arg-type]
             open_bridge=lambda _: None,  # type: ignore[arg-type]
         )
         self.blocks: dict[str, list[int]] = {}

@@ -319,7 +319,7 @@ GOLDEN = [
             asked_tokens=71000,
             overflow_tokens=300,
         ),
-        backlog.decode_demand,
+        backlog.decode_backlog,
         b"\x8c\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
         b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
         b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p"

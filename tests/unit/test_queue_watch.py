@@ -55,9 +55,9 @@ class Engine:
         config: Any = SimpleNamespace(engine_id=self.name, namespace=NAMESPACE)
         workers: Any = SimpleNamespace(usable=[1, 2], responsive=[1, 2, 3])
         options = SimpleNamespace(queue_view_max_age_s=MAX_AGE_S)
-        tuning: Any = SimpleNamespace(now=SimpleNamespace(options=options))
+        live: Any = SimpleNamespace(now=SimpleNamespace(options=options))
         self.drops: list[str] = []
-        self.watch = QueueWatch(config, workers, tuning, self._rank, loop_time, self.drops.append)
+        self.watch = QueueWatch(config, workers, live, self._rank, loop_time, self.drops.append)
 
     def _rank(self) -> int:
         return sorted(self._cluster.running).index(self.name)
@@ -244,7 +244,7 @@ async def test_an_engine_that_comes_first_reads_the_queue_for_this_one():
         for number in range(1, 12):
             notice = Backlog(engine_id="0", number=number)
             reading = QueueReading(engine_id="0", jobs=QUEUE_SIZE, identity="1", age_s=0.0)
-            await messaging.publish(names.demand_subject(NAMESPACE), encode(notice))
+            await messaging.publish(names.backlog_subject(NAMESPACE), encode(notice))
             await messaging.publish(names.depth_subject(NAMESPACE), encode(reading))
             await asyncio.sleep(0.25)
         assert len(reads) <= 1

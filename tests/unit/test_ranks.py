@@ -31,7 +31,7 @@ from dynamo_lite.runtime.permits import (
     CELLS_OF_PERMIT,
     Permit,
     Permits,
-    Verdict,
+    PermitVerdict,
     grant_of,
     verdict,
 )
@@ -153,7 +153,7 @@ class Prefill:
             rank,
             lambda: self.alive,
             clock,
-            verdict=lambda p: verdict(self.cells, p) if p.number else Verdict.GRANTED,
+            verdict=lambda p: verdict(self.cells, p) if p.number else PermitVerdict.GRANTED,
             grant_of=lambda p: grant_of(self.cells, p) if p.number else 0,
             checksum_rate=checksum_rate,
         )

@@ -71,7 +71,7 @@ def test_the_table_has_every_option_with_its_default(heading: str):
 #: Put together from parts in the code.
 COMPOSED = {"dynamo_lite_kv_index_blocks", "dynamo_lite_kv_index_evicted"}
 #: Names of other things.
-NO_METRICS = {"dynamo_lite_link", "dynamo_lite_sim_process"}
+NO_METRICS = {"dynamo_lite_engine_config", "dynamo_lite_sim_process"}
 
 
 def test_every_metric_is_explained():

@@ -18,7 +18,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynamo_lite.policy.migration import Continue, Plan
+from dynamo_lite.policy.migration import Continue, MigrationPlan
 from dynamo_lite.protocol.errors import NoWorkers, WorkerLost
 from dynamo_lite.protocol.generate import (
     GenerateRequest,
@@ -207,7 +207,7 @@ async def test_an_abort_right_behind_its_request_comes_after_it():
     scene = Scene()
     order: list[str] = []
 
-    async def submit(message: GenerateRequest, movable: Plan) -> None:
+    async def submit(message: GenerateRequest, movable: MigrationPlan) -> None:
         order.append(f"submit {message.request_id}")
 
     async def abort(request_ids: Sequence[str]) -> None:

@@ -94,7 +94,7 @@ def test_both_keys_hold_while_a_secret_is_replaced(tmp_path: Path):
 
 
 async def test_who_has_no_secret_may_write_only_where_none_is_used(seals: RecordSeals):
-    store, key = MemoryStore(), names.tuning_key("n", "VllmWorker")
+    store, key = MemoryStore(), names.live_options_key("n", "VllmWorker")
     engine = StockEngine(url="http://127.0.0.1:1", role="decode", protocol="vllm")
 
     async def check(*members: Any, by: RecordSeals = UNSEALED) -> None:

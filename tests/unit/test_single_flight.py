@@ -24,8 +24,8 @@ from tests.unit.decode_engine import (
     Decode,
     prompt,
 )
-from tests.unit.test_decode_link import clock as clock
-from tests.unit.test_decode_link import decode as decode
+from tests.unit.test_decode_scheduler import clock as clock
+from tests.unit.test_decode_scheduler import decode as decode
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -191,33 +191,36 @@ def test_layers_are_streamed_only_where_each_one_is_told():
 
 @pytest.mark.parametrize(
     "why",
-    [StartupError("no such KV"), ProtocolError("no link"), ValueError("layer 1: not dense")],
+    [StartupError("no such KV"), ProtocolError("no file"), ValueError("layer 1: not dense")],
 )
 def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Exception):
-    link = tmp_path / "PrefillWorker-0.engine.json"
-    with pytest.raises(StartupError, match=str(why)), refusal_reported(link):
-        with pytest.raises(type(why)), refusal_recorded(link):
+    config_file = tmp_path / "PrefillWorker-0.engine.json"
+    with pytest.raises(StartupError, match=str(why)), refusal_reported(config_file):
+        with pytest.raises(type(why)), refusal_recorded(config_file):
             raise why
         raise RuntimeError("Engine core initialization failed")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_ends_are_told_as_they_are_whatever_an_earlier_start_has_left(tmp_path: Path):
-    link = tmp_path / "PrefillWorker-0.engine.json"
-    with pytest.raises(ValueError, match="old"), refusal_recorded(link):
+    config_file = tmp_path / "PrefillWorker-0.engine.json"
+    with pytest.raises(ValueError, match="old"), refusal_recorded(config_file):
         raise ValueError("old")
-    with pytest.raises(RuntimeError, match="out of memory"), refusal_reported(link):
+    with pytest.raises(RuntimeError, match="out of memory"), refusal_reported(config_file):
         raise RuntimeError("out of memory")
 
 
-def test_a_rank_that_cannot_read_its_link_says_where_and_why(tmp_path: Path):
-    link = tmp_path / "VllmWorker-0.engine.json"
+def test_a_rank_that_cannot_read_its_configuration_says_where_and_why(tmp_path: Path):
+    config_file = tmp_path / "VllmWorker-0.engine.json"
     with (
         pytest.raises(StartupError, match="must be on the host of its component"),
-        refusal_reported(link),
+        refusal_reported(config_file),
     ):
-        with pytest.raises(StartupError, match=f"{link}: No such file"), refusal_recorded(link):
-            read_engine_config(str(link))
+        with (
+            pytest.raises(StartupError, match=f"{config_file}: No such file"),
+            refusal_recorded(config_file),
+        ):
+            read_engine_config(str(config_file))
         raise RuntimeError("Engine core initialization failed")
 
 
@@ -225,6 +228,6 @@ def test_the_reason_is_raised_also_where_it_cannot_be_left(tmp_path: Path):
     """On another host there is no folder for it."""
     with (
         pytest.raises(StartupError, match="cannot read its configuration"),
-        refusal_recorded(link := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
+        refusal_recorded(config_file := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
     ):
-        read_engine_config(str(link))
+        read_engine_config(str(config_file))

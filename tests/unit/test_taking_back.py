@@ -17,8 +17,8 @@ from tests.builders import ManualClock
 from tests.unit.decode_engine import WRITER, Decode, prompt
 from tests.unit.decode_session import OtherEngine, Scene
 from tests.unit.test_decisions import taken
-from tests.unit.test_decode_link import clock as clock
-from tests.unit.test_decode_link import decode as decode
+from tests.unit.test_decode_scheduler import clock as clock
+from tests.unit.test_decode_scheduler import decode as decode
 from tests.unit.test_single_flight import WAITS, asks, sibling
 from tests.unit.virtual import virtual
 

@@ -25,7 +25,7 @@ async def test_the_queue_is_part_of_it_where_there_is_one():
     worker._backlog = follower = BacklogFollower("t", lambda: now[0], on_drop=drops.append)
     async with follower.follow(messaging):
         for engine_id in ("a", "b"):
-            demand = Backlog(
+            backlog = Backlog(
                 engine_id=engine_id,
                 number=1,
                 queued_jobs=1,
@@ -33,8 +33,8 @@ async def test_the_queue_is_part_of_it_where_there_is_one():
                 claimed_jobs=1,
                 claimed_tokens=50,
             )
-            await messaging.publish(names.demand_subject("t"), encode(demand))
-        await messaging.publish(names.demand_subject("t"), b"nonsense")
+            await messaging.publish(names.backlog_subject("t"), encode(backlog))
+        await messaging.publish(names.backlog_subject("t"), b"nonsense")
     said = worker._load(engine, server)
     assert (said.queue_jobs, said.queue_tokens, said.prefill_tokens) == (4, 300, 30)
     assert drops == ["demand"]

@@ -18,7 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from dynamo_lite.serve.fields import field_keys
 from dynamo_lite.services.services import FRONTEND, PREFILL_WORKER, VLLM_WORKER
-from dynamo_lite.vllm.accepted_args import Kind, groups_of, refusal
+from dynamo_lite.vllm.accepted_args import SectionKind, groups_of, refusal
 from dynamo_lite.vllm.args import _parser, check
 from dynamo_lite.vllm.frontend import openai_app
 from tests.vllm.front_half import open_front, write_model
@@ -35,7 +35,7 @@ READ_LATER = {
 READ_AT_ONCE = {"enable-return-routed-experts"}
 
 
-def arguments(kind: Kind) -> dict[str, str]:
+def arguments(kind: SectionKind) -> dict[str, str]:
     """The title of the group of each argument, without `--no-...` and `--help`."""
     groups = groups_of(_parser(kind))
     return {
@@ -45,7 +45,7 @@ def arguments(kind: Kind) -> dict[str, str]:
     }
 
 
-def accepted(kind: Kind) -> set[str]:
+def accepted(kind: SectionKind) -> set[str]:
     """The fields that they set, without arguments that a service's section refuses by itself,
     or takes as its own option."""
     fields = {
@@ -111,7 +111,7 @@ def test_what_a_worker_takes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["frontend", "engine"])
-def test_what_is_refused_is_an_argument_of_vllms(kind: Kind):
+def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
     """Names in the tables that vLLM does not know would be slips."""
     from dynamo_lite.vllm import accepted_args as tables
 
@@ -147,7 +147,7 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: Kind):
         ("engine", "tensor-parallel-size", 2, ""),
     ],
 )
-def test_the_check_says_why(kind: Kind, key: str, value: object, says: str):
+def test_the_check_says_why(kind: SectionKind, key: str, value: object, says: str):
     mistakes = check({"S": {"kind": kind, "args": {key: value}}})
     assert [m["key"] for m in mistakes] == ([key] if says else [])
     assert all(says in m["message"] for m in mistakes)

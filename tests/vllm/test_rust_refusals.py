@@ -8,7 +8,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from dynamo_lite.policy.migration import Plan
+from dynamo_lite.policy.migration import MigrationPlan
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.runtime.listening import bind
@@ -33,7 +33,7 @@ class Answering(RecordingFailover):
         self._core = core
         self.lost: WorkerLost | None = None
 
-    async def submit(self, message: GenerateRequest, movable: Plan) -> None:
+    async def submit(self, message: GenerateRequest, movable: MigrationPlan) -> None:
         await super().submit(message, movable)
         reason = "length" if self.lost is None else None
         self._core.on_deltas([TokenDelta(message.request_id, [72], finish_reason=reason)])

@@ -55,7 +55,11 @@ class BacklogExchange:
         self._engine_id, self._queue = config.engine_id, config.role.queue
         self._prefills, self._workers, self._now = prefills, workers, now
         self._follower = BacklogFollower(
-            config.namespace, now, own=config.engine_id, on_demand=self._on_backlog, on_drop=on_drop
+            config.namespace,
+            now,
+            own=config.engine_id,
+            on_backlog=self._on_backlog,
+            on_drop=on_drop,
         )
         self._on_news = on_news
         self._others = BacklogTotals()
@@ -125,7 +129,7 @@ class BacklogExchange:
             stack.enter_context(messaging.watch_connection(self._on_connection))
             try:
                 publishing = self._publish_changes(messaging)
-                async with running(publishing, name="prefill-demand", on_failure=on_failure):
+                async with running(publishing, name="backlog", on_failure=on_failure):
                     yield
             finally:
                 await self._publish(messaging, leaving=True)

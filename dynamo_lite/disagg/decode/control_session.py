@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class ControlSession:
     """Use `session()` as the bridge's context.
 
-    status: returns the reply to `describe`; called on the bridge's thread. tuning: follows the
+    status: returns the reply to `describe`; called on the bridge's thread. live: follows the
     live options of the engine's component. new_grant: returns a new grant's id, above 0. on_news:
     called when the queue, other engines' backlogs or the prefill workers have changed.
     """
@@ -61,9 +61,9 @@ class ControlSession:
         book: LockedLedger,
         prefills: RemotePrefills,
         status: Callable[[], EngineStatus | None],
-        tuning: LiveThresholds,
+        live: LiveThresholds,
         *,
-        outside: ServerClients,
+        clients: ServerClients,
         new_grant: Callable[[], int],
         clock: Clock,
         on_drop: OnDrop = uncounted,
@@ -71,7 +71,7 @@ class ControlSession:
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._book, self._status = config, config.role, book, status
-        self._prefills, self._outside, self._tuning = prefills, outside, tuning
+        self._prefills, self._clients, self._live = prefills, clients, live
         self._now, self._on_drop = clock.monotonic, on_drop
         self._queue: PrefillQueue | None = None
         self.events = LedgerEvents(config, book)
@@ -80,7 +80,7 @@ class ControlSession:
             config, prefills, lambda: len(self.workers.usable), self._now, on_drop, on_news
         )
         self.queue_watch = QueueWatch(
-            config, self.workers, tuning, lambda: self.backlog.rank, self._now, on_drop, on_news
+            config, self.workers, live, lambda: self.backlog.rank, self._now, on_drop, on_news
         )
         seals = GrantSeals.of_file(config.secret_file)
         self._writer_events = WriterEvents(
@@ -107,13 +107,13 @@ class ControlSession:
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
             on_failure = await enter(needed())
-            messaging = await enter(self._outside.messaging())
-            self._queue = queue = await enter(self._outside.queue(self._role.queue))
+            messaging = await enter(self._clients.messaging())
+            self._queue = queue = await enter(self._clients.queue(self._role.queue))
             self.events.connect(queue, messaging)
-            store = await enter(self._outside.store())
+            store = await enter(self._clients.store())
             seals = RecordSeals.of_file(config.secret_file)
             await enter(
-                self._tuning.follow(store, config.namespace, self._on_drop, seals, on_failure)
+                self._live.follow(store, config.namespace, self._on_drop, seals, on_failure)
             )
             await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
             await enter(self._writer_events.serving(messaging))
@@ -201,10 +201,10 @@ class ControlSession:
     @property
     def queue_jobs(self) -> int | None:
         """From the last reading of the queue; None if that is too old."""
-        view = fresh(self.queue_watch.view, self._tuning.now.options, self._now())
+        view = fresh(self.queue_watch.view, self._live.now.options, self._now())
         return None if view is None else view.jobs
 
     @property
     def options_version(self) -> int:
         """Of the live options that this engine follows."""
-        return self._tuning.now.version
+        return self._live.now.version

@@ -20,13 +20,13 @@ class Decider:
     def __init__(
         self,
         net: ControlSession,
-        tuning: LiveThresholds,
+        live: LiveThresholds,
         prefills: RemotePrefills,
         rate: PrefillRate,
         costs: CostLearning,
         now: Callable[[], float],
     ):
-        self._net, self._tuning, self._prefills, self._rate = net, tuning, prefills, rate
+        self._net, self._live, self._prefills, self._rate = net, live, prefills, rate
         self._costs, self._now = costs, now
 
     def decide(
@@ -37,8 +37,8 @@ class Decider:
         known: the prompt's record so far. If the prompt has had a remote prefill before, the
         time limit of that one applies. The request's own deadline always applies.
         """
-        at, tuned = self._now(), self._tuning.now
-        timeout_s = tuned.options.remote_prefill_timeout_s
+        at, effective = self._now(), self._live.now
+        timeout_s = effective.options.remote_prefill_timeout_s
         if known is not None and known.until is not None:
             timeout_s = known.until - at
         queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
@@ -54,7 +54,7 @@ class Decider:
                 prompt_tokens=request.num_prompt_tokens,
                 cached_tokens=cached,
                 queue=queue,
-                thresholds=tuned.options,
+                thresholds=effective.options,
                 now=at,
                 time_left_s=left_s,
             )
@@ -66,13 +66,13 @@ class Decider:
                 cached,
                 usual,
                 queue,
-                tuned.options,
+                effective.options,
                 at,
                 left_s,
             )
         rates = self._rate.rates
         return Decided(
-            verdict, at, cached, queue, tuned, rates, usual, opinion, propensity=propensity
+            verdict, at, cached, queue, effective, rates, usual, opinion, propensity=propensity
         )
 
     def _queue_view(self, tokens: int, priority: int) -> QueueView | None:

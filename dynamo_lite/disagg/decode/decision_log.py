@@ -70,7 +70,7 @@ class DecisionLog:
 
 
 def _as_message(prefill: RemotePrefill, now: float) -> Decision:
-    verdict, at, cached, queue, tuned, rates = prefill.decided[:6]
+    verdict, at, cached, queue, effective, rates = prefill.decided[:6]
     uncached, outcome = prefill.prompt_tokens - cached, prefill.outcome
     return Decision(
         request_id=prefill.request_id,
@@ -89,7 +89,7 @@ def _as_message(prefill: RemotePrefill, now: float) -> Decision:
             takes_s=queue.takes_s,
             prefill_workers_alive=queue.prefill_workers_alive,
         ),
-        thresholds=Followed.of(tuned.version, tuned.options),
+        thresholds=Followed.of(effective.version, effective.options),
         local_s=rates.local_s(uncached),
         remote_s=rates.remote_s(uncached),
         local_tokens_per_s=rates.local_tokens_per_s,

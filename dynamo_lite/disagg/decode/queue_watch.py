@@ -40,7 +40,7 @@ class QueueWatch:
         self,
         config: EngineConfig,
         workers: PrefillWorkers,
-        tuning: LiveThresholds,
+        live: LiveThresholds,
         rank: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
@@ -49,7 +49,7 @@ class QueueWatch:
         #: The last reading of the queue. Replaced as a whole.
         self.view: QueueView | None = None
         self._engine_id, self._subject = config.engine_id, names.depth_subject(config.namespace)
-        self._workers, self._tuning, self._rank = workers, tuning, rank
+        self._workers, self._live, self._rank = workers, live, rank
         self._now, self._on_drop, self._on_news = now, on_drop, on_news
         self._heard = asyncio.Event()
         #: Whether this engine's own connection to the queue is in doubt.
@@ -88,7 +88,7 @@ class QueueWatch:
 
     def _patience_s(self) -> float:
         rank = 0 if self._in_doubt else self._rank()
-        return reads_after_s(rank, self._tuning.now.options.queue_view_max_age_s)
+        return reads_after_s(rank, self._live.now.options.queue_view_max_age_s)
 
     async def _hears_within(self, seconds: float) -> bool:
         """Whether another engine's reading comes in this time."""

@@ -23,7 +23,7 @@ class Decided(NamedTuple):
     cached_tokens: int
     #: None when the state of the queue was not known.
     queue: QueueView | None
-    tuned: EffectiveThresholds
+    effective: EffectiveThresholds
     #: Prefill rates as they were measured by then.
     rates: Rates
     #: The thresholds' verdict; None where the learned costs were not used.

@@ -60,7 +60,7 @@ class DecodeScheduler:
         config: EngineConfig,
         block_size: int,
         *,
-        outside: ServerClients,
+        clients: ServerClients,
         open_bridge: OpenBridge,
         clock: Clock = SYSTEM_CLOCK,
         ledger: Ledger | None = None,
@@ -76,20 +76,20 @@ class DecodeScheduler:
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
         self.prefills = prefills = RemotePrefills(stats, DecisionLog(config, now), now)
-        tuning, news = LiveThresholds(config.role, block_size), threading.Event()
+        live, news = LiveThresholds(config.role, block_size), threading.Event()
         self._net = ControlSession(
             config,
             self._book,
             prefills,
             self._status,
-            tuning,
-            outside=outside,
+            live,
+            clients=clients,
             new_grant=new_grant,
             clock=clock,
             on_drop=stats.drop,
             on_news=news.set,
         )
-        self._tuning = tuning
+        self._live = live
         self._costs = CostLearning(
             prefills,
             stats,
@@ -99,9 +99,9 @@ class DecodeScheduler:
         )
         self._rate = PrefillRate(prefills, overlapping_steps, self._costs)
         self._steals = StealBack(
-            news, self._book, prefills, self._net.backlog, tuning, self._rate, stats
+            news, self._book, prefills, self._net.backlog, live, self._rate, stats
         )
-        self._decider = Decider(self._net, tuning, prefills, self._rate, self._costs, now)
+        self._decider = Decider(self._net, live, prefills, self._rate, self._costs, now)
         self._flights = SingleFlight(hash_block_size, prefills, stats, now)
         self._resumes = Resumes(block_size, stats, lambda: len(self._net.workers.usable))
         self._jobs = JobMaker(
@@ -240,7 +240,7 @@ class DecodeScheduler:
     @property
     def learns(self) -> bool:
         """Whether the costs of steps are learned."""
-        return self._tuning.now.options.prefill_policy != "thresholds"
+        return self._live.now.options.prefill_policy != "thresholds"
 
     @property
     def awaits_kv_s(self) -> float | None:

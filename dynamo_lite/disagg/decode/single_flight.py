@@ -65,7 +65,7 @@ class SingleFlight:
             shared_tokens=prefix - cached,
             leader_tokens=0 if leader is None else leader.awaited_tokens,
             waits=wait.waits,
-            thresholds=decided.tuned.single_flight,
+            thresholds=decided.effective.single_flight,
         )
         if leader is None or not isinstance(decision, WaitForLeader):
             return False

@@ -38,12 +38,12 @@ class StealBack:
         book: LockedLedger,
         prefills: RemotePrefills,
         backlog: BacklogExchange,
-        tuning: LiveThresholds,
+        live: LiveThresholds,
         rate: PrefillRate,
         stats: Counters,
     ):
         self._news, self._book, self._prefills, self._backlog = news, book, prefills, backlog
-        self._tuning, self._rate, self._stats = tuning, rate, stats
+        self._live, self._rate, self._stats = live, rate, stats
         self._looks = 0
         self._looked_at = 0.0
         #: The most requests that decoded in one step since the last look.
@@ -64,7 +64,7 @@ class StealBack:
             return []
         self._news.clear()
         self._looked_at, streams, self._streams = now, self._streams, 0
-        if not self._tuning.now.options.steal_back:
+        if not self._live.now.options.steal_back:
             return []
         queued = self._prefills.queued()
         return self._look(queued, streams, now) if queued else []

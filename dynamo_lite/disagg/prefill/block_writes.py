@@ -21,7 +21,7 @@ from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, split
 from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.runtime.permits import Permit, Verdict
+from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 
@@ -48,7 +48,7 @@ class BlockWrites:
         times: WriteTimes,
         *,
         alive: Callable[[], bool],
-        verdict: Callable[[Permit], Verdict],
+        verdict: Callable[[Permit], PermitVerdict],
         grant_of: Callable[[Permit], int],
         now: Callable[[], float],
     ):
@@ -174,12 +174,12 @@ class BlockWrites:
     def _is_granted(self, attempt: OutgoingAttempt) -> bool:
         """Whether the attempt's claim was granted. If it was refused, nothing is written."""
         verdict = self._verdict(attempt.permit)
-        if verdict is Verdict.REFUSED:
+        if verdict is PermitVerdict.REFUSED:
             attempt.failure = NOT_GRANTED
             self._clear(attempt)
-        if verdict is Verdict.GRANTED and not attempt.grant:
+        if verdict is PermitVerdict.GRANTED and not attempt.grant:
             attempt.grant = self._grant_of(attempt.permit)
-        return verdict is Verdict.GRANTED
+        return verdict is PermitVerdict.GRANTED
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
         """Whether the write's bytes can be read. If they need staging, starts that first."""

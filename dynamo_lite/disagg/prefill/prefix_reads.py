@@ -15,7 +15,7 @@ from dynamo_lite.disagg.messages import NOT_GRANTED, PrefixRead, RankResults
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRanks, Source
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.runtime.permits import Permit, Verdict
+from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.transfer.base import Mover, Transfer
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class PrefixReads:
         mover: Mover,
         own: RankMetadata,
         peers: RemoteRanks,
-        verdict: Callable[[Permit], Verdict],
+        verdict: Callable[[Permit], PermitVerdict],
         alive: Callable[[], bool],
         stats: Counters,
     ):
@@ -59,7 +59,7 @@ class PrefixReads:
         """Must not be called before the verdict. If the claim was refused, the read fails."""
         reading = _Reading(read)
         self._open.append(reading)
-        if self._verdict(read.permit) is not Verdict.GRANTED:
+        if self._verdict(read.permit) is not PermitVerdict.GRANTED:
             reading.failure = NOT_GRANTED
             return
         if not self._alive():

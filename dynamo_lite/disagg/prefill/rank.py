@@ -17,7 +17,7 @@ from dynamo_lite.disagg.prefill.staging import OpenTransposer, Staging
 from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.permits import Permit, Verdict, always_granted, no_grant
+from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
 from dynamo_lite.transfer.scratch import ScratchMemory
@@ -40,7 +40,7 @@ class PrefillRank:
         alive: Callable[[], bool],
         clock: Clock = SYSTEM_CLOCK,
         *,
-        verdict: Callable[[Permit], Verdict] = always_granted,
+        verdict: Callable[[Permit], PermitVerdict] = always_granted,
         grant_of: Callable[[Permit], int] = no_grant,
         checksum_rate: float = 0.0,
         read: ReadMemory = read_dram,
@@ -147,7 +147,7 @@ class PrefillRank:
     def _pump(self) -> None:
         reads, self._awaiting_claim = self._awaiting_claim, []
         for read in reads:
-            if self._verdict(read.permit) is Verdict.PENDING:
+            if self._verdict(read.permit) is PermitVerdict.PENDING:
                 self._awaiting_claim.append(read)
             else:
                 self._reads.start(read)

@@ -44,13 +44,13 @@ class PrefillScheduler:
         config: EngineConfig,
         block_size: int,
         *,
-        outside: ServerClients,
+        clients: ServerClients,
         open_bridge: OpenBridge,
         clock: Clock = SYSTEM_CLOCK,
     ):
         assert isinstance(config.role, PrefillEngineConfig)
         self._config, self._role, self._block_size = config, config.role, block_size
-        self._outside, self._now = outside, clock.monotonic
+        self._clients, self._now = clients, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
         self._introductions = Introductions(self._own_metadata)
@@ -233,7 +233,7 @@ class PrefillScheduler:
         engine = self._config.namespace, self._config.engine_id
         on_link_test = counted(self._on_link_test, "preflight", self.stats.drop)
         async with (
-            self._outside.messaging() as messaging,
+            self._clients.messaging() as messaging,
             messaging.serve(names.describe_subject(*engine), self._on_describe),
             messaging.serve(names.preflight_subject(*engine), on_link_test),
         ):

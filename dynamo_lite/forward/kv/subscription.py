@@ -27,7 +27,7 @@ _REPLAY_S = 5.0
 #: A connection to a lost host is detected after this time.
 _HEARTBEAT_MS = 5000
 _END = b"\xff" * 8
-_LINK = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class KvSubscription:
@@ -62,20 +62,21 @@ class KvSubscription:
             socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
-            link = socket.get_monitor_socket(_LINK)
+            monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self._endpoint)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow_link(link), name=f"link of {self._name}")
+                following = self._follow_connection(monitor)
+                tasks.create_task(following, name=f"connection of {self._name}")
                 tasks.create_task(self._follow_batches(socket), name=f"batches of {self._name}")
         finally:
             self._known.forget(self._number)
             socket.disable_monitor()
             socket.close(linger=0)
 
-    async def _follow_link(self, link: zmq.asyncio.Socket) -> None:
+    async def _follow_connection(self, monitor: zmq.asyncio.Socket) -> None:
         try:
             while True:
-                event = parse_monitor_message(await link.recv_multipart())["event"]
+                event = parse_monitor_message(await monitor.recv_multipart())["event"]
                 async with self._lock:
                     self._begin()
                     if event == zmq.EVENT_DISCONNECTED:
@@ -84,7 +85,7 @@ class KvSubscription:
                         logger.info("the KV events of engine %s are followed", self._name)
                         await self._replay(0)
         finally:
-            link.close(linger=0)
+            monitor.close(linger=0)
 
     async def _follow_batches(self, socket: zmq.asyncio.Socket) -> None:
         while True:

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable
 
 from dynamo_lite.policy.backlog import Backlogs, BacklogTotals
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog, decode_demand
+from dynamo_lite.protocol.backlog import Backlog, decode_backlog
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 
 #: Takes a new report, and the tokens that were prefilled since the report before.
-OnDemand = Callable[[Backlog, int], None]
+OnBacklog = Callable[[Backlog, int], None]
 
 
 class BacklogFollower:
@@ -23,12 +23,12 @@ class BacklogFollower:
         now: Callable[[], float],
         *,
         own: str = "",
-        on_demand: OnDemand = lambda demand, done_tokens: None,
+        on_backlog: OnBacklog = lambda backlog, done_tokens: None,
         on_drop: OnDrop = uncounted,
     ):
-        self.subject = names.demand_subject(namespace)
-        self._now, self._own, self._on_demand, self._on_drop = now, own, on_demand, on_drop
-        self._demands = Backlogs()
+        self.subject = names.backlog_subject(namespace)
+        self._now, self._own, self._on_backlog, self._on_drop = now, own, on_backlog, on_drop
+        self._backlogs = Backlogs()
 
     @contextlib.asynccontextmanager
     async def follow(self, messaging: Messaging) -> AsyncIterator[None]:
@@ -40,21 +40,21 @@ class BacklogFollower:
 
     def totals(self) -> BacklogTotals:
         """The totals of all engines with a recent report."""
-        return self._demands.totals(self._now())
+        return self._backlogs.totals(self._now())
 
     @property
     def engines(self) -> int:
         """How many engines have sent a recent report."""
-        return self._demands.engines(self._now())
+        return self._backlogs.engines(self._now())
 
     def before(self, engine_id: str) -> int:
         """How many engines with a recent report have a smaller id."""
-        return self._demands.before(engine_id, self._now())
+        return self._backlogs.before(engine_id, self._now())
 
     async def _on_report(self, payload: bytes) -> None:
-        demand = decode_demand(payload)
-        if demand.engine_id == self._own or demand.wire_version != WIRE_VERSION:
+        backlog = decode_backlog(payload)
+        if backlog.engine_id == self._own or backlog.wire_version != WIRE_VERSION:
             return
-        done_tokens = self._demands.hear(demand, self._now())
+        done_tokens = self._backlogs.hear(backlog, self._now())
         if done_tokens is not None:
-            self._on_demand(demand, done_tokens)
+            self._on_backlog(backlog, done_tokens)

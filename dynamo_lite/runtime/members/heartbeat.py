@@ -13,7 +13,7 @@ from dynamo_lite.runtime.messaging import Messaging
 HEARTBEAT_PERIOD_S = 1.0
 
 #: Whether the worker is healthy, and what is wrong if it is not.
-Verdict = tuple[bool, str]
+HealthVerdict = tuple[bool, str]
 
 
 class HeartbeatPublisher:
@@ -26,7 +26,7 @@ class HeartbeatPublisher:
         namespace: str,
         component: str,
         lease_id: int,
-        verdict: Callable[[], Verdict],
+        verdict: Callable[[], HealthVerdict],
         period_s: float = HEARTBEAT_PERIOD_S,
     ):
         self._messaging, self._lease_id = messaging, lease_id

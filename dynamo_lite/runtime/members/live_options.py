@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.live_options import decode_tuning
+from dynamo_lite.protocol.live_options import decode_live_options
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.log_limit import LogLimit
@@ -49,7 +49,7 @@ class LiveOptions(Generic[T]):
         on_failure: OnFailure = log_failure,
     ):
         self._on_failure = on_failure
-        self._store, self._key = store, names.tuning_key(namespace, component)
+        self._store, self._key = store, names.live_options_key(namespace, component)
         self._nothing, self._on_change, self._on_drop = nothing, on_change, on_drop
         self._seals, self._log_limit = seals, LogLimit()
         #: The values of the last valid record, and its version; version 0 without one.
@@ -100,7 +100,7 @@ class LiveOptions(Generic[T]):
                 self._refuse_unauthentic(str(exc))
                 return
             try:
-                record = decode_tuning(content, type(self._nothing))
+                record = decode_live_options(content, type(self._nothing))
             except ProtocolError as exc:
                 self.refused = str(exc)
                 self._on_drop("config")

@@ -20,7 +20,7 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
-from dynamo_lite.runtime.dispatch import Dispatcher, Reply
+from dynamo_lite.runtime.dispatch import Dispatcher, SendReply
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
@@ -162,7 +162,7 @@ class NatsMessaging:
                 raise
         return subscription
 
-    def _reply_to(self, inbox: str) -> Reply:
+    def _reply_to(self, inbox: str) -> SendReply:
         async def reply(payload: bytes) -> None:
             await self.publish(inbox, payload)
 

@@ -22,7 +22,7 @@ from dynamo_lite.runtime.no_broker import NoBroker
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.metrics import add_gauges, count_reconnects
-from dynamo_lite.runtime.process.readiness import Answer, Probes, liveness, readiness
+from dynamo_lite.runtime.process.readiness import ProbeBody, Probes, liveness, readiness
 from dynamo_lite.runtime.process.role_order import RoleOrder
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import (
@@ -297,7 +297,7 @@ class _Process:
             # A component that is still starting may not have its state yet.
             return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
 
-    def _ready_for_work(self) -> Answer:
+    def _ready_for_work(self) -> ProbeBody:
         host = self.host
         return readiness(
             self._facts(), state=self._state, lease=host.lease, messaging=host.messaging

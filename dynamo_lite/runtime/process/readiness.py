@@ -19,17 +19,17 @@ _STORE_LATE = 0.3
 #: Check to what is wrong and what to do about it; empty when nothing is wrong.
 Checks = Mapping[str, str]
 #: The JSON body. Its `ok` decides between status 200 and 503.
-Answer = dict[str, Any]
+ProbeBody = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Probes:
     """Makes the replies of `/live` and `/ready`."""
 
-    live: Callable[[], Answer]
-    ready: Callable[[], Answer]
+    live: Callable[[], ProbeBody]
+    ready: Callable[[], ProbeBody]
 
-    def at(self, path: str) -> Answer | None:
+    def at(self, path: str) -> ProbeBody | None:
         """None for any other path."""
         match path:
             case "/live":
@@ -40,14 +40,14 @@ class Probes:
                 return None
 
 
-def answer(checks: Checks) -> Answer:
+def answer(checks: Checks) -> ProbeBody:
     return {
         "ok": not any(checks.values()),
         "checks": {name: {"ok": not detail, "detail": detail} for name, detail in checks.items()},
     }
 
 
-def liveness(facts: Mapping[str, Any]) -> Answer:
+def liveness(facts: Mapping[str, Any]) -> ProbeBody:
     """facts: from the component's `health`. Any reply shows that the event loop runs.
     Unavailable servers and a drain are no reason for a restart."""
     return answer({"event_loop": "", "engine": facts.get("dead", "")})
@@ -55,7 +55,7 @@ def liveness(facts: Mapping[str, Any]) -> Answer:
 
 def readiness(
     facts: Mapping[str, Any], *, state: str, lease: Lease, messaging: Messaging
-) -> Answer:
+) -> ProbeBody:
     """facts: from the component's `health`. state: "starting", "ready" or "draining".
 
     A missing broker only adds its detail if `without_broker` of the facts says how requests are

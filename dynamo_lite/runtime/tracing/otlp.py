@@ -32,7 +32,7 @@ from opentelemetry.trace import (
 from dynamo_lite import __version__
 from dynamo_lite.protocol.trace import TraceContext, new_trace
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.tracing.tracer import Attributes, Kind, TracingOptions
+from dynamo_lite.runtime.tracing.tracer import Attributes, SpanKindName, TracingOptions
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class OtlpTracer:
         start: float,
         end: float,
         *,
-        kind: Kind = "internal",
+        kind: SpanKindName = "internal",
         attributes: Attributes | None = None,
         error: str = "",
     ) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from dynamo_lite.protocol.trace import TraceContext
 
-Kind = Literal["internal", "server", "client", "producer", "consumer"]
+SpanKindName = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | bool | int | float]
 
 _GRPC_PORT = 4317
@@ -48,7 +48,7 @@ class Tracer(Protocol):
         start: float,
         end: float,
         *,
-        kind: Kind = "internal",
+        kind: SpanKindName = "internal",
         attributes: Attributes | None = None,
         error: str = "",
     ) -> None:

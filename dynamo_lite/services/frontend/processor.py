@@ -106,8 +106,10 @@ class _Call:
 
     async def disconnect(self) -> None:
         self._disconnected.set()
-        await asyncio.wait({self._task}, timeout=_DISCONNECT_S)
-        await end_tasks(self._task)
+        try:
+            await asyncio.wait({self._task}, timeout=_DISCONNECT_S)
+        finally:
+            await end_tasks(self._task)
 
     async def _receive(self) -> dict[str, Any]:
         if self._request is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from dynamo_lite.overview.drains import ROLES, Facts, in_flight, listens, look
 from dynamo_lite.policy.drain import Leaving, Safe, Unsafe, safe, written_s
+from dynamo_lite.policy.planner_inputs import Role
 from dynamo_lite.protocol.planner import OperationRecord
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 
@@ -26,7 +27,7 @@ class Departure:
             host=operation.host,
             status_url=operation.status_url,
         )
-        role = ROLES.get(operation.component, "decode")
+        role = ROLES.get(operation.component, Role.DECODE)
         self._leaving = Leaving(role=role, lease_id=operation.lease_id, listed=True)
 
     async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:

@@ -55,7 +55,7 @@ class Observation:
             host.store, host.messaging, host.spec.namespace, host.drops, host.clock.wall
         )
         self._backlog = BacklogFollower(
-            host.spec.namespace, self._now, on_demand=self._on_backlog, on_drop=host.drops
+            host.spec.namespace, self._now, on_backlog=self._on_backlog, on_drop=host.drops
         )
         self._drain = DrainRate()
         self._prefill_workers = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynamo_lite.policy.planner_inputs import Operation
 from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.planner import OperationRecord, Phase
+from dynamo_lite.protocol.planner import ChangePhase, OperationRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.authentic import AuthenticRecords
@@ -138,7 +138,7 @@ class UnderWay:
     def get(self, operation: int) -> RunningOperation | None:
         return self._running.get(operation)
 
-    async def enter(self, one: RunningOperation, phase: Phase) -> None:
+    async def enter(self, one: RunningOperation, phase: ChangePhase) -> None:
         await enter(one, phase, self._key(one.record), self._store, self._records)
 
     async def end(self, one: RunningOperation, outcome: str, *, started: bool = False) -> None:

@@ -22,7 +22,7 @@ from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.permits import Permit, Verdict, always_granted, no_grant
+from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
 from dynamo_lite.simulation.engine.core import Outputs, SimCore, SimModelConfig
 from dynamo_lite.simulation.engine.halves import (
     DecodeHalves,
@@ -43,19 +43,19 @@ _BASE, _SHIFTS = 1 << 20, 4
 class EngineSetup:
     """What one incarnation of an engine is made from.
 
-    outside: the engine process's own clients. alive, verdict, grant_of: a prefill engine's fence,
+    clients: the engine process's own. alive, verdict, grant_of: a prefill engine's fence,
     the verdicts on its permits, and their grants. address: its host on the fabric.
     """
 
     config: SimModelConfig
     engine_config: EngineConfig
-    outside: ServerClients
+    clients: ServerClients
     fabric: Fabric
     address: str
     clock: Clock
     rng: random.Random
     alive: Callable[[], bool] = lambda: True
-    verdict: Callable[[Permit], Verdict] = always_granted
+    verdict: Callable[[Permit], PermitVerdict] = always_granted
     grant_of: Callable[[Permit], int] = no_grant
 
 
@@ -116,7 +116,7 @@ class Assembly:
         scheduler = self.decode_scheduler(
             setup.engine_config,
             setup.config.block_size,
-            outside=setup.outside,
+            clients=setup.clients,
             open_bridge=open_bridge,
             clock=setup.clock,
             ledger=self.ledger(setup),
@@ -156,7 +156,7 @@ class Assembly:
         scheduler = PrefillScheduler(
             setup.engine_config,
             setup.config.block_size,
-            outside=setup.outside,
+            clients=setup.clients,
             open_bridge=open_bridge,
             clock=setup.clock,
         )

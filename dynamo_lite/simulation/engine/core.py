@@ -16,7 +16,7 @@ from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.simulation.engine.halves import DecodeHalves, PrefillHalves, merge
 from dynamo_lite.simulation.engine.memory import SimKvMemory
-from dynamo_lite.simulation.engine.plan import Plan
+from dynamo_lite.simulation.engine.plan import StepPlan
 from dynamo_lite.simulation.engine.pool import BlockPool
 from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus
 from dynamo_lite.simulation.engine.scheduler import SimScheduler
@@ -167,7 +167,7 @@ class SimCore:
             self._told = load
             self._deliver(Outputs(load=load))
 
-    def _forward(self, plan: Plan) -> Outputs:
+    def _forward(self, plan: StepPlan) -> Outputs:
         """First the KV of all requests: prompts of one step may share blocks. Then the tokens."""
         computed = [
             (self.scheduler.requests[request_id], count)
@@ -200,7 +200,7 @@ class SimCore:
             prefill=counts if first else None,
         )
 
-    def _end_generated(self, plan: Plan) -> None:
+    def _end_generated(self, plan: StepPlan) -> None:
         for request_id in plan.num_scheduled_tokens:
             request = self.scheduler.requests.get(request_id)
             if request is None or request.status is not SimRequestStatus.RUNNING:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from dynamo_lite.disagg.bridge import Session
+from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
@@ -25,7 +25,7 @@ from dynamo_lite.policy.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.simulation.engine.mover import SimMover
-from dynamo_lite.simulation.engine.plan import Plan
+from dynamo_lite.simulation.engine.plan import StepPlan
 from dynamo_lite.simulation.engine.request import SimRequest
 from dynamo_lite.transfer.base import Transfer
 
@@ -36,7 +36,7 @@ class TaskBridge:
     Instead of `start`, enter `running`.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: OpenSession):
         self._session = session
         #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,7 +141,7 @@ class DecodeHalves:
             prefix, targets = request.block_ids[:first], request.block_ids[first:]
             self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
 
-    def build_step(self, plan: Plan) -> Any:
+    def build_step(self, plan: StepPlan) -> Any:
         step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens, plan.load)
         for attempt, request_id in step.expect.items():
             self.asked[attempt] = self._offered.pop(request_id)
@@ -201,7 +201,7 @@ class PrefillHalves:
     def allocated(self, request: SimRequest, external: int) -> None:
         self.scheduler.state_after_alloc(request, request.block_ids, external, request.arrived)
 
-    def build_step(self, plan: Plan) -> Any:
+    def build_step(self, plan: StepPlan) -> Any:
         return self.scheduler.build_step(plan.num_scheduled_tokens, plan.preempted)
 
     def before_forward(self, step: Any) -> None:

@@ -18,7 +18,7 @@ class SchedulerHalf(Protocol):
 
     def allocated(self, request: SimRequest, external: int) -> None: ...
 
-    def build_step(self, plan: "Plan") -> Any: ...
+    def build_step(self, plan: "StepPlan") -> Any: ...
 
     def worker_output(self, results: RankResults, report: Any) -> None: ...
 
@@ -31,7 +31,7 @@ class SchedulerHalf(Protocol):
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step."""
 
     #: Request id to tokens to compute.

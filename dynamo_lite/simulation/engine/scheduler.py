@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
-from dynamo_lite.simulation.engine.plan import Plan, SchedulerHalf
+from dynamo_lite.simulation.engine.plan import SchedulerHalf, StepPlan
 from dynamo_lite.simulation.engine.pool import Block, BlockPool
 from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus
 
@@ -97,8 +97,8 @@ class SimScheduler:
         for index in range(start // self._size, tokens // self._size):
             self.pool.cache(request.blocks[index], request.states[(index + 1) * self._size - 1])
 
-    def schedule(self, now: float) -> Plan:
-        plan = Plan()
+    def schedule(self, now: float) -> StepPlan:
+        plan = StepPlan()
         self._unreported_end = False
         self._schedule_running(plan)
         if not plan.preempted:
@@ -159,7 +159,7 @@ class SimScheduler:
         self.pool.free_blocks(reversed(request.blocks))
         request.blocks = []
 
-    def _schedule_running(self, plan: Plan) -> None:
+    def _schedule_running(self, plan: StepPlan) -> None:
         for request in list(self._running):
             if request not in self._running:
                 continue  # it lost its blocks to an earlier request
@@ -176,7 +176,7 @@ class SimScheduler:
             else:
                 plan.num_scheduled_tokens[request.request_id] = count
 
-    def _preempt(self, request: SimRequest, plan: Plan) -> None:
+    def _preempt(self, request: SimRequest, plan: StepPlan) -> None:
         plan.num_scheduled_tokens.pop(request.request_id, None)
         plan.preempted.append(request.request_id)
         self._release(request)
@@ -184,7 +184,7 @@ class SimScheduler:
         request.status = SimRequestStatus.WAITING
         self._waiting.appendleft(request)
 
-    def _schedule_waiting(self, plan: Plan, now: float) -> None:
+    def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
         """First the requests that hold blocks, or did so until their KV was lost, in order."""
         if not self._schedule_holding(plan, now):
             return
@@ -201,7 +201,7 @@ class SimScheduler:
                 self._holding.append(request)
         self._waiting.extendleft(reversed(deferred))
 
-    def _schedule_holding(self, plan: Plan, now: float) -> bool:
+    def _schedule_holding(self, plan: StepPlan, now: float) -> bool:
         """Returns whether others may follow."""
         for request in list(self._holding):
             if request.status is SimRequestStatus.PARKED:
@@ -215,7 +215,7 @@ class SimScheduler:
                 self._holding.remove(request)
         return True
 
-    def _may_run(self, plan: Plan) -> bool:
+    def _may_run(self, plan: StepPlan) -> bool:
         """Whether this step has room for another request."""
         return plan.tokens < self._budget and len(self._running) < self._max_running
 
@@ -229,7 +229,7 @@ class SimScheduler:
         else:
             self.cache(request, request.num_computed_tokens)
 
-    def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool | None:
+    def _admit(self, request: SimRequest, plan: StepPlan, now: float) -> bool | None:
         """Whether it is computed or parked now. None: not decided yet, others may go first."""
         cached = external = 0
         park = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
-from dynamo_lite.simulation.loop.process import PROCESS, SimProcess, State
+from dynamo_lite.simulation.loop.process import PROCESS, SimProcess, SimState
 from dynamo_lite.simulation.loop.scheduler import START_S, Scheduler, SimulationStuck
 from dynamo_lite.simulation.loop.teardown import bury, silence
 from dynamo_lite.simulation.loop.trace import Trace
@@ -132,7 +132,7 @@ class VirtualLoop(Scheduler):
         else:
             process = context.get(PROCESS, self.world)
         task.process = process
-        if process.state is State.DEAD:
+        if process.state is SimState.DEAD:
             self._hide(task)
         return task
 
@@ -198,7 +198,7 @@ class VirtualLoop(Scheduler):
 
     def process_changed(self, process: SimProcess) -> None:
         super().process_changed(process)
-        if process.state is State.DEAD:
+        if process.state is SimState.DEAD:
             # The tasks must stay referenced: a coroutine without references is closed, and
             # closing runs its `finally`.
             for task in process.tasks():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class State(enum.Enum):
+class SimState(enum.Enum):
     """The state of a simulated process."""
 
     RUNNING = "running"
@@ -42,7 +42,7 @@ class SimProcess:
         self.name = name
         self.host = host
         self.incarnation = incarnation
-        self.state = State.RUNNING
+        self.state = SimState.RUNNING
         #: Handles that may run now, oldest first; written by the loop.
         self.ready: deque[SimHandle] = deque()
         #: Whether it is running and nothing is ready; written by the loop.
@@ -52,7 +52,7 @@ class SimProcess:
         self.context.run(PROCESS.set, self)
         #: Called as (process, new state), in order of registration, by `pause`, `resume`,
         #: `kill` and `exit`; outside of every process.
-        self.watchers: list[Callable[[SimProcess, State], None]] = []
+        self.watchers: list[Callable[[SimProcess, SimState], None]] = []
 
     def __repr__(self) -> str:
         return f"SimProcess({self}, {self.state.value})"
@@ -62,11 +62,11 @@ class SimProcess:
 
     @property
     def running(self) -> bool:
-        return self.state is State.RUNNING
+        return self.state is SimState.RUNNING
 
     @property
     def dead(self) -> bool:
-        return self.state is State.DEAD
+        return self.state is SimState.DEAD
 
     def wall(self) -> float:
         """Seconds since the epoch, as the clock of its host shows them."""
@@ -81,17 +81,17 @@ class SimProcess:
         return self.context.copy().run(function, *args)
 
     def pause(self) -> None:
-        if self.state is State.RUNNING:
-            self._become(State.PAUSED)
+        if self.state is SimState.RUNNING:
+            self._become(SimState.PAUSED)
 
     def resume(self) -> None:
-        if self.state is State.PAUSED:
-            self._become(State.RUNNING)
+        if self.state is SimState.PAUSED:
+            self._become(SimState.RUNNING)
 
     def kill(self) -> None:
         """Ends it as SIGKILL does. A handle of it that is running gets to its end."""
-        if self.state is not State.DEAD:
-            self._become(State.DEAD)
+        if self.state is not SimState.DEAD:
+            self._become(SimState.DEAD)
 
     def exit(self) -> list[str]:
         """Ends it after its main task has returned. Returns the names of tasks it left behind."""
@@ -103,7 +103,7 @@ class SimProcess:
         """Its tasks that are not done, oldest first; of a dead process those that it left."""
         return self.loop.tasks_of(self)
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: SimState) -> None:
         self.state = state
         self.loop.process_changed(self)
         for watcher in list(self.watchers):

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
-from dynamo_lite.simulation.loop.process import PROCESS, SimProcess, State
+from dynamo_lite.simulation.loop.process import PROCESS, SimProcess, SimState
 
 #: More handles than this at one instant of virtual time are an endless loop.
 _MAX_HANDLES_PER_INSTANT = 500_000
@@ -105,7 +105,7 @@ class Scheduler(asyncio.BaseEventLoop):
         if process in self._active:
             self._active.remove(process)
         process.idle = False
-        if process.state is State.RUNNING and process is not self._taken:
+        if process.state is SimState.RUNNING and process is not self._taken:
             if process.ready:
                 self._active.append(process)
             else:
@@ -117,7 +117,7 @@ class Scheduler(asyncio.BaseEventLoop):
         asyncio calls this again and again. One call for all turns is cheaper, and so is one
         function for all of a turn.
         """
-        active, random, running = self._active, self.rng.random, State.RUNNING
+        active, random, running = self._active, self.rng.random, SimState.RUNNING
         while True:
             while not active:
                 self._advance()

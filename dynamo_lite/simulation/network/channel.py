@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dynamo_lite.simulation.loop.process import SimProcess, State
+from dynamo_lite.simulation.loop.process import SimProcess, SimState
 
 if TYPE_CHECKING:
     from dynamo_lite.simulation.loop.handles import SimHandle
@@ -94,7 +94,7 @@ class End:
             self._flush()
         if not self.is_open:
             return
-        mute = cut or (self.silence_s is not None and self.peer.process.state is State.PAUSED)
+        mute = cut or (self.silence_s is not None and self.peer.process.state is SimState.PAUSED)
         if mute and self._give_up is None:
             low, high = self.silence_s or CUT_BREAKS_S
             after_s = low + (high - low) * self.network.random()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.loop.process import SimProcess, State
+from dynamo_lite.simulation.loop.process import SimProcess, SimState
 from dynamo_lite.simulation.network.channel import End
 from dynamo_lite.simulation.network.dial import Dial, SimListener
 from dynamo_lite.simulation.network.stream import StreamServer, StreamTransport
@@ -243,8 +243,8 @@ class Network:
             self._watched[process] = None
             process.watchers.append(self._process_changed)
 
-    def _process_changed(self, process: SimProcess, state: State) -> None:
-        if state is State.DEAD:
+    def _process_changed(self, process: SimProcess, state: SimState) -> None:
+        if state is SimState.DEAD:
             for listener in [x for x in self._listeners.values() if x.process is process]:
                 self.forget_listener(listener)
             for end in self.ends_of(process):

@@ -6,7 +6,7 @@ from dynamo_lite.runtime.permits import (
     CELLS_OF_PERMIT,
     Permit,
     Permits,
-    Verdict,
+    PermitVerdict,
     grant_of,
     verdict,
 )
@@ -28,7 +28,7 @@ class MemoryFence:
     def open(self) -> bool:
         return self._now() < self._deadline
 
-    def verdict(self, permit: Permit) -> Verdict:
+    def verdict(self, permit: Permit) -> PermitVerdict:
         return verdict(self._cells, permit)
 
     def grant_of(self, permit: Permit) -> int:

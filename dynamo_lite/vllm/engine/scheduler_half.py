@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from dynamo_lite.disagg.bridge import Bridge, Session, ThreadBridge
+from dynamo_lite.disagg.bridge import Bridge, OpenSession, ThreadBridge
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import NewRole
@@ -112,26 +112,26 @@ class ActiveHalf:
 
     def _made(self) -> DecodeScheduler | PrefillScheduler:
         config = self._config
-        cache, outside = self._vllm_config.cache_config, NatsEtcdClients(config)
+        cache, clients = self._vllm_config.cache_config, NatsEtcdClients(config)
         orders = None if self._change is None else self._change.orders
 
-        def open_bridge(session: Session) -> Bridge:
+        def open_bridge(session: OpenSession) -> Bridge:
             if orders is None:
                 return ThreadBridge(session)
             if self._loop is None or self._loop.is_running():  # a session that hangs while it ends
                 self._loop = uvloop.new_event_loop()
-            session = orders.session(config, outside, session, uncounted)
+            session = orders.session(config, clients, session, uncounted)
             return ThreadBridge(session, loop=self._loop)
 
         if isinstance(config.role, PrefillEngineConfig):
             return PrefillScheduler(
-                config, cache.block_size, outside=outside, open_bridge=open_bridge
+                config, cache.block_size, clients=clients, open_bridge=open_bridge
             )
         hashed = self._kv_cache_config.hash_block_size or cache.block_size
         return DecodeScheduler(
             config,
             cache.block_size,
-            outside=outside,
+            clients=clients,
             open_bridge=open_bridge,
             hash_block_size=hashed if cache.enable_prefix_caching else None,
             overlapping_steps=self._vllm_config.max_concurrent_batches,

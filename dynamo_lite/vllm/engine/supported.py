@@ -78,21 +78,21 @@ def check_kv(kv_config: KVCacheConfig, block_size: int) -> None:
 
 
 @contextmanager
-def refusal_recorded(link_file: Path) -> Iterator[None]:
+def refusal_recorded(engine_config_file: Path) -> Iterator[None]:
     """In the engine's process: writes the reason for a refusal to a file for its component."""
     try:
         yield
     except (DynamoLiteError, ValueError) as exc:
         # On a host other than the component's the folder may not exist.
         with suppress(OSError):
-            _reason_file(link_file).write_text(str(exc))
+            _reason_file(engine_config_file).write_text(str(exc))
         raise
 
 
 @contextmanager
-def refusal_reported(link_file: Path) -> Iterator[None]:
+def refusal_reported(engine_config_file: Path) -> Iterator[None]:
     """In the component: raises the recorded reason as a StartupError if the start failed."""
-    file = _reason_file(link_file)
+    file = _reason_file(engine_config_file)
     file.unlink(missing_ok=True)
     try:
         yield
@@ -104,8 +104,8 @@ def refusal_reported(link_file: Path) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _reason_file(link_file: Path) -> Path:
-    return link_file.with_suffix(".refused")
+def _reason_file(engine_config_file: Path) -> Path:
+    return engine_config_file.with_suffix(".refused")
 
 
 def _unsupported_model(model: ModelConfig) -> str:

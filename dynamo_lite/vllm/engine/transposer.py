@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Copies units of KV into the slot at this offset of the staging memory.
-Copy = Callable[[Layout, Units, int], None]
+CopyUnits = Callable[[Layout, Units, int], None]
 
 
 class TorchTransposer:
@@ -93,7 +93,7 @@ def _view(
     )
 
 
-def _kernel(staging: torch.Tensor) -> Copy | None:
+def _kernel(staging: torch.Tensor) -> CopyUnits | None:
     """The Triton kernel, if it is available."""
     if staging.device.type != "cuda":
         return None

@@ -22,12 +22,12 @@ from vllm.v1.engine import EngineCoreReadyResponse
 
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.frontend.chat_check import check_chat
-from dynamo_lite.vllm.frontend.engine_link import EngineLink
 from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
+from dynamo_lite.vllm.frontend.rust_sockets import RustSockets
 from dynamo_lite.vllm.migratable import is_causal
 
 _BACKLOG = 2048
@@ -88,20 +88,20 @@ async def open_rust_edge(
     args = parse_args(flags)
     # In a thread: a model from the hub may have to be downloaded first.
     config = await asyncio.to_thread(frontend_config, args)
-    with EngineLink() as link, GrammarCheck(config) as grammars:
+    with RustSockets() as sockets, GrammarCheck(config) as grammars:
         sock.listen(_BACKLOG)
         process = RustProcess(
             binary,
             http=sock,
-            inputs=link.inputs,
-            outputs=link.outputs,
+            inputs=sockets.inputs,
+            outputs=sockets.outputs,
             arguments=rust_arguments(args, config, grace_s),
         )
-        taking = running(link.run(core.take), name="requests of vllm-rs")
+        taking = running(sockets.run(core.take), name="requests of vllm-rs")
         async with core, process, taking as requests:
             causal = is_causal(config.model_config)
-            core.open(intake, link.send, grammars.check, causal=causal)
-            await link.connect(as_engine(config))
+            core.open(intake, sockets.send, grammars.check, causal=causal)
+            await sockets.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]
             if args.tool_call_parser or args.reasoning_parser:

@@ -14,7 +14,7 @@ from importlib.resources import files
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_lite.protocol.errors import Overloaded
-from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.runtime.waiting import first_of
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 
 PATH = "/dashboard"
@@ -112,15 +112,13 @@ class Dashboard:
         """Sends events until the client disconnects or stops reading, for `_stream_s` at most."""
         head = {"content-type": "text/event-stream", "x-accel-buffering": "no", **_GUARDS}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(head.items())})
-        sending = asyncio.create_task(self._send_frames(send), name="dashboard events")
-        gone = asyncio.create_task(_disconnected(receive), name="dashboard client")
+        stuck = False
         try:
-            await asyncio.wait(
-                {sending, gone}, timeout=self._stream_s, return_when=asyncio.FIRST_COMPLETED
+            await first_of(
+                self._send_frames(send), _disconnected(receive), timeout_s=self._stream_s
             )
-        finally:
-            await end_tasks(sending, gone)
-        stuck = not sending.cancelled() and isinstance(sending.exception(), TimeoutError)
+        except TimeoutError:
+            stuck = True
         if not stuck:
             try:
                 async with asyncio.timeout(self._send_s):

@@ -92,7 +92,7 @@ async def test_what_nobody_can_read_is_named_and_replaced(
     place: tuple[str, ...], etcd_url: str, namespace: str
 ):
     async with EtcdStore(etcd_url) as store:
-        await store.put(names.tuning_key(namespace, "VllmWorker"), b'{"values": 1}')
+        await store.put(names.live_options_key(namespace, "VllmWorker"), b'{"values": 1}')
     for arguments in (["get"], ["set", f"{LENGTH}=1"], ["unset", LENGTH]):
         result = run("config", *arguments, *place)
         assert result.returncode == 1
@@ -160,7 +160,7 @@ async def test_who_follows_is_told(place: tuple[str, ...], etcd_url: str, namesp
 async def test_where_processes_have_a_secret_only_its_owner_changes_options(
     place: tuple[str, ...], etcd_url: str, namespace: str, tmp_path: Path
 ):
-    path, key = tmp_path / "graph_secret", names.tuning_key(namespace, "VllmWorker")
+    path, key = tmp_path / "graph_secret", names.live_options_key(namespace, "VllmWorker")
     graph_secret(path, b"o" * 32)
     known = (*place, "--secret-file", str(path))
     options = {"version": 0, "newest": 7, "engine_version": None, "file": {}, "refused": "forged"}

@@ -55,46 +55,46 @@ def said(engine_id: str, number: int, **fields: object) -> Backlog:
 def test_the_newest_notice_of_each_engine_counts_whatever_the_order(
     notices: list[tuple[str, int, int]],
 ):
-    demands, newest = Backlogs(), dict[str, tuple[int, int]]()
+    backlogs, newest = Backlogs(), dict[str, tuple[int, int]]()
     for engine_id, number, tokens in notices:
-        demand = said(engine_id, number, claimed_tokens=tokens)
-        news = demands.hear(demand, now=0.0) is not None
+        backlog = said(engine_id, number, claimed_tokens=tokens)
+        news = backlogs.hear(backlog, now=0.0) is not None
         assert news == (number > newest.get(engine_id, (0, 0))[0])
         if news:
             newest[engine_id] = number, tokens
-    assert demands.totals(0.0).tokens == sum(tokens for _, tokens in newest.values())
+    assert backlogs.totals(0.0).tokens == sum(tokens for _, tokens in newest.values())
 
 
 def test_who_leaves_or_falls_silent_is_forgotten():
-    demands = Backlogs()
+    backlogs = Backlogs()
     for engine_id, now in (("a", 0.0), ("b", 1.0), ("c", 1.0)):
-        demands.hear(said(engine_id, 1, queued_jobs=1, queued_tokens={Lane.SHORT: 5}), now)
-    assert demands.totals(1.0) == BacklogTotals(3, {Lane.SHORT: 15})
-    demands.hear(said("c", 2, leaving=True), 1.0)
-    assert demands.totals(SILENCE_S).jobs == 2
-    assert demands.totals(SILENCE_S + 0.5).jobs == 1
-    assert demands.totals(SILENCE_S + 1.5) == BacklogTotals()
+        backlogs.hear(said(engine_id, 1, queued_jobs=1, queued_tokens={Lane.SHORT: 5}), now)
+    assert backlogs.totals(1.0) == BacklogTotals(3, {Lane.SHORT: 15})
+    backlogs.hear(said("c", 2, leaving=True), 1.0)
+    assert backlogs.totals(SILENCE_S).jobs == 2
+    assert backlogs.totals(SILENCE_S + 0.5).jobs == 1
+    assert backlogs.totals(SILENCE_S + 1.5) == BacklogTotals()
 
 
 def test_what_has_come_is_told_by_a_counter_that_grows():
-    demands = Backlogs()
-    assert demands.hear(said("a", 1, done_tokens=500), 0.0) == 0
-    assert demands.hear(said("a", 4, done_tokens=800), 0.1) == 300
-    assert demands.hear(said("a", 3, done_tokens=700), 0.2) is None
+    backlogs = Backlogs()
+    assert backlogs.hear(said("a", 1, done_tokens=500), 0.0) == 0
+    assert backlogs.hear(said("a", 4, done_tokens=800), 0.1) == 300
+    assert backlogs.hear(said("a", 3, done_tokens=700), 0.2) is None
 
 
 def test_what_was_asked_and_what_found_no_room_is_counted_for_ever():
     """A planner reads the counters at times of its own: an engine that leaves takes nothing back,
     and one that is new brings nothing of the past."""
-    demands = Backlogs()
-    demands.hear(said("a", 1, asked_tokens=500, overflow_tokens=900), 0.0)
-    assert demands.totals(0.0) == BacklogTotals()
-    demands.hear(said("a", 2, asked_tokens=600, overflow_tokens=1000), 1.0)
-    demands.hear(said("b", 1, asked_tokens=7), 1.0)
-    demands.hear(said("b", 2, asked_tokens=57, leaving=True), 2.0)
+    backlogs = Backlogs()
+    backlogs.hear(said("a", 1, asked_tokens=500, overflow_tokens=900), 0.0)
+    assert backlogs.totals(0.0) == BacklogTotals()
+    backlogs.hear(said("a", 2, asked_tokens=600, overflow_tokens=1000), 1.0)
+    backlogs.hear(said("b", 1, asked_tokens=7), 1.0)
+    backlogs.hear(said("b", 2, asked_tokens=57, leaving=True), 2.0)
     now = 2.0 + 2 * SILENCE_S
-    assert demands.engines(now) == 0
-    totals = demands.totals(now)
+    assert backlogs.engines(now) == 0
+    totals = backlogs.totals(now)
     assert (totals.asked_tokens, totals.overflow_tokens, totals.tokens) == (150, 100, 0)
     assert (totals + totals).overflow_tokens == 200
 

@@ -19,8 +19,8 @@ from dynamo_lite.protocol.live_options import (
     LiveOptionsRecord,
     RouterLiveOptions,
     VllmWorkerLiveOptions,
-    decode_tuning,
-    encode_tuning,
+    decode_live_options,
+    encode_live_options,
 )
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
@@ -124,12 +124,12 @@ def test_a_component_stands_for_all_of_its_keys():
 def test_a_record_is_this_json_and_comes_back():
     values = VllmWorkerLiveOptions(max_local_prefill_length=256, single_flight_min_length=None)
     record = LiveOptionsRecord(values=values, version=3, by="me@here", at=1.5)
-    data = encode_tuning(record)
+    data = encode_live_options(record)
     assert data == (
         b'{"values":{"max-local-prefill-length":256,"single-flight-min-length":null},'
         b'"version":3,"by":"me@here","at":1.5}'
     )
-    assert decode_tuning(data, VllmWorkerLiveOptions) == record
+    assert decode_live_options(data, VllmWorkerLiveOptions) == record
 
 
 def role(**fields: Any) -> DecodeEngineConfig:
@@ -141,28 +141,28 @@ def role(**fields: Any) -> DecodeEngineConfig:
 
 
 def test_an_engine_takes_what_was_set_and_its_link_for_the_rest():
-    tuned = LiveThresholds(role(), block_size=16)
-    assert tuned.now.single_flight.min_shared_tokens == 48
-    before = tuned.now
-    tuned.change(VllmWorkerLiveOptions(max_local_prefill_length=20, queue_view_max_age_s=1.0), 4)
-    assert before.version == 0 and tuned.now.version == 4
-    assert tuned.now.options.max_local_prefill_length == 20
-    assert tuned.now.options.max_prefill_queue_size == 8
-    assert tuned.now.options.queue_view_max_age_s == 1.0
-    assert tuned.now.single_flight.min_shared_tokens == 16
-    options = tuned.now.options
+    live = LiveThresholds(role(), block_size=16)
+    assert live.now.single_flight.min_shared_tokens == 48
+    before = live.now
+    live.change(VllmWorkerLiveOptions(max_local_prefill_length=20, queue_view_max_age_s=1.0), 4)
+    assert before.version == 0 and live.now.version == 4
+    assert live.now.options.max_local_prefill_length == 20
+    assert live.now.options.max_prefill_queue_size == 8
+    assert live.now.options.queue_view_max_age_s == 1.0
+    assert live.now.single_flight.min_shared_tokens == 16
+    options = live.now.options
     assert (options.remote_prefill_timeout_s, options.max_remote_prefills) == (30.0, 2)
-    tuned.change(VllmWorkerLiveOptions(), 5)
-    assert tuned.now.options == before.options
+    live.change(VllmWorkerLiveOptions(), 5)
+    assert live.now.options == before.options
 
 
 def test_null_is_a_value_of_its_own():
-    tuned = LiveThresholds(role(single_flight_min_length=5), block_size=16)
-    assert tuned.now.single_flight.min_shared_tokens == 5
-    tuned.change(VllmWorkerLiveOptions(single_flight_min_length=None), 1)
-    assert tuned.now.single_flight.min_shared_tokens == 48
-    tuned.change(VllmWorkerLiveOptions(single_flight_min_length=0), 2)
-    assert tuned.now.single_flight.min_shared_tokens == 0
+    live = LiveThresholds(role(single_flight_min_length=5), block_size=16)
+    assert live.now.single_flight.min_shared_tokens == 5
+    live.change(VllmWorkerLiveOptions(single_flight_min_length=None), 1)
+    assert live.now.single_flight.min_shared_tokens == 48
+    live.change(VllmWorkerLiveOptions(single_flight_min_length=0), 2)
+    assert live.now.single_flight.min_shared_tokens == 0
 
 
 def worker(version: int | None, engine: int | None = None, refused: str = "") -> dict[str, Any]:
@@ -243,7 +243,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
             await asyncio.sleep(0)
         assert applied == [Limits(in_flight=3, prompt_tokens=7)]
         assert registry.get_sample_value("dynamo_lite_options_version") == 1
-        await store.put(names.tuning_key("t", "Frontend"), b"{}")
+        await store.put(names.live_options_key("t", "Frontend"), b"{}")
         while not drops:
             await asyncio.sleep(0)
         assert options.facts()["version"] == 1 and "missing" in options.facts()["refused"]
@@ -258,7 +258,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
     file = KvRouterOptions(kv_weight=3.0, max_kv_usage=0.5)
     assert RouterLiveOptions().applied_to(file).kv_weight == 3.0
-    values = decode_tuning(
+    values = decode_live_options(
         b'{"values":{"kv-router.kv-weight":0.5,"kv-router.temperature":2},"version":1}',
         RouterLiveOptions,
     ).values

@@ -27,7 +27,7 @@ _BACKLOG = 16
 _IDENTITY = (0).to_bytes(2, "little")
 
 
-class EngineLink:
+class RustSockets:
     """Context manager: leaving it closes the sockets. inputs, outputs: for the Rust frontend."""
 
     def __init__(self) -> None:
