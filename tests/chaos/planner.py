@@ -5,8 +5,10 @@ right. Then graphs.disagg_planner starts with one decode and one prefill worker.
 makes the planner add one of each; after it the planner removes them again. Meanwhile the
 planner that leads is killed (SIGKILL) once in each phase that its records in etcd show: a change
 is ordered or asked for, a worker is added or removed, in each role, or nothing is under way.
+With --null the engines compute nothing, so it is known what is right, and the prefill workers are
+stand-ins.
 
-It takes 6 to 8 minutes on two cores, and fails when
+It takes 6 to 8 minutes on two cores, 2 with --null, and fails when
 
   - an answer is not that of the plain server, or a request is lost;
   - a role has fewer ready workers than one, or more than two workers, at any time;
@@ -31,28 +33,30 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.chaos.arena import Say
+from tests.chaos.client import Answer
 from tests.chaos.forward_storm import Known, greedy_questions, right_answers
 from tests.chaos.load import Load
 from tests.chaos.planner_sight import FEWEST, IDLE, MOST, PLANNER, ROLES, Plan, Sight, due
 from tests.chaos.questions import Question
+from tests.process.switch_graph import told
 from tests.vllm.graph import NAMESPACE, Graph
 
-CONFIG = ("graphs.disagg_planner:Frontend", "configs/disagg_planner.yaml")
 #: A planner that decides in seconds. One decode worker is enough for five requests.
-OPTIONS = (
+_OPTIONS = (
     *(f"--Planner.{role}-max={MOST}" for role in ("prefill", "decode")),
     f"--Planner.budget-devices={2 * MOST}",
     "--Planner.decode-max-num-seqs=6",
     *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
     *("--Planner.start-s=20", "--Planner.young-s=5"),
-    "--Graph.lease-ttl-s=60",
 )
 _CONCURRENCY = 8  # the least that is sure to need a second decode worker
 #: Prompts that are longer are prefilled remotely: `max-local-prefill-length`.
@@ -72,11 +76,33 @@ _NEWS_S = 15.0
 _KILLED = re.compile(r"still there after|killing it")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A graph and its options. plain: a plain vLLM server says what is right, and the graph's
+    engines say what they hold."""
+
+    graph: tuple[str, str]
+    options: tuple[str, ...]
+    plain: bool
+
+
+VLLM = Kind(
+    ("graphs.disagg_planner:Frontend", "configs/disagg_planner.yaml"),
+    (*_OPTIONS, "--Graph.lease-ttl-s=60"),
+    plain=True,
+)
+NULL = Kind(
+    ("tests.chaos.planner_graph:Frontend", "configs/agg.yaml"),
+    (*_OPTIONS, "--Graph.lease-ttl-s=2"),
+    plain=False,
+)
+
+
 class Check:
     """A graph with a planner under a step of load, and the kills of its planner."""
 
-    def __init__(self, graph: Graph, sight: Sight, say: Say):
-        self._graph, self._sight, self._say = graph, sight, say
+    def __init__(self, graph: Graph, kind: Kind, sight: Sight, say: Say):
+        self._graph, self._kind, self._sight, self._say = graph, kind, sight, say
         self._plan = Plan(NAMESPACE)
         self._struck_pid = 0
         self._shown = ""
@@ -93,7 +119,8 @@ class Check:
             await self._until(self._is_back, _BACK_S, "one worker of each role, nothing under way")
             for task in watches:
                 task.cancel()
-        await self._graph.settled(timeout_s=_SETTLED_S)
+        if self._kind.plain:
+            await self._graph.settled(timeout_s=_SETTLED_S)
 
     async def _step(self, known: Known, concurrency: int, seconds: float) -> None:
         began = time.monotonic()
@@ -201,10 +228,24 @@ def _questions() -> list[Question]:
     return long + short[: len(long) // 2]
 
 
+async def _known(kind: Kind, directory: Path, say: Say) -> Known:
+    if kind.plain:
+        return await right_answers(directory, say, _questions(), kind.graph)
+    asked = greedy_questions()
+    return asked, {one.name: _told(one.body) for one in asked}
+
+
+def _told(body: dict[str, Any]) -> Answer:
+    """What the null engines answer to a request."""
+    count = body["max_tokens"]
+    tokens = [told(body["prompt"], position) for position in range(count)]
+    return Answer(tokens={0: tokens}, finish={0: "length"}, usage=count)
+
+
 @contextlib.asynccontextmanager
-async def _running(directory: Path, sight: Sight) -> AsyncIterator[Graph]:
+async def _running(directory: Path, kind: Kind, sight: Sight) -> AsyncIterator[Graph]:
     """A ready graph. What its end and its logs say goes into `sight`."""
-    graph = Graph(directory, CONFIG, OPTIONS)
+    graph = Graph(directory, kind.graph, kind.options)
     # From this thread: the kernel's death signal comes with the end of a thread.
     graph.start()
     try:
@@ -223,13 +264,14 @@ async def _running(directory: Path, sight: Sight) -> AsyncIterator[Graph]:
 
 async def _check(args: argparse.Namespace, directory: Path, sight: Sight, say: Say) -> None:
     """Failures go into `sight`."""
+    kind = NULL if args.null else VLLM
     try:
-        known = await right_answers(directory, say, _questions(), CONFIG)
+        known = await _known(kind, directory, say)
         say("starting the graph")
-        async with _running(directory / "graph", sight) as graph:
+        async with _running(directory / "graph", kind, sight) as graph:
             say(f"{graph.url} is ready; {args.concurrency} requests at a time")
             try:
-                await Check(graph, sight, say).run(known, args.concurrency, args.seconds)
+                await Check(graph, kind, sight, say).run(known, args.concurrency, args.seconds)
             finally:
                 say("stopping the graph")
     except* (AssertionError, DynamoLiteError, OSError, TimeoutError) as group:
@@ -284,6 +326,7 @@ def _arguments() -> argparse.Namespace:
         default=16,
         help=f"requests at a time (16); {_CONCURRENCY} at least, fewer need one decode worker only",
     )
+    parser.add_argument("--null", action="store_true", help="engines that compute nothing")
     parser.add_argument(
         "--directory", type=Path, help="keep state and logs there, in new folders plain and graph"
     )

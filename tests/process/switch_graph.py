@@ -96,7 +96,7 @@ class IdleWorker:
         return {"ok": True, "jobs": 0, "busy_s": 0.0}
 
 
-_PREFILL = Service(
+PREFILL = Service(
     name="PrefillWorker",
     config=IdleConfig,
     component=f"{__name__}:IdleWorker",
@@ -146,14 +146,14 @@ class KeptIdle(IdleWorker):
         self.parts = parts or KeptNull()
 
 
-Switching = Graph(services=(_CALLER, _DECODE, _PREFILL))
-Planned = Graph(services=(_CALLER, PLANNER, _DECODE, _PREFILL))
+Switching = Graph(services=(_CALLER, _DECODE, PREFILL))
+Planned = Graph(services=(_CALLER, PLANNER, _DECODE, PREFILL))
 #: The process of a worker goes on in its other role.
 Kept = Graph(
     services=(
         _CALLER,
         replace(_DECODE, config=KeptTellingConfig, component=f"{__name__}:KeptTelling"),
-        replace(_PREFILL, config=KeptIdleConfig, component=f"{__name__}:KeptIdle"),
+        replace(PREFILL, config=KeptIdleConfig, component=f"{__name__}:KeptIdle"),
     )
 )
 
@@ -195,4 +195,4 @@ _NULL = Service(
 ).with_defaults(remote_prefill=False)
 _served = FRONTEND.link(PROCESSOR).link(_NULL)
 #: The shipped Frontend.
-Served = replace(_served, services=(*_served.services, _PREFILL))
+Served = replace(_served, services=(*_served.services, PREFILL))

@@ -101,7 +101,7 @@ class UnderWay:
         """Removals whose workers the connector's numbers still contain."""
         return self._removals(component, "ordered", "leaving")
 
-    def _removals(self, component: str, *phases: Phase) -> int:
+    def _removals(self, component: str, *phases: ChangePhase) -> int:
         records = (one.record for one in self._running.values())
         return sum(
             (record.component, record.kind) == (component, "remove") and record.phase in phases
