@@ -24,6 +24,10 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 #: Methods that are sent again when a kept connection turns out to be closed.
 _REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
 
+#: A connect timeout that comes so much too late, as a share of itself, says that this process has
+#: stood still, and nothing about the engine: it is tried again.
+_LATE = 0.1
+
 LegFailureKind = Literal["refused", "timeout", "broken", "too_large"]
 _Address = tuple[str, int]
 #: The key includes how the certificate was checked, so that a connection is not reused where a
@@ -189,18 +193,22 @@ class Upstream:
         def made() -> UpstreamConnection:
             return UpstreamConnection(lambda it: self._free((address, tls), it), self._lost)
 
-        try:
-            async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(made, *address, ssl=tls)
-        except TimeoutError as exc:
-            text = f"no connection within {self._connect_s:g} s"
-            raise LegFailed(engine.name, "refused", text) from exc
-        except OSError as exc:
-            if isinstance(exc, ConnectionRefusedError):
-                self._nobody_listens(engine, address)
-            raise LegFailed(engine.name, "refused", _detail(exc)) from exc
-        self._open[connection] = address
-        return connection
+        while True:
+            due = loop.time() + self._connect_s
+            try:
+                async with asyncio.timeout_at(due):
+                    _, connection = await loop.create_connection(made, *address, ssl=tls)
+            except TimeoutError as exc:
+                if loop.time() - due > self._connect_s * _LATE:
+                    continue
+                text = f"no connection within {self._connect_s:g} s"
+                raise LegFailed(engine.name, "refused", text) from exc
+            except OSError as exc:
+                if isinstance(exc, ConnectionRefusedError):
+                    self._nobody_listens(engine, address)
+                raise LegFailed(engine.name, "refused", _detail(exc)) from exc
+            self._open[connection] = address
+            return connection
 
     def _nobody_listens(self, engine: KnownEngine, address: _Address) -> None:
         if address == engine.options.address:

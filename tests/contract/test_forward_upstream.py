@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -117,6 +119,24 @@ async def test_a_request_is_written_as_it_is_and_its_connection_used_again():
             b"POST /p?q=1 HTTP/1.1\r\nhost: %s\r\nx-own: \xc3\xa4\r\ncontent-length: 2\r\n\r\n"
         )
         assert w.requests[0].head == expected % host and w.requests[0].body == b"{}"
+
+
+async def test_a_process_that_stands_still_does_not_blame_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its event loop goes on only after the connect timeout."""
+    loop = asyncio.get_running_loop()
+    connect, pauses = loop.create_connection, [2.5]
+
+    def after_a_pause(*args: Any, **kwargs: Any) -> Any:
+        if pauses:
+            time.sleep(pauses.pop())
+        return connect(*args, **kwargs)
+
+    async with world(says(HEALTHY)) as w:
+        monkeypatch.setattr(loop, "create_connection", after_a_pause)
+        assert await w.get() == (200, b"ok")
+        assert pauses == []
 
 
 @pytest.mark.parametrize("value", ["a\r\nx-evil: 1", "a\nb", "a\0b"])
