@@ -38,7 +38,7 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.authentic import AuthenticRecords
-from dynamo_lite.services.planner.connector import COMPONENTS
+from dynamo_lite.services.planner.connector import COMPONENTS, by_role
 from dynamo_lite.services.planner.target import Target
 
 _TRIES = 20
@@ -193,14 +193,16 @@ async def check_options(
 ) -> None:
     """Raises ConfigError when the planner's options would contradict each other.
 
-    The values of the file are those that a live planner reports, or the defaults. Raises
-    ProtocolError for an invalid record.
+    The values of the file and the devices of one worker are those that a live planner reports, or
+    the defaults and one. Raises ProtocolError for an invalid record.
     """
     fields = options_of("Planner")
+    devices: dict[str, int] = {}
     base = {name: getattr(PlannerOptions(), name) for name in fields.values()}
     for facts in (await _all_facts(place)).values():
         options = facts.get("options", {}).get("file", {})
         base |= {fields[key]: value for key, value in options.items() if key in fields}
+        devices |= facts.get("planner", {}).get("devices", {})
     # An edit that unsets everything replaces the record, whatever it is.
     replaced = all(edit.get(key, 0) is msgspec.UNSET for key in fields)
     record = None if replaced else await read(store, place.namespace, "Planner", seals)
@@ -208,7 +210,7 @@ async def check_options(
         changed = {name: getattr(record.values, name) for name in fields.values()}
         base |= {name: value for name, value in changed.items() if value is not msgspec.UNSET}
     base |= {fields[key]: value for key, value in edit.items() if value is not msgspec.UNSET}
-    if mistakes := contradictions(msgspec.convert(base, PlannerOptions)):
+    if mistakes := contradictions(msgspec.convert(base, PlannerOptions), by_role(devices)):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
 
 
@@ -233,7 +235,7 @@ def _refusals(
     ]
     if mistakes:
         return mistakes
-    devices = {roles[name]: each for name, each in facts["devices"].items() if name in roles}
+    devices = by_role(facts["devices"])
     limits = msgspec.convert(facts["limits"], PlannerOptions)
     asked: dict[Role, int] = {roles[component]: number for component, number in wanted.items()}
     return refusals(asked, counts, devices, limits)

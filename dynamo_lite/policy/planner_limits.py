@@ -13,8 +13,18 @@ def bounds(limits: PlannerOptions, role: Role) -> tuple[int, int]:
     return limits.decode_min, max(limits.decode_max, limits.decode_min)
 
 
-def contradictions(limits: PlannerOptions) -> list[str]:
-    """Mistakes that no single option shows, each as a sentence."""
+def occupied(devices: int) -> int:
+    """What a worker with so many devices takes of the budget: without a device it counts as one."""
+    return max(devices, 1)
+
+
+def contradictions(
+    limits: PlannerOptions, devices: Mapping[Role, int] | None = None
+) -> list[str]:
+    """Mistakes that no single option shows, each as a sentence.
+
+    devices: of one worker. A role that is not in it, and a worker without a device, counts as one.
+    """
     found = [
         f"{role.value}-min is {least} and {role.value}-max is {most}: the minimum must not be above"
         for role, least, most in (
@@ -23,11 +33,13 @@ def contradictions(limits: PlannerOptions) -> list[str]:
         )
         if least > most
     ]
-    least = limits.prefill_min + limits.decode_min
+    each = {role: occupied((devices or {}).get(role, 0)) for role in Role}
+    prefill, decode = (f"{bounds(limits, r)[0]} × {each[r]}" for r in (Role.PREFILL, Role.DECODE))
+    least = sum(bounds(limits, role)[0] * count for role, count in each.items())
     if least > limits.budget_devices:
         found.append(
-            f"prefill-min and decode-min are {least} workers together, more than budget-devices,"
-            f" {limits.budget_devices}"
+            f"prefill-min ({prefill}) and decode-min ({decode}) need {least} devices together, more"
+            f" than budget-devices, {limits.budget_devices}"
         )
     if limits.down_share >= min(limits.prefill_up_share, limits.decode_up_share):
         found.append("down-share must be below prefill-up-share and decode-up-share")
@@ -53,7 +65,7 @@ def refusals(
                 f"{number} {role.value} workers: {role.value}-min is {least}"
                 f" and {role.value}-max is {most}"
             )
-    total = sum(n * max(devices.get(r, 0), 1) for r, n in {**counts, **wanted}.items())
+    total = sum(n * occupied(devices.get(r, 0)) for r, n in {**counts, **wanted}.items())
     if not found and total > limits.budget_devices:
         found.append(f"{total} devices together, and budget-devices is {limits.budget_devices}")
     return found

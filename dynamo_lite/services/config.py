@@ -15,6 +15,7 @@ import annotated_types as at
 
 from dynamo_lite.disagg.engine_config import PrefillOptions
 from dynamo_lite.policy.lanes import ClientPriority
+from dynamo_lite.policy.planner_inputs import Role
 from dynamo_lite.policy.planner_limits import contradictions
 from dynamo_lite.protocol.options import (
     AdmissionOptions,
@@ -182,6 +183,11 @@ class KubernetesOptions:
     #: Timeout of one request.
     timeout_s: SecondsOption = 5.0
 
+    @property
+    def devices(self) -> dict[Role, int]:
+        """Of one worker."""
+        return {Role.DECODE: self.decode_devices, Role.PREFILL: self.prefill_devices}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerConfig(PlannerOptions):
@@ -196,8 +202,10 @@ class PlannerConfig(PlannerOptions):
 
     def __post_init__(self) -> None:
         """Raises ValueError when options contradict each other."""
-        mistakes = contradictions(self)
-        if self.connector == "kubernetes":
+        kubernetes = self.connector == "kubernetes"
+        # Those of workers that a graph starts itself are not in this section.
+        mistakes = contradictions(self, self.kubernetes.devices if kubernetes else None)
+        if kubernetes:
             mistakes += [
                 f"kubernetes.{name} is {value!r}: expected deployments/NAME or statefulsets/NAME"
                 for name, value in (

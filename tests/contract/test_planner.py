@@ -347,6 +347,16 @@ async def test_numbers_that_cannot_be_are_refused(bench: Bench, wanted: dict[str
         assert await bench.target_record() is None
 
 
+async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: Bench):
+    place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
+    bench.supervisor.devices_each = 2
+    async with bench.planner() as running:
+        await eventually(lambda: running.facts["devices"])
+        await planner.check_options(bench.store, place, {"decode-min": 3})
+        with pytest.raises(ConfigError, match=r"decode-min \(4 × 2\) need 10 devices together"):
+            await planner.check_options(bench.store, place, {"decode-min": 4})
+
+
 async def test_what_cannot_be_reached_is_told_and_can_be_unset(bench: Bench):
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     bench.supervisor.devices_each = 1

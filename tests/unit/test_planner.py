@@ -23,6 +23,7 @@ from dynamo_lite.policy.planner_limits import bounds, contradictions, refusals
 from dynamo_lite.policy.planner_memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.services.config import KubernetesOptions, PlannerConfig
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 
 LIMITS = PlannerOptions(budget_devices=64, prefill_max=32, decode_max=32, down_window_s=300.0)
@@ -531,6 +532,20 @@ def test_options_that_do_not_fit_together(options, said):
     (mistake,) = contradictions(PlannerOptions(**options))
     assert said in mistake
     assert contradictions(PlannerOptions()) == []
+
+
+def test_the_minima_need_the_devices_of_their_workers():
+    limits = PlannerOptions(prefill_min=2, decode_min=1, budget_devices=7)
+    assert contradictions(limits, {P: 2, D: 3}) == []
+    assert contradictions(limits, {P: 0, D: 5}) == []
+    (mistake,) = contradictions(limits, {P: 2, D: 4})
+    assert mistake == (
+        "prefill-min (2 × 2) and decode-min (1 × 4) need 8 devices together, more than"
+        " budget-devices, 7"
+    )
+    scaled = KubernetesOptions(decode="deployments/decode", decode_devices=8)
+    with pytest.raises(ValueError, match="need 9 devices together"):
+        PlannerConfig(connector="kubernetes", kubernetes=scaled)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ from dynamo_lite.runtime.supervisor_client import SupervisorClient
 #: Role to its component.
 COMPONENTS: Mapping[Role, str] = {Role.PREFILL: "PrefillWorker", Role.DECODE: "VllmWorker"}
 
+
+def by_role(devices: Mapping[str, int]) -> dict[Role, int]:
+    """devices: of one worker, by component."""
+    return {role: devices[name] for role, name in COMPONENTS.items() if name in devices}
+
+
 _TIMEOUT_S = 3.0
 
 

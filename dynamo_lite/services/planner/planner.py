@@ -45,6 +45,7 @@ from dynamo_lite.services.planner.connector import (
     Connector,
     Counted,
     LocalConnector,
+    by_role,
 )
 from dynamo_lite.services.planner.history import History, PlannerMetrics, as_text, roles_of
 from dynamo_lite.services.planner.kubernetes import KubernetesConnector
@@ -163,7 +164,7 @@ class Planner:
 
     def _apply(self, values: LiveValues) -> None:
         limits = values.applied_to(subset(PlannerOptions, self._config))
-        if mistakes := contradictions(limits):
+        if mistakes := contradictions(limits, by_role(self._devices)):
             logger.warning("live options that contradict each other: %s", "; ".join(mistakes))
         self._limits = limits
         self._wake.set()
