@@ -137,6 +137,7 @@ def serve(
     from dynamo_lite.serve.edge import settle_edge
     from dynamo_lite.serve.graphs import load_graph
     from dynamo_lite.serve.packaged import config_file
+    from dynamo_lite.serve.planner_budget import check_planner_budget
     from dynamo_lite.serve.startup_checks import check_url_syntax
     from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
@@ -147,6 +148,7 @@ def serve(
         file = found
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
+    check_planner_budget(config, document, only=service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
     if not document.mistakes:
         config, note = settle_edge(config, document, only=service_name)

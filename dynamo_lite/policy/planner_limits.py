@@ -34,7 +34,7 @@ def contradictions(
         if least > most
     ]
     each = {role: occupied((devices or {}).get(role, 0)) for role in Role}
-    prefill, decode = (f"{bounds(limits, r)[0]} × {each[r]}" for r in (Role.PREFILL, Role.DECODE))
+    prefill, decode = (f"{bounds(limits, r)[0]} * {each[r]}" for r in (Role.PREFILL, Role.DECODE))
     least = sum(bounds(limits, role)[0] * count for role, count in each.items())
     if least > limits.budget_devices:
         found.append(

@@ -353,7 +353,7 @@ async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: 
     async with bench.planner() as running:
         await eventually(lambda: running.facts["devices"])
         await planner.check_options(bench.store, place, {"decode-min": 3})
-        with pytest.raises(ConfigError, match=r"decode-min \(4 × 2\) need 10 devices together"):
+        with pytest.raises(ConfigError, match=r"decode-min \(4 \* 2\) need 10 devices together"):
             await planner.check_options(bench.store, place, {"decode-min": 4})
 
 

@@ -213,9 +213,16 @@ def test_without_a_planner_the_command_says_so(etcd_url: str, namespace: str, tm
     [
         ("--Planner.prefill-min=9", "prefill-min is 9 and prefill-max is 8"),
         ("--Planner.connector=kubernetes", "kubernetes.decode is ''"),
+        (f"--{P}.ServiceArgs.workers=8", f"need 9 devices: {P} 8 * 1, {D} 1 * 1"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(option: str, said: str, tmp_path: Path):
-    refused = run("serve", GRAPH, "--dry-run", option, "--state-dir", str(tmp_path))
+@pytest.mark.parametrize("dry", [True, False])
+def test_options_that_contradict_each_other_are_refused(
+    dry: bool, option: str, said: str, tmp_path: Path
+):
+    """Nothing is started: the state directory stays empty."""
+    state, flags = tmp_path / "state", ["--dry-run"] if dry else []
+    refused = run("serve", GRAPH, *flags, option, "--state-dir", str(state))
     assert refused.returncode == 2
     assert said in refused.stderr
+    assert not state.exists()

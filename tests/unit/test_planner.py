@@ -540,7 +540,7 @@ def test_the_minima_need_the_devices_of_their_workers():
     assert contradictions(limits, {P: 0, D: 5}) == []
     (mistake,) = contradictions(limits, {P: 2, D: 4})
     assert mistake == (
-        "prefill-min (2 × 2) and decode-min (1 × 4) need 8 devices together, more than"
+        "prefill-min (2 * 2) and decode-min (1 * 4) need 8 devices together, more than"
         " budget-devices, 7"
     )
     scaled = KubernetesOptions(decode="deployments/decode", decode_devices=8)
