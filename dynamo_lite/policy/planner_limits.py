@@ -18,9 +18,7 @@ def occupied(devices: int) -> int:
     return max(devices, 1)
 
 
-def contradictions(
-    limits: PlannerOptions, devices: Mapping[Role, int] | None = None
-) -> list[str]:
+def contradictions(limits: PlannerOptions, devices: Mapping[Role, int] | None = None) -> list[str]:
     """Mistakes that no single option shows, each as a sentence.
 
     devices: of one worker. A role that is not in it, and a worker without a device, counts as one.

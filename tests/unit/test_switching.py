@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace as replace_record
@@ -12,34 +13,40 @@ from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.planner import SwitchRecord
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
+from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Lease
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.connector import Order
 from dynamo_lite.services.planner.switching import Switching
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.simulation.servers.memory_store import MemoryStore
-from tests.builders import endpoint_record
+from tests.builders import endpoint_record, graph_secret
 from tests.contract.planning import D, P, SwitchingSupervisor
+from tests.unit.planner_heir import Heir
 
 LEASE = 7
 
 
 class FailingStore(MemoryStore):
+    #: Whether puts of a switch fail.
     away = False
     #: Whether a put that fails stores its value.
     stores = False
 
     async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
-        if not self.away or self.stores:
+        fails = self.away and key == names.planner_switch_key("n")
+        if not fails or self.stores:
             await super().put(key, value, lease=lease)
-        if self.away:
+        if fails:
             raise StoreUnavailable("etcd is away")
 
 
 class Rig:
     """The switches of one planner: of two prefill workers one becomes a decode worker."""
 
-    def __init__(self, store: FailingStore):
+    def __init__(self, store: FailingStore, records: AuthenticRecords | None = None):
         self.store, self.supervisor, self.now = store, SwitchingSupervisor(), 1000.0
+        self.records = records
         self.supervisor.instant = False
         self.supervisor.ready[P] = 2
         self.clock = replace(SYSTEM_CLOCK, monotonic=lambda: self.now, wall=lambda: self.now)
@@ -47,9 +54,16 @@ class Rig:
         self.switching = self.planner()
 
     def planner(self) -> Switching:
-        target = Target(self.store, "n", "test", self.clock)
+        target = Target(self.store, "n", "test", self.clock, self.records)
         return Switching(
-            self.store, "n", self.supervisor, target, lambda: 5.0, self.clock, self.members
+            self.store,
+            "n",
+            self.supervisor,
+            target,
+            lambda: 5.0,
+            self.clock,
+            self.members,
+            records=self.records,
         )
 
     def members(self) -> list[EndpointRecord]:
@@ -115,6 +129,29 @@ async def test_the_age_of_a_switch_does_not_depend_on_clocks(rig: Rig):
     newer = rig.switching.seen(replace_record(last, id=4))
     assert newer is not None
     assert [*ages, newer.last_age_s] == [0.0, 600.0, 0.0]
+
+
+@pytest.mark.parametrize("stores", [False, True])
+async def test_a_switch_whose_first_put_failed_is_no_replay_when_it_is_stored(
+    tmp_path: Path, stores: bool
+):
+    """An operator has written a target meanwhile."""
+    seals = RecordSeals(graph_secret(tmp_path / "secret"))
+    async with FailingStore() as store:
+        rig, heir = Rig(store, AuthenticRecords(seals)), Heir(store, seals)
+        async with heir.watching():
+            store.away, store.stores = True, stores
+            await rig.begin()
+            store.away = False
+            await heir.set_by_operator(VllmWorker=1)
+            await rig.advance()
+            await heir.catch_up()
+        assert heir.records.refused == {}
+        rig.records = heir.records
+        inherited = rig.planner()
+        await inherited.load()
+        assert inherited.victims([]) == {LEASE}
+        assert len(rig.supervisor.orders) == 1
 
 
 async def test_an_end_that_could_not_be_stored_is_told_and_learned_once(rig: Rig):

@@ -5,7 +5,7 @@ seen. A writer to etcd without the secret can therefore order nothing. The leade
 sealed: it orders nothing, and a writer to etcd could also delete it.
 
 The numbers of the orders show which record is older: each version of the target record is higher
-than the one before, and each change has the version of its first order as its id.
+than the one before, and each change takes a new version as its id before its record is stored.
 """
 
 import hashlib

@@ -12,13 +12,13 @@ import msgspec
 
 from dynamo_lite.policy.drain import Safe
 from dynamo_lite.protocol.errors import Refused, UnknownWorker
-from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
+from dynamo_lite.protocol.planner import OperationRecord, Phase, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.connector import Connector, Counted, Order
 from dynamo_lite.services.planner.departure import Departure
-from dynamo_lite.services.planner.stepping import step
+from dynamo_lite.services.planner.stepping import needs_new_id, step
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import RunningOperation, UnderWay
 
@@ -105,7 +105,7 @@ class Operations:
         """Cancels a start. Raises Unavailable or StoreUnavailable."""
         self._may_act()
         if (one := self._under_way.get(operation)) is not None:
-            await self._under_way.enter(one, "withdrawing")
+            await self._store_phase(one, "withdrawing")
 
     # Go on
 
@@ -121,7 +121,7 @@ class Operations:
     async def _step(self, one: RunningOperation, counted: Counted) -> None:
         async def work() -> None:
             if not one.stored:
-                await self._under_way.enter(one, one.record.phase)
+                await self._store_phase(one, one.record.phase)
             await self._go_on(one, counted)
 
         async def refused(exc: Refused) -> None:
@@ -133,6 +133,11 @@ class Operations:
         what = f"{one.record.kind} {one.record.component}"
         act_s = self._may_act()
         await step(one, work, refused, within_s=act_s, clock=self._clock, what=what)
+
+    async def _store_phase(self, one: RunningOperation, phase: Phase) -> None:
+        if needs_new_id(one):
+            await self._under_way.renumber(one, await self._target.new_id(one.record.id))
+        await self._under_way.enter(one, phase)
 
     async def _go_on(self, one: RunningOperation, counted: Counted) -> None:
         counts = counted.roles[one.record.component]

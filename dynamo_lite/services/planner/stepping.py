@@ -37,6 +37,8 @@ class Stepped(Generic[R]):
     record: R = field(kw_only=False)
     #: Whether etcd has this record for sure.
     stored: bool = False
+    #: Whether etcd has had any record of it for sure.
+    known: bool = False
     #: Failed steps in a row, and when the next one may be tried, monotonic.
     failures: int = 0
     retry_at: float = 0.0
@@ -49,7 +51,14 @@ async def enter(
     one.record = msgspec.structs.replace(one.record, phase=phase)
     one.stored = False
     await store.put(key, records.encoded(key, one.record))
-    one.stored, one.failures = True, 0
+    one.stored = one.known = True
+    one.failures = 0
+
+
+def needs_new_id(one: Stepped[R]) -> bool:
+    """Whether the first put of its record has failed. Target records that were stored meanwhile
+    are newer than its id, so other planners would take its record for a replay."""
+    return one.failures > 0 and not one.known
 
 
 async def step(

@@ -31,7 +31,14 @@ from dynamo_lite.services.planner.connector import (
     Order,
     SwitchingConnector,
 )
-from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, enter, resumable, step
+from dynamo_lite.services.planner.stepping import (
+    FAILED_STARTS,
+    Stepped,
+    enter,
+    needs_new_id,
+    resumable,
+    step,
+)
 from dynamo_lite.services.planner.target import Target
 
 logger = logging.getLogger(__name__)
@@ -144,7 +151,7 @@ class Switching:
         if record.phase == "ended":
             self._left.add(record.lease_id)
             return
-        self._one = _Running(record, began=self._clock.monotonic(), stored=True)
+        self._one = _Running(record, began=self._clock.monotonic(), stored=True, known=True)
         logger.info("resumes %s", record)
 
     def forget(self) -> None:
@@ -275,6 +282,9 @@ class Switching:
         )
 
     async def _enter(self, one: _Running, phase: _Phase) -> None:
+        if needs_new_id(one):
+            id = await self._target.new_id(one.record.id)
+            one.record = msgspec.structs.replace(one.record, id=id)
         await enter(one, phase, self._key, self._store, self._records)
 
     async def _end(self, one: _Running, outcome: str) -> None:

@@ -52,6 +52,16 @@ class Target:
         await self._swap(old, new)
         return version
 
+    async def new_id(self, above: int) -> int:
+        """A version for a change that was recorded as wanted, and not stored itself.
+
+        above: its id before. Raises Unavailable when another writer was faster.
+        """
+        old, record = await self._read()
+        version = max(self._version(old, record), above) + 1
+        await self._swap(old, msgspec.structs.replace(record, version=version))
+        return version
+
     async def reached(self, manual: Mapping[str, int]) -> None:
         """These numbers of an operator are reached. Raises Unavailable."""
         old, record = await self._read()

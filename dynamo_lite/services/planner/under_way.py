@@ -5,6 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from dynamo_lite.policy.planner_inputs import Operation
 from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol import names
@@ -66,7 +68,7 @@ class UnderWay:
             )
             if record is not None:
                 self._running[record.id] = RunningOperation(
-                    record, began=now, resumed=True, stored=True
+                    record, began=now, resumed=True, stored=True, known=True
                 )
                 logger.info("resumes %s", record)
 
@@ -134,6 +136,14 @@ class UnderWay:
         """Its record is stored by `enter`."""
         self._running[record.id] = one = RunningOperation(record, began=self._clock.monotonic())
         return one
+
+    async def renumber(self, one: RunningOperation, id: int) -> None:
+        """Raises StoreUnavailable."""
+        # The put that failed may have stored it.
+        await self._store.delete(self._key(one.record))
+        del self._running[one.record.id]
+        one.record = msgspec.structs.replace(one.record, id=id)
+        self._running[id] = one
 
     def get(self, operation: int) -> RunningOperation | None:
         return self._running.get(operation)
