@@ -1,14 +1,31 @@
 """A whole cluster with a prefill worker that hangs during a burst of long prompts."""
 
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import pytest
+
+from dynamo_lite.policy import steal_back
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
+from dynamo_lite.simulation.loop.scheduler import START_S
+from dynamo_lite.simulation.loop.trace import Trace
 from dynamo_lite.simulation.play import play_scenario
 from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
 #: Shorter than the time after which it counts as unresponsive.
 STANDS_S = 3.5
+#: In which all engines look once: they look every 0.1 s, at the end of a step.
+LOOKS_S = 0.2
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One prompt that was taken back."""
+
+    at_s: float
+    engine: str
 
 
 def ask(number: int, at_s: float) -> Ask:
@@ -23,19 +40,14 @@ def ask(number: int, at_s: float) -> Ask:
     )
 
 
-def burst(kind: FaultKind, decode: int = 1) -> Mapping[str, int]:
-    """First a standstill until all is given up: the engines learn how fast they compute. Then one
-    that is over before the worker is given up; it begins when the second prompt of ten comes."""
-    learn = [ask(number, 3.0) for number in range(2 * decode)]
-    warm = [ask(number, 14.0 + number / 10) for number in range(10, 10 + 2 * decode)]
-    many = [ask(number, 16.0 + number / 100) for number in range(20, 30)]
-    faults = (
-        Fault(at_s=2.9, kind=kind, target="prefill-0", for_s=9.0),
-        Fault(at_s=16.215, kind=kind, target="prefill-0", for_s=STANDS_S),
-    )
+def played(
+    asks: Sequence[Ask], *standstills: Fault, decode: int, seed: int = 1
+) -> tuple[Mapping[str, int], list[Taken]]:
+    """Counts, and what was taken back. All requests are answered, and every invariant holds."""
+    trace = Trace(on=True)
     played = play_scenario(
         Scenario(
-            seed=1,
+            seed=seed,
             profile="burst",
             decode=decode,
             prefill=1,
@@ -48,25 +60,100 @@ def burst(kind: FaultKind, decode: int = 1) -> Mapping[str, int]:
             slowest_write_s=0.01,
             token_s=0.001,
             quiet_at_s=25.0,
-            faults=faults,
-            asks=(*learn, *warm, *many),
-        )
+            # The first standstill lasts until all is given up: the engines learn how fast they
+            # compute.
+            faults=(
+                Fault(at_s=2.9, kind=standstills[0].kind, target="prefill-0", for_s=9.0),
+                *standstills,
+            ),
+            asks=tuple(asks),
+        ),
+        trace=trace,
     )
     assert played.violations == []
-    assert played.counts["request length"] == len(learn) + len(warm) + len(many)
-    return played.counts
+    assert played.counts["request length"] == len(asks)
+    taken = [
+        Taken(at_s - START_S, process.partition(".")[0])
+        for at_s, process, text in trace.lines
+        if "is taken back after" in text
+    ]
+    assert len(taken) == played.counts["remote/taken_back"]
+    return played.counts, taken
+
+
+def burst(kind: FaultKind, decode: int = 1) -> tuple[Mapping[str, int], list[Taken]]:
+    """A standstill that is over before the worker is given up; it begins when the second prompt of
+    ten comes."""
+    learn = [ask(number, 3.0) for number in range(2 * decode)]
+    warm = [ask(number, 14.0 + number / 10) for number in range(10, 10 + 2 * decode)]
+    many = [ask(number, 16.0 + number / 100) for number in range(20, 30)]
+    stands = Fault(at_s=16.215, kind=kind, target="prefill-0", for_s=STANDS_S)
+    return played([*learn, *warm, *many], stands, decode=decode)
 
 
 def test_prompts_are_taken_back_one_by_one_and_the_rest_is_served_later():
     for kind in (FaultKind.PAUSE, FaultKind.COMPONENT_PAUSE):
-        counts = burst(kind)
-        assert 1 <= counts["remote/taken_back"] <= 8
-        taken = counts["steal_look/overdue"] + counts.get("steal_look/queue_long", 0)
-        assert counts["remote/taken_back"] == taken
+        counts, taken = burst(kind)
+        assert 1 <= len(taken) <= 8
+        looks = counts["steal_look/overdue"] + counts.get("steal_look/queue_long", 0)
+        assert len(taken) == looks
         assert counts["remote/committed"] >= 2 + 1
         assert counts["steal_look/prefill_here"] > 0
 
 
-def test_two_engines_take_back_what_is_theirs():
-    counts = burst(FaultKind.PAUSE, decode=2)
-    assert counts["remote/taken_back"] >= 2
+def test_two_engines_take_back_what_is_theirs_one_at_a_time():
+    _, taken = burst(FaultKind.PAUSE, decode=2)
+    assert 2 <= len(taken) <= 8
+    for engine in ("decode-0", "decode-1"):
+        times = [one.at_s for one in taken if one.engine == engine]
+        assert times
+        # In between it computes the one before: about 100 tokens at a millisecond each.
+        assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(times))
+
+
+@dataclass(frozen=True)
+class Herd:
+    """Eight engines have one queued prompt each when the prefill worker stands still."""
+
+    #: Queued when they become overdue.
+    queued: int
+    #: The most that were taken back while all engines looked once.
+    at_once: int
+    #: What the prefill worker found when it went on, soon after they became overdue.
+    found: int
+
+
+def herd(seed: int) -> Herd:
+    engines, at_s = 8, 18.0
+    learn = [ask(number, 3.0) for number in range(2 * engines)]
+    warm = [ask(100 + number, 14.0 + number / 5) for number in range(2 * engines)]
+    many = [ask(200 + number, at_s) for number in range(engines)]
+    stands = Fault(at_s=at_s - 0.01, kind=FaultKind.PAUSE, target="prefill-0", for_s=1.5)
+    _, taken = played([*learn, *warm, *many], stands, decode=engines, seed=seed)
+    times = [one.at_s - at_s for one in taken if one.at_s > at_s]
+    overdue = [time for time in times if time > steal_back.PATIENCE_S]
+    return Herd(
+        queued=engines - (len(times) - len(overdue)),
+        at_once=max(sum(0 <= time - first < LOOKS_S for time in overdue) for first in overdue),
+        found=engines - len(times),
+    )
+
+
+def spread() -> tuple[bool, bool]:
+    """Of three clusters: whether at most half of the engines have acted at once, and whether the
+    prefill worker found a third of the prompts. While the wait is below twice the target, an engine
+    acts with a probability below one half."""
+    herds = [herd(seed) for seed in (1, 3, 6)]
+    queued = sum(one.queued for one in herds)
+    at_once, found = sum(one.at_once for one in herds), sum(one.found for one in herds)
+    return 2 * at_once <= queued, 3 * found >= queued
+
+
+def test_engines_that_see_the_same_do_not_act_at_once_and_leave_work_for_the_worker():
+    assert spread() == (True, True)
+
+
+def test_without_the_coin_they_act_at_once_and_leave_nothing(monkeypatch: pytest.MonkeyPatch):
+    """So the test before this one can fail."""
+    monkeypatch.setattr(steal_back, "coin", lambda attempt, number: 0.0)
+    assert spread() == (False, False)

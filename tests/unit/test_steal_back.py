@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo_lite.policy import steal_back
 from dynamo_lite.policy.steal_back import (
     PATIENCE_S,
     LeaveQueued,
@@ -123,6 +124,37 @@ def test_more_streams_never_make_it_take_one_that_it_left(
 def test_a_coin_is_below_one_and_always_the_same(attempt: str, number: int):
     assert 0 <= coin(attempt, number) < 1
     assert coin(attempt, number) == coin(attempt, number)
+
+
+def rounds(engines: int) -> list[int]:
+    """How many act in each round of looks, 0.1 s apart, when workers stand still: each engine has
+    one prompt, and all become worth taking back at the same moment."""
+    queued, acted = {f"{i:032x}" for i in range(engines)}, list[int]()
+    for number in range(1, 40):
+        # The target is 0.5 s.
+        late = replace(LATE, waited_s=1.0 + PATIENCE_S + 0.5 + 0.1 * number)
+        acts = {
+            attempt
+            for attempt in queued
+            if isinstance(looked(replace(late, attempt=attempt), number=number), TakeBack)
+        }
+        queued -= acts
+        acted.append(len(acts))
+    assert not queued
+    return acted
+
+
+def test_workers_that_go_on_soon_find_most_prompts_in_the_queue():
+    """No look is that of a herd, and in the end all prompts are taken back."""
+    acted = rounds(1000)
+    assert 0 < max(acted) < 300
+    assert sum(acted[:2]) < 500
+
+
+def test_without_the_coin_all_act_in_the_first_look(monkeypatch: pytest.MonkeyPatch):
+    """So the test before this one can fail."""
+    monkeypatch.setattr(steal_back, "coin", lambda attempt, number: 0.0)
+    assert rounds(1000)[0] == 1000
 
 
 @pytest.mark.parametrize("wait_s", [0.6, 1.0, 2.0, 10.0])
