@@ -39,11 +39,12 @@ async def decode_engine(
     namespace: str,
     secret: Path,
     done: asyncio.Queue[WriterDone],
+    engine_id: str = ENGINE,
     config: QueueConfig | None = None,
     holders: dict[str, int] | None = None,
     promised: set[tuple[str, int]] | None = None,
 ) -> AsyncIterator[PrefillQueue]:
-    """Grants every claim of an attempt on `ENGINE` that is not over, accepts the promises of
+    """Grants every claim of an attempt on this engine that is not over, accepts the promises of
     writers that leave, and puts what the writers say at the end into `done`. Yields its queue.
 
     holders: has, for each attempt that is claimed and not over, the lease of its writer. promised:
@@ -60,7 +61,7 @@ async def decode_engine(
             # Its writer was killed between its last message and the acknowledgement of the job.
             return encode(ClaimRefused(reason="unknown or ended attempt"))
         held[asked.attempt] = asked.writer_lease_id
-        grant = grant_for(asked, prefill_job(asked.attempt, engine_id=ENGINE))
+        grant = grant_for(asked, prefill_job(asked.attempt, engine_id=engine_id))
         return encode(Granted(grant=seals.sealed(grant)))
 
     async def stays(payload: bytes) -> bytes:
@@ -90,10 +91,10 @@ async def decode_engine(
             (names.listen_subject, listen),
             (names.writer_done_subject, ended),
         ):
-            await enter(messaging.serve(subject(namespace, ENGINE), handler))
+            await enter(messaging.serve(subject(namespace, engine_id), handler))
         lease = await enter(store.lease(30))
-        metadata = engine_metadata(ENGINE, lease.id, num_blocks=16)
-        key = names.nixl_metadata_key(namespace, ENGINE)
+        metadata = engine_metadata(engine_id, lease.id, num_blocks=16)
+        key = names.nixl_metadata_key(namespace, engine_id)
         await store.put(key, encode_engine(metadata), lease=lease)
         config = config or QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
         yield await enter(open_queue(nats_url, namespace, config, str(secret)))
