@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_lite.policy.drain import Safe
 from dynamo_lite.protocol.errors import Refused, UnknownWorker
-from dynamo_lite.protocol.planner import OperationRecord, Phase, RoleCounts
+from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
@@ -134,7 +134,7 @@ class Operations:
         act_s = self._may_act()
         await step(one, work, refused, within_s=act_s, clock=self._clock, what=what)
 
-    async def _store_phase(self, one: RunningOperation, phase: Phase) -> None:
+    async def _store_phase(self, one: RunningOperation, phase: ChangePhase) -> None:
         if needs_new_id(one):
             await self._under_way.renumber(one, await self._target.new_id(one.record.id))
         await self._under_way.enter(one, phase)
