@@ -51,14 +51,16 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeScheduler:
-    """block_size: in tokens. new_attempt, new_grant: return new ids. hash_block_size: see
-    `SingleFlight`. overlapping_steps: how many steps the engine may have in flight.
-    step_tokens: most tokens of a step."""
+    """block_size: in tokens. cache: see `Resumes`. kept_free: blocks that a new prompt must leave
+    free. new_attempt, new_grant: return new ids. hash_block_size: see `SingleFlight`.
+    overlapping_steps: how many steps the engine may have in flight. step_tokens: most tokens of
+    a step."""
 
     def __init__(
         self,
         config: EngineConfig,
         block_size: int,
+        pool: BlockPool,
         *,
         outside: ServerClients,
         open_bridge: OpenBridge,
@@ -66,12 +68,14 @@ class DecodeScheduler:
         ledger: Ledger | None = None,
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
         new_grant: Callable[[], int] = lambda: secrets.randbits(63) or 1,
+        cache: CacheBlocks | None = None,
+        kept_free: int = 0,
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
         step_tokens: int = 2048,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
-        self._block_size, self._clock = block_size, clock
+        self._block_size, self._pool, self._clock = block_size, pool, clock
         now = clock.monotonic
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
@@ -93,6 +97,7 @@ class DecodeScheduler:
         self._costs = CostLearning(
             prefills,
             stats,
+            pool,
             overlapping_steps=overlapping_steps,
             budget=step_tokens,
             block_size=block_size,
@@ -103,10 +108,11 @@ class DecodeScheduler:
         )
         self._decider = Decider(self._net, tuning, prefills, self._rate, self._costs, now)
         self._flights = SingleFlight(hash_block_size, prefills, stats, now)
-        self._resumes = Resumes(block_size, stats, lambda: len(self._net.workers.usable))
+        self._resumes = Resumes(block_size, stats, lambda: len(self._net.workers.usable), cache)
         self._jobs = JobMaker(
             config.engine_id,
             block_size,
+            pool,
             self._book,
             prefills,
             self._flights,
@@ -115,23 +121,15 @@ class DecodeScheduler:
             new_attempt,
             overlapping_steps,
         )
-        self._passing = passing = Passing()
+        self._passing = passing = Passing(kept_free)
         prefills.on_decided.add(lambda prefill, _: passing.allocated(prefill.request_id))
         prefills.on_decided.add(self._costs.decided)
         prefills.on_resumed.add(self._rate.add_remote)
         self.bridge = open_bridge(self._net.session)
+        #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
-        self._pool: BlockPool | None = None
         self._step = DecodeStep()
         self._stepped_at = now()
-
-    def bind_block_pool(
-        self, pool: BlockPool, cache: CacheBlocks | None = None, kept_free: int = 0
-    ) -> None:
-        """cache: None if the engine caches no prefixes. kept_free: blocks that a new prompt
-        must leave free."""
-        self._costs.pool = pool
-        self._pool, self._resumes.cache, self._passing.kept_free = pool, cache, kept_free
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
@@ -148,7 +146,6 @@ class DecodeScheduler:
         if prefill is not None and prefill.allocated and not prefill.may_retry:
             self.prefills.looked_up(prefill, cached)
             return 0, False
-        assert self._pool is not None
         # vLLM ignores None for a request that must not read the prefix cache.
         if transferable and self._passing.skips(
             request.request_id, self._pool.get_num_free_blocks()
@@ -171,8 +168,7 @@ class DecodeScheduler:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
         prefill = self.prefills.allocated(request)
         if prefill is not None and external:
-            assert self._pool is not None
-            self._jobs.begin(prefill, request, self._pool, block_ids, external)
+            self._jobs.begin(prefill, request, block_ids, external)
 
     def build_step(
         self,
@@ -186,14 +182,13 @@ class DecodeScheduler:
         scheduled: how many tokens the step computes, by request. load: their sums; None
         where `learns` is false.
         """
-        assert self._pool is not None
         self._stepped_at = now = self._clock.monotonic()
         self._passing.end_step(self._pool.get_num_free_blocks())
         self.prefills.stepped()
         self._costs.step(load, scheduled or {}, now)
         self._rate.step(scheduled or {}, now)
         self._apply(self._steals.step(scheduled or {}, now), fresh=True)
-        for job in self._jobs.take(self._pool, filling):
+        for job in self._jobs.take(filling):
             self._step.expect[job.attempt] = job.request_id
             self._step.blocks[job.attempt] = tuple(job.block_ids)
             self.bridge.submit(self._net.push(job))
@@ -269,7 +264,6 @@ class DecodeScheduler:
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
         """Carries out instructions about blocks and requests. fresh: the instructions for the
         network have not been carried out yet."""
-        assert self._pool is not None
         for instruction in instructions:
             if isinstance(instruction, Hold):
                 blocks: list[Block] = [self._pool.blocks[i] for i in instruction.block_ids]
@@ -295,7 +289,7 @@ class DecodeScheduler:
 
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread, without the ledger's lock."""
-        if self.metadata is None or self._pool is None:
+        if self.metadata is None:
             return None
         ledger = self._book.ledger
         return EngineStatus(
