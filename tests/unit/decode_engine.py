@@ -197,8 +197,6 @@ class Decode:
         )
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
-        self.writer_events: Any = self.net._writer_events
-        self.writer_events._messaging = self.messaging
         self.use(self.queue)
         workers = self.net.workers
         self.writers = workers._roster = workers._health = Writers()
@@ -207,8 +205,12 @@ class Decode:
 
     def use(self, queue: Any) -> None:
         """The engine's jobs go to this queue from now on."""
-        self.queue = self.net._queue = queue
-        self.net.events.connect(queue, self.messaging)
+        self.queue = queue
+        self.net._connected = self.net._connect(queue, self.messaging)
+
+    @property
+    def writer_events(self) -> Any:
+        return self.net._connected.writer_events
 
     def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
         """The bridge reads the queue."""
