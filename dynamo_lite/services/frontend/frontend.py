@@ -109,24 +109,21 @@ class Frontend:
 
     async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
         await import_in_thread("dynamo_lite.vllm.frontend.rust_edge")
-        from dynamo_lite.vllm.frontend.rust_core import RustCore
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
         config = self._config
         if config.edge_binary is None:
             raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
-        timeout_s = min(config.default_request_timeout_s, config.max_request_timeout_s)
-        core = RustCore(timeout_s=timeout_s, tracer=host.tracer)
-        intake = await self._dispatcher.open_intake(host, core.on_deltas, core.on_ended)
         return await self._stack.enter_async_context(
             open_rust_edge(
                 self._spec.engine_args,
                 Path(config.edge_binary),
                 sock,
                 url,
-                core,
-                intake,
+                partial(self._dispatcher.open_intake, host),
+                timeout_s=min(config.default_request_timeout_s, config.max_request_timeout_s),
                 grace_s=self._spec.grace_s,
+                tracer=host.tracer,
             )
         )
 
