@@ -1,12 +1,13 @@
 """Decode workers without one of their safeguards, which the simulation must detect."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
@@ -52,16 +53,21 @@ class _NoQuarantine(Ledger):
         return super()._withdraw(entry, outcome, detail)
 
 
-class _NoPrefixHold(DecodeScheduler):
-    def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
-        super()._apply([self._less(one) for one in instructions], fresh=fresh)
+class _NoPrefixHoldEvents(EngineEvents):
+    def _carry_out_here(self, instructions: Iterable[Instruction]) -> None:
+        super()._carry_out_here([self._less(one) for one in instructions])
 
     def _less(self, instruction: Instruction) -> Instruction:
         if not isinstance(instruction, Hold):
             return instruction
-        assert self._pool is not None
         blocks = [self._pool.blocks[i] for i in instruction.block_ids]
         return Hold(instruction.attempt, tuple(b.block_id for b in blocks if b.key is None))
+
+
+class _NoPrefixHold(DecodeScheduler):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._events.__class__ = _NoPrefixHoldEvents
 
 
 class NoPrefixHold(Shipped):
@@ -111,7 +117,7 @@ class UngrantedCommits(Shipped):
 
 class _NoAttemptId(DecodeScheduler):
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
-        self._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
+        self._prompts._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
         super().state_after_alloc(request, block_ids, external)
 
 

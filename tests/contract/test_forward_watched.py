@@ -103,9 +103,8 @@ async def served(c: Cluster, messaging: Messaging) -> AsyncIterator[str]:
     """The URL of the page, as a Frontend serves it."""
     viewers = Viewers(lambda: Observer(c.store, messaging, c.namespace), period_s=0.1, linger_s=0.0)
     sock = bind("127.0.0.1", 0)
-    dashboard = Dashboard(vllm_app, viewers, any_name=False)
+    dashboard = Dashboard(vllm_app, viewers, lambda scope: server.disconnect(scope), any_name=False)
     server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
-    dashboard.disconnect = server.disconnect
     await server.start()
     try:
         yield f"{url_of(sock)}/dashboard"

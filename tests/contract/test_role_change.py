@@ -52,7 +52,7 @@ class Engine:
         file = folder / "first.engine.json"
         write_engine_config(file, config)
         flags = [f"--model={model}", "--kv-cache-memory-bytes=1048576", f"--block-size={BLOCK}"]
-        self.config = vllm_config(flags, config, file, None)
+        self.config = vllm_config(flags, config, file)
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.float32
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import RankResults
@@ -152,6 +153,7 @@ class Decode:
         hash_block_size: int | None = BLOCK,
         secret_file: str | None = None,
         overlapping_steps: int = 1,
+        cache: CacheBlocks | None = None,
     ):
         self.clock, self.pool, self.taken = clock, FakePool(), {}
         self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
@@ -183,6 +185,7 @@ class Decode:
                 secret_file=secret_file,
             ),
             BLOCK,
+            self.pool,
             clients=self.clients,
             open_bridge=Bridge,
             clock=clock,  # type: ignore[arg-type]
@@ -190,12 +193,10 @@ class Decode:
             new_attempt=lambda: self.new_attempt(),
             hash_block_size=hash_block_size,
             overlapping_steps=overlapping_steps,
+            cache=cache,
         )
-        self.half.bind_block_pool(self.pool)
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
-        self.writer_events: Any = self.net._writer_events
-        self.writer_events._messaging = self.messaging
         self.use(self.queue)
         workers = self.net.workers
         self.writers = workers._roster = workers._health = Writers()
@@ -204,8 +205,12 @@ class Decode:
 
     def use(self, queue: Any) -> None:
         """The engine's jobs go to this queue from now on."""
-        self.queue = self.net._queue = queue
-        self.net.events.connect(queue, self.messaging)
+        self.queue = queue
+        self.net._connected = self.net._connect(queue, self.messaging)
+
+    @property
+    def writer_events(self) -> Any:
+        return self.net._connected.writer_events
 
     def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
         """The bridge reads the queue."""

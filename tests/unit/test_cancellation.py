@@ -676,7 +676,7 @@ def test_an_engine_that_takes_a_request(
         cores.append(EngineCore())
         return cores[-1]
 
-    monkeypatch.setattr(running_core, "vllm_config", lambda *_: vllm_config)
+    monkeypatch.setattr(running_core, "vllm_config", lambda *_, **__: vllm_config)
     monkeypatch.setattr(running_core.Executor, "get_class", lambda _: None)
     monkeypatch.setattr(running_core.EngineCoreClient, "make_async_mp_client", make_client)
 

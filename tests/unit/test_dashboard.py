@@ -77,9 +77,15 @@ async def serving(*, any_name: bool = False, stream_s: float = 60.0, **how: Any)
     counting = Counting()
     viewers = Viewers(counting.open, **{"most": 2, "period_s": 0.02, "linger_s": 0.0, **how})
     sock = bind("127.0.0.1", 0)
-    dashboard = Dashboard(vllm_app, viewers, any_name=any_name, stream_s=stream_s, send_s=0.3)
+    dashboard = Dashboard(
+        vllm_app,
+        viewers,
+        lambda scope: server.disconnect(scope),
+        any_name=any_name,
+        stream_s=stream_s,
+        send_s=0.3,
+    )
     server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
-    dashboard.disconnect = server.disconnect
     await server.start()
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:

@@ -411,7 +411,7 @@ async def taught(decode: Decode, clock: ManualClock) -> None:
 
 async def test_the_engine_learns_the_times_of_its_steps(decode: Decode, clock: ManualClock):
     steps(decode, clock, 100)
-    times = decode.half._costs.policy.costs.steps
+    times = decode.half._measured.costs.policy.costs.steps
     assert times.prefills == pytest.approx(50, rel=0.1)
     assert times.work_s(work_of(1000, 0)) == pytest.approx(0.1, rel=0.1)
     assert times.decode_s(StepLoad(0, 0.0, 1, 100)) == pytest.approx(0.01, rel=0.1)
@@ -514,13 +514,13 @@ async def test_a_prompt_whose_remote_prefill_failed_counts_as_computed_here(
     decode: Decode, clock: ManualClock
 ):
     await taught(decode, clock)
-    before = decode.half._costs.policy.costs._local_rate.per_s(clock.now)
+    before = decode.half._measured.costs.policy.costs._local_rate.per_s(clock.now)
     decode.admit(prompt("r1", 30))
     [attempt] = decode.half.build_step().expect
     await decode.network()
     assert await decode.claim(attempt) == Granted()
     decode.output(failed=["r1"])
-    assert decode.half._costs.policy.costs._local_rate.per_s(clock.now) > before
+    assert decode.half._measured.costs.policy.costs._local_rate.per_s(clock.now) > before
 
 
 async def test_before_anything_is_learned_the_thresholds_decide(decode: Decode):

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(model: Path, link: EngineConfig | None, *flags: str) -> Any:
     flags = (f"--model={model}", "--kv-cache-memory-bytes=1048576", *flags)
-    return vllm_config(list(flags), link, model / "link.json", None)
+    return vllm_config(list(flags), link, model / "link.json")
 
 
 def test_defaults_are_those_of_vllm_s_server(model: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from dynamo_lite.policy.kv_chain import chain_hashes
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
-from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
+from dynamo_lite.vllm.engine.kv_events import followed, kv_events_config
 
 BLOCK = 4
 TOKENS = list(range(50, 62))
@@ -21,7 +21,7 @@ def config(*, caching: bool = True, replicas: int = 1) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=caching),
         parallel_config=SimpleNamespace(data_parallel_size=replicas),
-        kv_events_config="set",
+        kv_events_config=kv_events_config(),
     )
 
 
@@ -30,8 +30,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.drops: list[str] = []
-        self.events = VllmKvEvents(self.drops.append)
-        assert self.events.attach(config())
+        events = followed(config(), self.drops.append)
+        assert events is not None
+        self.events = events
         self.number = 0
 
     def __call__(self, *events: Any) -> list[Any]:
@@ -149,5 +150,5 @@ def test_tokens_that_do_not_fit_are_dropped():
 @pytest.mark.parametrize("other", [{"caching": False}, {"replicas": 2}])
 def test_engines_without_one_prefix_cache_are_not_followed(other: dict):
     engine = config(**other)
-    assert not VllmKvEvents().attach(engine)
+    assert followed(engine) is None
     assert engine.kv_events_config is None

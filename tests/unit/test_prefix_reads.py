@@ -220,11 +220,12 @@ class Half:
         self.half = PrefillScheduler(
             link,
             BLOCK,
+            None,  # type: ignore[arg-type]
+            lambda name: self.blocks[name],
             clients=None,  # type: ignore[arg-type]
             open_bridge=lambda _: None,  # type: ignore[arg-type]
         )
         self.blocks: dict[str, list[int]] = {}
-        self.half.bind_block_pool(None, lambda name: self.blocks[name])  # type: ignore[arg-type]
 
     def job(self, name: str = "a1", tokens: int = 26, prefix: int = 4) -> Any:
         """Blocks 50.. are the decode engine's prefix, 60.. those to be written."""

@@ -319,8 +319,7 @@ class Lost:
         """The blocks that the scheduler half gives to the prefix cache, however late the
         messages arrive."""
         tokens: list[int] = []
-        engine = Engine(ManualClock())
-        engine.half.bind_block_pool(engine.pool, lambda _, upto: tokens.append(upto))
+        engine = Engine(ManualClock(), cache=lambda _, upto: tokens.append(upto))
         assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
         engine.clock.now += TIMEOUT_S
         assert engine.half.build_step().give_up

@@ -153,9 +153,8 @@ class Caching(Engine):
     """cached: request -> tokens whose blocks the prefix cache was given."""
 
     def __init__(self, clock: ManualClock):
-        super().__init__(clock)
+        super().__init__(clock, cache=self._take)
         self.cached: dict[str, int] = {}
-        self.half.bind_block_pool(self.pool, self._take)
         self.writers.members = (WRITER, OTHER)
 
     def _take(self, request, tokens: int) -> None:

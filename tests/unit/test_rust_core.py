@@ -54,12 +54,13 @@ class Scene(CoreScene):
     ) -> None:
         super().__init__(in_flight, tracer)
         self.sent: list[list[bytes]] = []
-        self.core = RustCore(timeout_s=timeout_s, tracer=tracer)
-        self.core.open(
+        self.core = RustCore(
             self.intake,
             lambda frames: self.sent.append([bytes(f) for f in frames]),
             check or _no_grammar,
             causal=True,
+            timeout_s=timeout_s,
+            tracer=tracer,
         )
 
     async def take(self, kind: EngineCoreRequestType, content: Any) -> None:

@@ -22,7 +22,6 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import url_of
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
-from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
 from tests.vllm.bench_serve import assert_every_token_came, bench_serve
@@ -280,15 +279,17 @@ async def test_parsers_that_do_not_fit_the_model_are_refused_at_the_start(
 ):
     """The check reaches no worker: here is none, and nothing that could look for one."""
     assert BINARY is not None
-    nothing = cast("Intake", None)
+
+    async def nothing(*_: object) -> "Intake":
+        return cast("Intake", None)
+
     flags = [f"--model={MODEL}", "--dtype=float32", *flags]
-    core = RustCore(timeout_s=1.0)
     with (
         bind("127.0.0.1", 0) as sock,
         pytest.raises(StartupError, match=reason) if reason else nullcontext(),
     ):
         url = url_of(sock)
-        async with open_rust_edge(flags, BINARY, sock, url, core, nothing, grace_s=0):
+        async with open_rust_edge(flags, BINARY, sock, url, nothing, timeout_s=1.0, grace_s=0):
             assert not reason, "it serves"
 
 

@@ -11,9 +11,11 @@ import pytest
 from dynamo_lite.policy.migration import MigrationPlan
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.failover import OnEnded
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import url_of
-from dynamo_lite.vllm.frontend.rust_core import RustCore
+from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.unit.frontend_core import CoreScene, RecordingFailover
 from tests.vllm.graph import MODEL
@@ -28,30 +30,36 @@ TEXT = {"model": "tiny", "prompt": [70, 71], "max_tokens": 4}
 class Answering(RecordingFailover):
     """Answers each request with one token. lost: raised after it, in place of the end."""
 
-    def __init__(self, core: RustCore):
+    def __init__(self, intake: Intake):
         super().__init__()
-        self._core = core
         self.lost: WorkerLost | None = None
+        self._intake = intake
+        intake._failover = cast("Any", self)
+
+    async def open_intake(self, on_deltas: OnDeltas, on_ended: OnEnded) -> Intake:
+        self._on_deltas, self._on_ended = on_deltas, on_ended
+        return self._intake
 
     async def submit(self, message: GenerateRequest, movable: MigrationPlan) -> None:
         await super().submit(message, movable)
         reason = "length" if self.lost is None else None
-        self._core.on_deltas([TokenDelta(message.request_id, [72], finish_reason=reason)])
+        self._on_deltas([TokenDelta(message.request_id, [72], finish_reason=reason)])
         if self.lost is not None:
-            self._core.on_ended(message.request_id, self.lost)
+            self._on_ended(message.request_id, self.lost)
 
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Answering, CoreScene, httpx.AsyncClient]]:
     assert BINARY is not None
-    core = RustCore(timeout_s=60.0)
-    scene, failover = CoreScene(in_flight=1), Answering(core)
-    scene.intake._failover = cast("Any", failover)
+    scene = CoreScene(in_flight=1)
+    failover = Answering(scene.intake)
     flags = [f"--model={MODEL}", "--served-model-name=tiny", "--dtype=float32"]
     with bind("127.0.0.1", 0) as sock:
         url = url_of(sock)
         async with (
-            open_rust_edge(flags, BINARY, sock, url, core, scene.intake, grace_s=0),
+            open_rust_edge(
+                flags, BINARY, sock, url, failover.open_intake, timeout_s=60.0, grace_s=0
+            ),
             httpx.AsyncClient(base_url=url, timeout=30) as http,
         ):
             yield failover, scene, http

@@ -8,6 +8,7 @@ comes from writers.
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
 from dynamo_lite.disagg.decode.granting import Granting
@@ -41,10 +42,20 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Connected:
+    """What a session has while its connections are open."""
+
+    queue: PrefillQueue
+    events: LedgerEvents
+    writer_events: WriterEvents
 
 
 class ControlSession:
@@ -72,9 +83,7 @@ class ControlSession:
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._book, self._status = config, config.role, book, status
         self._prefills, self._clients, self._live = prefills, clients, live
-        self._now, self._on_drop = clock.monotonic, on_drop
-        self._queue: PrefillQueue | None = None
-        self.events = LedgerEvents(config, book)
+        self._clock, self._now, self._on_drop = clock, clock.monotonic, on_drop
         self.workers = PrefillWorkers(config, on_drop)
         self.backlog = BacklogExchange(
             config, prefills, lambda: len(self.workers.usable), self._now, on_drop, on_news
@@ -83,18 +92,9 @@ class ControlSession:
             config, self.workers, live, lambda: self.backlog.rank, self._now, on_drop, on_news
         )
         seals = GrantSeals.of_file(config.secret_file)
-        self._writer_events = WriterEvents(
-            config,
-            book,
-            self.events,
-            prefills,
-            self.workers,
-            self.backlog,
-            Granting(book, config.engine_id, seals, new_grant),
-            clock,
-            on_drop,
-            self._on_usable_change,
-        )
+        self._granting = Granting(book, config.engine_id, seals, new_grant)
+        #: None until the session is open: before that nothing is submitted to the bridge.
+        self._connected: _Connected | None = None
         #: Whether the component has announced that it shuts down.
         self.leaving = False
         self.listening = PollWindow(self._now)
@@ -108,15 +108,16 @@ class ControlSession:
             enter = stack.enter_async_context
             on_failure = await enter(needed())
             messaging = await enter(self._clients.messaging())
-            self._queue = queue = await enter(self._clients.queue(self._role.queue))
-            self.events.connect(queue, messaging)
+            queue = await enter(self._clients.queue(self._role.queue))
+            self._connected = connected = self._connect(queue, messaging)
+            writer_events = connected.writer_events
             store = await enter(self._clients.store())
             seals = RecordSeals.of_file(config.secret_file)
             await enter(
                 self._live.follow(store, config.namespace, self._on_drop, seals, on_failure)
             )
             await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
-            await enter(self._writer_events.serving(messaging))
+            await enter(writer_events.serving())
             for name, where, handler in (
                 (names.leave_subject, "leave", self._on_leave),
                 (names.poll_subject, "poll", self._on_poll),
@@ -127,14 +128,20 @@ class ControlSession:
                 await enter(messaging.serve(name(*subject), handler))
             await enter(self.backlog.running(messaging, on_failure))
             await enter(self.queue_watch.running(queue, messaging, on_failure))
-            async with self.events.running(on_failure):
-                self.workers.listen(self._writer_events.on_members, self._writer_events.on_health)
+            async with connected.events.running(on_failure):
+                self.workers.listen(writer_events.on_members, writer_events.on_health)
                 with queue.on_lost(self._on_queue_lost):
                     yield
 
+    @property
+    def events(self) -> LedgerEvents:
+        """Of the open session."""
+        assert self._connected is not None
+        return self._connected.events
+
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
-        assert self._queue is not None
+        assert self._connected is not None
         self.backlog.changed()
         blocks = blocks_digest(job.block_ids, job.prefix_block_ids)
         with self._book.lock:
@@ -145,7 +152,9 @@ class ControlSession:
             return
         try:
             lane = self.backlog.lane_of(job_tokens(job), job.priority)
-            sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt, lane=lane)
+            sequence = await self._connected.queue.push(
+                encode_sealed(job), message_id=job.attempt, lane=lane
+            )
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
             logger.info(
                 "request %s: computed locally, the job was not queued: %s", job.request_id, exc
@@ -162,6 +171,23 @@ class ControlSession:
         else:
             self._prefills.published(job.attempt)
             await self.events.apply(lambda ledger: ledger.published(job.attempt, sequence), *about)
+
+    def _connect(self, queue: PrefillQueue, messaging: Messaging) -> _Connected:
+        events = LedgerEvents(self._config, self._book, queue, messaging)
+        writer_events = WriterEvents(
+            self._config,
+            self._book,
+            events,
+            self._prefills,
+            self.workers,
+            self.backlog,
+            self._granting,
+            messaging,
+            self._clock,
+            self._on_drop,
+            self._on_usable_change,
+        )
+        return _Connected(queue, events, writer_events)
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()

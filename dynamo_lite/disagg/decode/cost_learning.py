@@ -45,15 +45,15 @@ class CostLearning:
         self,
         prefills: RemotePrefills,
         stats: Counters,
+        pool: BlockPool,
         *,
         overlapping_steps: int,
         budget: int,
         block_size: int,
     ):
-        self._prefills, self._stats = prefills, stats
+        self._prefills, self._stats, self._pool = prefills, stats, pool
         self._budget, self._block_size = budget, block_size
         self.policy = CostPolicy()
-        self.pool: BlockPool | None = None
         self._load = StepLoad()
         self._steps: deque[_Step] = deque(maxlen=overlapping_steps)
         self._stepped_at = 0.0
@@ -176,11 +176,10 @@ class CostLearning:
             self._stats.append(f"{COST_ERROR}/{side}", wrong)
 
     def _here(self) -> EngineState:
-        assert self.pool is not None
         ahead = PromptWork()
         for prefill in self._prefills.computing.values():
             if (left := prefill.left_tokens) > 0:
                 ahead += work_of(left, prefill.prompt_tokens - left)
-        blocks = self.pool.num_gpu_blocks
-        usage = 1 - self.pool.get_num_free_blocks() / blocks
+        blocks = self._pool.num_gpu_blocks
+        usage = 1 - self._pool.get_num_free_blocks() / blocks
         return EngineState(self._load, ahead, self._budget, blocks * self._block_size, usage)

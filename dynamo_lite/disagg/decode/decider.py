@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dynamo_lite.disagg.decode.control_session import ControlSession
-from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
+from dynamo_lite.disagg.decode.measurements import Measurements
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
@@ -22,12 +21,11 @@ class Decider:
         net: ControlSession,
         live: LiveThresholds,
         prefills: RemotePrefills,
-        rate: PrefillRate,
-        costs: CostLearning,
+        measured: Measurements,
         now: Callable[[], float],
     ):
-        self._net, self._live, self._prefills, self._rate = net, live, prefills, rate
-        self._costs, self._now = costs, now
+        self._net, self._live, self._prefills = net, live, prefills
+        self._measured, self._now = measured, now
 
     def decide(
         self, request: Prompt, cached: int, transferable: bool, known: RemotePrefill | None
@@ -60,7 +58,7 @@ class Decider:
             )
             if usual.reason is DecisionReason.CACHED and _was_served(known):
                 usual = Local(DecisionReason.SINGLE_FLIGHT)
-            verdict, opinion, propensity = self._costs.decide(
+            verdict, opinion, propensity = self._measured.costs.decide(
                 request.request_id,
                 request.num_prompt_tokens - cached,
                 cached,
@@ -70,7 +68,7 @@ class Decider:
                 at,
                 left_s,
             )
-        rates = self._rate.rates
+        rates = self._measured.rate.rates
         return Decided(
             verdict, at, cached, queue, effective, rates, usual, opinion, propensity=propensity
         )

@@ -23,6 +23,7 @@ class JobMaker:
         self,
         engine_id: str,
         block_size: int,
+        pool: BlockPool,
         book: LockedLedger,
         prefills: RemotePrefills,
         flights: SingleFlight,
@@ -31,16 +32,15 @@ class JobMaker:
         new_attempt: Callable[[], str],
         overlapping_steps: int,
     ):
-        self._engine_id, self._block_size = engine_id, block_size
+        self._engine_id, self._block_size, self._pool = engine_id, block_size, pool
         self._book, self._prefills, self._flights = book, prefills, flights
         self._backlog, self._clock, self._new_attempt = backlog, clock, new_attempt
-        self._offers = PrefixOffers(overlapping_steps)
+        self._offers = PrefixOffers(pool, overlapping_steps)
 
     def begin(
         self,
         prefill: RemotePrefill,
         request: Prompt,
-        pool: BlockPool,
         block_ids: Sequence[int],
         external: int,
     ) -> None:
@@ -48,7 +48,7 @@ class JobMaker:
         the step. block_ids: the prompt's blocks.
         """
         size, wanted = self._block_size, request.num_prompt_tokens - 1
-        first = first_awaited(pool, block_ids, (wanted - external) // size)
+        first = first_awaited(self._pool, block_ids, (wanted - external) // size)
         end = -(-wanted // size)
         now, options = self._clock.monotonic(), prefill.decided.effective.options
         job_tokens = wanted - first * size
@@ -89,11 +89,11 @@ class JobMaker:
             self._book.ledger.allocated(request.request_id, attempt, blocks, until)
         self._offers.add(job)
 
-    def take(self, pool: BlockPool, filling: Iterable[int]) -> list[RemotePrefillRequest]:
+    def take(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:
         """Returns the jobs of the step that is being scheduled, and forgets them. filling: blocks
         that this step completes."""
         self._offers.step(filling)
-        return self._offers.take(pool)
+        return self._offers.take()
 
 
 def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:

@@ -25,21 +25,19 @@ class LedgerEvents:
     """Runs on the bridge's thread.
 
     Instructions about blocks are left for the engine's next step. Those for the network are carried
-    out here, from `connect` on. One that fails is logged, and the others are carried out.
+    out here. One that fails is logged, and the others are carried out.
 
     When the ledger itself fails at an event, its state is unknown, and instructions may be lost
     for which a request waits. So that ends the session, see `running`.
     """
 
-    def __init__(self, config: EngineConfig, book: LockedLedger):
+    def __init__(
+        self, config: EngineConfig, book: LockedLedger, queue: PrefillQueue, messaging: Messaging
+    ):
         self._config, self._book = config, book
-        self._queue: PrefillQueue | None = None
-        self._messaging: Messaging | None = None
+        self._queue, self._messaging = queue, messaging
         self._tasks: OwnedTasks | None = None
         self._on_failure: OnFailure = log_failure
-
-    def connect(self, queue: PrefillQueue, messaging: Messaging) -> None:
-        self._queue, self._messaging = queue, messaging
 
     @contextlib.asynccontextmanager
     async def running(self, on_failure: OnFailure = log_failure) -> AsyncIterator[None]:
@@ -95,9 +93,9 @@ class LedgerEvents:
 
     async def _carry_out(self, instruction: Instruction) -> None:
         config = self._config
-        if isinstance(instruction, DeleteJob) and self._queue is not None:
+        if isinstance(instruction, DeleteJob):
             await self._queue.delete(instruction.sequence)
-        elif isinstance(instruction, CancelWriter) and self._messaging is not None:
+        elif isinstance(instruction, CancelWriter):
             cancel = CancelAttempt(attempt=instruction.attempt, engine_id=config.engine_id)
             subject = names.cancel_subject(config.namespace, instruction.writer_lease_id)
             await self._messaging.publish(subject, encode_sealed(cancel))

@@ -29,11 +29,13 @@ class _Short:
 
 
 class Passing:
-    """Runs on the engine's thread. Costs nothing while every prompt fits."""
+    """Runs on the engine's thread. Costs nothing while every prompt fits.
 
-    def __init__(self) -> None:
-        #: Blocks that a new prompt must leave free. Set when the engine has its block pool.
-        self.kept_free = 0
+    kept_free: blocks that a new prompt must leave free.
+    """
+
+    def __init__(self, kept_free: int = 0):
+        self._kept_free = kept_free
         self._short: dict[str, _Short] = {}
         self._skipped: list[str] = []
         #: The request that got an answer and has no blocks yet, and the most that it can need.
@@ -54,7 +56,7 @@ class Passing:
 
     def answered(self, request_id: str, most: int) -> None:
         """The engine allocates the request's blocks next. most: the most that it can need."""
-        self._trying = request_id, most + self.kept_free
+        self._trying = request_id, most + self._kept_free
 
     def allocated(self, request_id: str) -> None:
         """A new prompt has its blocks."""

@@ -33,7 +33,8 @@ class PrefixOffers:
     overlapping_steps: how many steps may be in flight, including the one being scheduled.
     """
 
-    def __init__(self, overlapping_steps: int):
+    def __init__(self, pool: BlockPool, overlapping_steps: int):
+        self._pool = pool
         self._jobs: list[RemotePrefillRequest] = []
         self._filling: deque[frozenset[int]] = deque(maxlen=overlapping_steps)
 
@@ -45,14 +46,14 @@ class PrefixOffers:
         """Adds a job to the step that is being scheduled."""
         self._jobs.append(job)
 
-    def take(self, pool: BlockPool) -> list[RemotePrefillRequest]:
+    def take(self) -> list[RemotePrefillRequest]:
         """Returns the jobs of the step, and forgets them. Call `step` before."""
         jobs, self._jobs = self._jobs, []
-        return [self._vouched(pool, job) for job in jobs]
+        return [self._vouched(job) for job in jobs]
 
-    def _vouched(self, pool: BlockPool, job: RemotePrefillRequest) -> RemotePrefillRequest:
+    def _vouched(self, job: RemotePrefillRequest) -> RemotePrefillRequest:
         """Removes the prefix from the job unless every prefix block is complete and stays so."""
         for block in job.prefix_block_ids:
-            if pool.blocks[block].is_null or any(block in step for step in self._filling):
+            if self._pool.blocks[block].is_null or any(block in step for step in self._filling):
                 return structs.replace(job, prefix_block_ids=[])
         return job

@@ -24,12 +24,17 @@ CacheBlocks = Callable[[Any, int], None]
 
 
 class Resumes:
-    """usable: how many prefill workers are usable; see `again`."""
+    """usable: how many prefill workers are usable; see `again`. cache: None where the engine
+    caches no prefixes."""
 
-    def __init__(self, block_size: int, stats: Counters, usable: Callable[[], int]):
-        self._size, self._stats, self._usable = block_size, stats, usable
-        #: None where the engine caches no prefixes. Set when the engine has its block pool.
-        self.cache: CacheBlocks | None = None
+    def __init__(
+        self,
+        block_size: int,
+        stats: Counters,
+        usable: Callable[[], int],
+        cache: CacheBlocks | None,
+    ):
+        self._size, self._stats, self._usable, self._cache = block_size, stats, usable, cache
 
     def lost(self, prefill: RemotePrefill, now: float) -> bool:
         """The engine is about to take the blocks back. Returns whether another remote prefill
@@ -48,8 +53,8 @@ class Resumes:
             left_s=until - now,
         )
         blocks = prefill.landed_blocks or 0
-        if blocks and self.cache is not None:
-            self.cache(prompt, (prefill.first_block + blocks) * self._size)
+        if blocks and self._cache is not None:
+            self._cache(prompt, (prefill.first_block + blocks) * self._size)
         logger.info(
             "request %s: attempt %s: remote prefill lost (%s), %d blocks are kept; retry: %s (%s)",
             prefill.request_id,

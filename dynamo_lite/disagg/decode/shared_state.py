@@ -44,12 +44,12 @@ class LockedLedger:
 
     @property
     def unfinished(self) -> str:
-        """What its remote prefills still wait for; empty if there are none. Call with the lock
-        held."""
-        waiting, held = self.ledger.waiting, self.ledger.quarantined
-        if waiting or held:
-            return f"{waiting} remote prefills are not over, {held} quarantined"
-        return "instructions wait for a step" if self._for_engine or self._grants else ""
+        """What its remote prefills still wait for; empty if there are none."""
+        with self.lock:
+            waiting, held = self.ledger.waiting, self.ledger.quarantined
+            if waiting or held:
+                return f"{waiting} remote prefills are not over, {held} quarantined"
+            return "instructions wait for a step" if self._for_engine or self._grants else ""
 
     @property
     def awaits_writes(self) -> bool:

@@ -55,6 +55,7 @@ class WriterEvents:
         workers: PrefillWorkers,
         backlog: BacklogExchange,
         granting: Granting,
+        messaging: Messaging,
         clock: Clock,
         on_drop: OnDrop,
         on_usable_change: Callable[[], None],
@@ -62,14 +63,12 @@ class WriterEvents:
         self._namespace, self._engine_id = config.namespace, config.engine_id
         self._book, self._events, self._prefills = book, events, prefills
         self._workers, self._backlog, self._granting = workers, backlog, granting
-        self._clock, self._on_drop = clock, on_drop
+        self._messaging, self._clock, self._on_drop = messaging, clock, on_drop
         self._on_usable_change = on_usable_change
-        self._messaging: Messaging | None = None
 
     @contextlib.asynccontextmanager
-    async def serving(self, messaging: Messaging) -> AsyncIterator[None]:
+    async def serving(self) -> AsyncIterator[None]:
         """Answers writers' messages."""
-        self._messaging = messaging
         async with contextlib.AsyncExitStack() as stack:
             for name, where, handler in (
                 (names.claim_subject, "claim", self.on_claim),
@@ -78,7 +77,7 @@ class WriterEvents:
             ):
                 subject = name(self._namespace, self._engine_id)
                 handler = counted(handler, where, self._on_drop)
-                await stack.enter_async_context(messaging.serve(subject, handler))
+                await stack.enter_async_context(self._messaging.serve(subject, handler))
             yield
 
     def on_members(self, joined: frozenset[int], left: frozenset[int]) -> None:
@@ -189,7 +188,6 @@ class WriterEvents:
 
     async def _check_ended(self, writer_lease_id: int) -> None:
         """Tells a dead writer from a leaving one, which has a while to promise that it stays."""
-        assert self._messaging is not None
         subject = names.alive_subject(self._namespace, writer_lease_id)
         try:
             await self._messaging.request(subject, b"", timeout_s=_ALIVE_TIMEOUT_S)

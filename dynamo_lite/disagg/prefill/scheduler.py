@@ -37,12 +37,14 @@ from dynamo_lite.runtime.drops import counted
 
 
 class PrefillScheduler:
-    """block_size: tokens per block of this engine."""
+    """block_size: tokens per block of this engine. block_ids: see `BlockIds`."""
 
     def __init__(
         self,
         config: EngineConfig,
         block_size: int,
+        pool: BlockPool,
+        block_ids: BlockIds,
         *,
         clients: ServerClients,
         open_bridge: OpenBridge,
@@ -50,14 +52,14 @@ class PrefillScheduler:
     ):
         assert isinstance(config.role, PrefillEngineConfig)
         self._config, self._role, self._block_size = config, config.role, block_size
+        self._pool, self._block_ids = pool, block_ids
         self._clients, self._now = clients, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
         self._introductions = Introductions(self._own_metadata)
         self._link_tests = LinkTestScheduler(self.stats, self._introductions)
+        #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
-        self._block_ids: BlockIds | None = None
-        self._pool: BlockPool | None = None
         #: Jobs before their first step, by request id.
         self._arrived: dict[str, PrefillJobParams] = {}
         #: Jobs that the engine computes or reads a prefix for, by request id.
@@ -70,9 +72,6 @@ class PrefillScheduler:
         self._stopped: dict[str, RunningJob] = {}
         self._step = PrefillStep()
         self._stepped_at = self._now()
-
-    def bind_block_pool(self, pool: BlockPool, block_ids: BlockIds) -> None:
-        self._pool, self._block_ids = pool, block_ids
 
     def num_new_matched_tokens(self, request: Prompt, cached: int) -> tuple[int, bool]:
         """Returns how many tokens beyond `cached` are read from the decode engine, and whether
@@ -127,7 +126,6 @@ class PrefillScheduler:
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
         """scheduled: request id -> number of its tokens that this step computes."""
-        assert self._block_ids is not None
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
         self._link_tests.announce(step)
@@ -246,7 +244,7 @@ class PrefillScheduler:
         return b""
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
-        if self.metadata is None or self._pool is None:
+        if self.metadata is None:
             return None
         return encode(
             EngineStatus(

@@ -19,7 +19,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
-from dynamo_lite.services.frontend.dashboard.app import Dashboard
+from dynamo_lite.services.frontend.dashboard.app import Dashboard, Disconnect
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
@@ -28,7 +28,7 @@ from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Scope
 
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
@@ -109,45 +109,44 @@ class Frontend:
 
     async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
         await import_in_thread("dynamo_lite.vllm.frontend.rust_edge")
-        from dynamo_lite.vllm.frontend.rust_core import RustCore
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
         config = self._config
         if config.edge_binary is None:
             raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
-        timeout_s = min(config.default_request_timeout_s, config.max_request_timeout_s)
-        core = RustCore(timeout_s=timeout_s, tracer=host.tracer)
-        intake = await self._dispatcher.open_intake(host, core.on_deltas, core.on_ended)
         return await self._stack.enter_async_context(
             open_rust_edge(
                 self._spec.engine_args,
                 Path(config.edge_binary),
                 sock,
                 url,
-                core,
-                intake,
+                partial(self._dispatcher.open_intake, host),
+                timeout_s=min(config.default_request_timeout_s, config.max_request_timeout_s),
                 grace_s=self._spec.grace_s,
+                tracer=host.tracer,
             )
         )
 
     async def _serve_http(
         self, host: Host, app: "OpenAiApp", sock: socket.socket, address: str
     ) -> str:
-        asgi = page = self._with_dashboard(host, app.asgi)
+        def disconnect(scope: "Scope") -> None:
+            server.disconnect(scope)
+
+        asgi = self._with_dashboard(host, app.asgi, disconnect)
         if self._spec.instances > 1:
             asgi = await self._with_shared_metrics(host, asgi, address)
         served = asgi if host.probes is None else Probed(asgi, host.probes)
         server = HttpServer(served, sock, app.http, on_drop=host.drops)
-        if isinstance(page, Dashboard):
-            page.disconnect = server.disconnect
         app.state.server = server
         await server.start()
         self._server = server
         self._stack.push_async_callback(server.stop, 0.0)
         return url_of(sock, tls=app.http.tls is not None)
 
-    def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
-        """Adds the dashboard. By default only where HTTP listens on a loopback address."""
+    def _with_dashboard(self, host: Host, app: "ASGIApp", disconnect: Disconnect) -> "ASGIApp":
+        """Adds the dashboard. By default only where HTTP listens on a loopback address.
+        disconnect: see `Dashboard`."""
         private = is_loopback(self._config.host)
         if self._config.dashboard is False or (self._config.dashboard is None and not private):
             return app
@@ -155,7 +154,7 @@ class Frontend:
             lambda: Observer(host.store, host.messaging, self._spec.namespace, host.drops)
         )
         self._stack.push_async_callback(viewers.close)
-        return Dashboard(app, viewers, any_name=self._config.dashboard is True)
+        return Dashboard(app, viewers, disconnect, any_name=self._config.dashboard is True)
 
     async def _with_shared_metrics(self, host: Host, app: "ASGIApp", address: str) -> "ASGIApp":
         prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, "http")

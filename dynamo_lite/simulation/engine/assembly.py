@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
@@ -17,6 +18,7 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.running_job import BlockIds
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.ledger import Ledger
@@ -34,6 +36,7 @@ from dynamo_lite.simulation.engine.halves import (
 from dynamo_lite.simulation.engine.memory import SimKvMemory
 from dynamo_lite.simulation.engine.mover import Fabric, SimMover
 from dynamo_lite.simulation.engine.pool import BlockPool
+from dynamo_lite.simulation.engine.request import SimRequest
 
 #: An incarnation's memory begins at most this many blocks after this address.
 _BASE, _SHIFTS = 1 << 20, 4
@@ -93,18 +96,28 @@ class Assembly:
         mover = SimMover(setup.fabric, setup.engine_config.engine_id, setup.address, memory)
         pool = BlockPool(config.num_blocks)
         metadata = self._metadata(setup, mover)
-        make = self.decode_halves if decodes else self.prefill_halves
-        halves = make(setup, pool, mover, metadata)
-        core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
-        if isinstance(halves, PrefillHalves):
-            requests = core.scheduler.requests
-            halves.scheduler.bind_block_pool(pool, lambda job: requests[job].block_ids)
+
+        # The halves call these when the core runs.
+        def cache(request: SimRequest, tokens: int) -> None:
+            core.scheduler.cache(request, tokens)
+
+        def block_ids(job: str) -> list[int]:
+            return core.scheduler.requests[job].block_ids
+
+        if decodes:
+            halves = self.decode_halves(setup, pool, cache, mover, metadata)
         else:
-            halves.scheduler.bind_block_pool(pool, core.scheduler.cache)
+            halves = self.prefill_halves(setup, pool, block_ids, mover, metadata)
+        core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
         return SimEngineProcess(setup, core, halves, mover, metadata)
 
     def decode_halves(
-        self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata
+        self,
+        setup: EngineSetup,
+        pool: BlockPool,
+        cache: CacheBlocks,
+        mover: SimMover,
+        metadata: EngineMetadata,
     ) -> DecodeHalves:
         bridges: list[TaskBridge] = []
         grants = random.Random(f"grants/{setup.engine_config.engine_id}")
@@ -116,8 +129,10 @@ class Assembly:
         scheduler = self.decode_scheduler(
             setup.engine_config,
             setup.config.block_size,
+            pool,
             clients=setup.clients,
             open_bridge=open_bridge,
+            cache=cache,
             clock=setup.clock,
             ledger=self.ledger(setup),
             new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
@@ -145,7 +160,12 @@ class Assembly:
         return Ledger(writer_grace_s=setup.engine_config.lease_ttl_s)
 
     def prefill_halves(
-        self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata
+        self,
+        setup: EngineSetup,
+        pool: BlockPool,
+        block_ids: BlockIds,
+        mover: SimMover,
+        metadata: EngineMetadata,
     ) -> PrefillHalves:
         bridges: list[TaskBridge] = []
 
@@ -156,6 +176,8 @@ class Assembly:
         scheduler = PrefillScheduler(
             setup.engine_config,
             setup.config.block_size,
+            pool,
+            block_ids,
             clients=setup.clients,
             open_bridge=open_bridge,
             clock=setup.clock,

@@ -43,7 +43,6 @@ from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
 from dynamo_lite.vllm.engine.kept_core import KeptCore
-from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 from dynamo_lite.vllm.engine.running_core import RunningCore
 
 logger = logging.getLogger(__name__)
@@ -81,8 +80,7 @@ class VllmEngine:
         self._metrics = RemotePrefillMetrics(context.registry, context.on_drop)
         kept = context.kept
         if kept is None:
-            events = VllmKvEvents(context.on_drop) if publishes_kv else None
-            self._core = RunningCore(context.args, events)
+            self._core = RunningCore(context.args, context.on_drop if publishes_kv else None)
         else:
             self._core = kept.of_role(context.args, context.on_drop)
         self._publishes_kv = publishes_kv

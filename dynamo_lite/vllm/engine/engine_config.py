@@ -13,7 +13,7 @@ from dynamo_lite.vllm.engine.arrivals import (
     may_wait_in_steps,
     schedule_arrivals_at_once,
 )
-from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
+from dynamo_lite.vllm.engine.kv_events import kv_events_config
 from dynamo_lite.vllm.engine.short_first import (
     AsyncShortFirst,
     ShortFirst,
@@ -35,10 +35,11 @@ def vllm_config(
     flags: list[str],
     engine_config: EngineConfig | None,
     engine_config_path: Path,
-    kv_events: VllmKvEvents | None,
+    *,
+    kv_events: bool = False,
 ) -> VllmConfig:
     """flags: those of `vllm serve`. engine_config: None for an engine without remote prefills.
-    kv_events: follows the prefix cache; None if its events are not needed.
+    kv_events: whether the engine publishes the events of its prefix cache.
 
     Raises StartupError for an engine that does not support remote prefills.
     """
@@ -48,8 +49,8 @@ def vllm_config(
     if engine_config is not None:
         check_args(args)
         args.kv_transfer_config = transfer_config(engine_config, engine_config_path)
-    if kv_events is not None:
-        args.kv_events_config = kv_events.config()
+    if kv_events:
+        args.kv_events_config = kv_events_config()
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     choose_scheduler(config, engine_config)

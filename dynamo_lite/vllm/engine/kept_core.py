@@ -74,8 +74,7 @@ class KeptCore:
         """The engine for a new role. args: used for the start. on_drop: of the role."""
         self._on_drop = on_drop
         if self._core is None:
-            events = VllmKvEvents(lambda what: self._on_drop(what))
-            self._core = RunningCore(args, events)
+            self._core = RunningCore(args, lambda what: self._on_drop(what))
         return self._core
 
     def started(self) -> None:

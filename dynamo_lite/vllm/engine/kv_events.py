@@ -25,36 +25,36 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING = 100_000
 
 
-class VllmKvEvents:
-    """Follows one engine. Implements `KvEvents`."""
+def kv_events_config() -> KVEventsConfig:
+    """The configuration with which vLLM publishes to `VllmKvEvents`, at a new endpoint."""
+    return KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=get_open_zmq_ipc_path()
+    )
 
-    def __init__(self, on_drop: OnDrop = uncounted):
-        self._engine: VllmConfig | None = None
-        self._endpoint = get_open_zmq_ipc_path()
-        self._on_drop = on_drop
+
+def followed(engine: VllmConfig, on_drop: OnDrop = uncounted) -> "VllmKvEvents | None":
+    """Returns what follows the engine, which must have exactly one prefix cache. If it does not,
+    its events are turned off."""
+    parallel, cache = engine.parallel_config, engine.cache_config
+    if not cache.enable_prefix_caching or parallel.data_parallel_size > 1:
+        engine.kv_events_config = None
+        return None
+    return VllmKvEvents(engine, on_drop)
+
+
+class VllmKvEvents:
+    """Follows one engine. Implements `KvEvents`. engine: with `kv_events_config`."""
+
+    def __init__(self, engine: VllmConfig, on_drop: OnDrop):
+        assert engine.kv_events_config is not None
+        self._endpoint = engine.kv_events_config.endpoint
+        self._engine, self._on_drop = engine, on_drop
         self._cache = EngineCache(lambda: on_drop("kv_event"))
         self._next = 0
-
-    def config(self) -> KVEventsConfig:
-        """The configuration with which vLLM publishes to `changes`."""
-        return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=self._endpoint)
-
-    def attach(self, engine: VllmConfig) -> bool:
-        """Returns whether the engine can be followed: it must have exactly one prefix cache.
-
-        If not, its events are turned off.
-        """
-        parallel, cache = engine.parallel_config, engine.cache_config
-        if not cache.enable_prefix_caching or parallel.data_parallel_size > 1:
-            engine.kv_events_config = None
-            return False
-        self._engine = engine
-        return True
 
     @property
     def block_size_tokens(self) -> int:
         """Valid once the engine is up: its process may change the configured size."""
-        assert self._engine is not None, "attach() comes first"
         return self._engine.cache_config.block_size
 
     def held(self) -> Sequence[int]:

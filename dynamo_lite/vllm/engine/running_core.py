@@ -23,9 +23,10 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.prefill import ChangeRole, decode_role_reply
+from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.vllm.engine.engine_config import vllm_config
-from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
+from dynamo_lite.vllm.engine.kv_events import VllmKvEvents, followed
 from dynamo_lite.vllm.engine.supported import refusal_reported
 from dynamo_lite.vllm.first_token import FirstTokenRules
 
@@ -41,11 +42,14 @@ _MARGIN_S = 10.0
 class RunningCore:
     """One engine. All calls come from one event loop.
 
-    args: flags of `vllm serve`. kv_events: follows the engine's prefix cache.
+    args: flags of `vllm serve`. on_kv_drop: counts dropped events of the engine's prefix cache;
+    None: they are not followed.
     """
 
-    def __init__(self, args: list[str], kv_events: VllmKvEvents | None = None):
-        self._args, self.kv_events = args, kv_events
+    def __init__(self, args: list[str], on_kv_drop: OnDrop | None = None):
+        self._args, self._on_kv_drop = args, on_kv_drop
+        #: What follows the engine's prefix cache; None before the start, and if nothing does.
+        self.kv_events: VllmKvEvents | None = None
         #: vLLM's client; None before the start and after the end.
         self.client: Any = None
         #: Of its present role; None for an engine without remote prefills.
@@ -122,9 +126,11 @@ class RunningCore:
         self._starter.shutdown(wait=False)
 
     def _load(self, engine_config: EngineConfig | None, file: Path) -> Any:
-        self._config = config = vllm_config(self._args, engine_config, file, self.kv_events)
-        if self.kv_events is not None and not self.kv_events.attach(config):
-            self.kv_events = None
+        on_drop = self._on_kv_drop
+        self._config = config = vllm_config(
+            self._args, engine_config, file, kv_events=on_drop is not None
+        )
+        self.kv_events = None if on_drop is None else followed(config, on_drop)
         self.loaded_len = config.model_config.max_model_len
         self.rules = FirstTokenRules(config)
         with refusal_reported(file):

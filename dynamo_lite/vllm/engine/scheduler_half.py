@@ -49,8 +49,8 @@ class ActiveHalf:
         self._change = RoleChange(RoleOrders(), file) if config.switchable else None
         #: Of all bridges of a switchable engine: gRPC keeps each loop that has used it.
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: None between two roles, while the ranks open the other one.
-        self.half: DecodeScheduler | PrefillScheduler | None = self._made()
+        #: None before `bind`, and between two roles, while the ranks open the other one.
+        self.half: DecodeScheduler | PrefillScheduler | None = None
 
     @property
     def short_length(self) -> int | None:
@@ -67,16 +67,8 @@ class ActiveHalf:
         return ordered or self.half is None or self.half.busy
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Gives the half vLLM's blocks, once in each role."""
-        self._manager, half = manager, self.half
-        if isinstance(half, DecodeScheduler):
-            caches = self._vllm_config.cache_config.enable_prefix_caching
-            cache = manager.cache_blocks if caches else None
-            half.bind_block_pool(manager.block_pool, cache, kept_free=manager.watermark_blocks)
-        elif half is not None:
-            half.bind_block_pool(
-                manager.block_pool, lambda request_id: manager.get_block_ids(request_id)[0]
-            )
+        """vLLM's blocks are there: makes the half of the first role."""
+        self._manager, self.half = manager, self._made(manager)
 
     def begin(self, handshakes: Sequence[KVConnectorHandshakeMetadata]) -> None:
         """Makes the engine's metadata, and connects to the servers. handshakes: of all ranks."""
@@ -105,12 +97,11 @@ class ActiveHalf:
     def take(self, ranks: NewRanksMetadata) -> None:
         """All ranks are open in the new role."""
         assert self._change is not None and self._manager is not None
-        self.half = self._made()
-        self.bind(self._manager)
+        self.half = self._made(self._manager)
         self._change.orders.followed()
         self.begin([shake for _, shake in sorted(ranks.handshakes.items())])
 
-    def _made(self) -> DecodeScheduler | PrefillScheduler:
+    def _made(self, manager: "KVCacheManager") -> DecodeScheduler | PrefillScheduler:
         config = self._config
         cache, clients = self._vllm_config.cache_config, NatsEtcdClients(config)
         orders = None if self._change is None else self._change.orders
@@ -125,14 +116,22 @@ class ActiveHalf:
 
         if isinstance(config.role, PrefillEngineConfig):
             return PrefillScheduler(
-                config, cache.block_size, clients=clients, open_bridge=open_bridge
+                config,
+                cache.block_size,
+                manager.block_pool,
+                lambda request_id: manager.get_block_ids(request_id)[0],
+                clients=clients,
+                open_bridge=open_bridge,
             )
         hashed = self._kv_cache_config.hash_block_size or cache.block_size
         return DecodeScheduler(
             config,
             cache.block_size,
+            manager.block_pool,
             clients=clients,
             open_bridge=open_bridge,
+            cache=manager.cache_blocks if cache.enable_prefix_caching else None,
+            kept_free=manager.watermark_blocks,
             hash_block_size=hashed if cache.enable_prefix_caching else None,
             overlapping_steps=self._vllm_config.max_concurrent_batches,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,

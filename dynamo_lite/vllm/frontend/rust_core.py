@@ -50,28 +50,28 @@ _decode_ids = msgspec.msgpack.Decoder(list[str]).decode
 class RustCore:
     """The engine of one Rust frontend. An async context manager: leaving it ends its tasks.
 
-    timeout_s: time limit of a request, from its frame to its last token. tracer: None without
-    tracing. `on_deltas` and `on_ended` are the failover client's callbacks.
+    send: never blocks. causal: whether the model is. timeout_s: time limit of a request, from its
+    frame to its last token. tracer: None without tracing. `on_deltas` and `on_ended` are the
+    callbacks of the intake's failover client.
     """
 
-    def __init__(self, *, timeout_s: float, tracer: Tracer | None = None):
-        self._timeout_s, self._tracer = timeout_s, tracer
-        self._intake: Intake | None = None
-        self._causal = False
-        self._send: SendFrames = _drop
-        self._check_grammar: CheckGrammar | None = None
+    def __init__(
+        self,
+        intake: Intake,
+        send: SendFrames,
+        check_grammar: CheckGrammar,
+        *,
+        causal: bool,
+        timeout_s: float,
+        tracer: Tracer | None = None,
+    ):
+        self._intake, self._send, self._check_grammar = intake, send, check_grammar
+        self._causal, self._timeout_s, self._tracer = causal, timeout_s, tracer
         #: The tasks of requests whose grammar is being checked.
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._arrays = MsgpackEncoder()
         self._tasks = OwnedTasks()
-
-    def open(
-        self, intake: Intake, send: SendFrames, check_grammar: CheckGrammar, *, causal: bool
-    ) -> None:
-        """Begins to take requests. send: never blocks. causal: whether the model is."""
-        self._intake, self._send, self._causal = intake, send, causal
-        self._check_grammar = check_grammar
 
     async def __aenter__(self) -> "RustCore":
         return self
@@ -83,7 +83,7 @@ class RustCore:
     @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
-        return 0 if self._intake is None else self._intake.in_flight + len(self._checking)
+        return self._intake.in_flight + len(self._checking)
 
     # From the Rust frontend
 
@@ -110,7 +110,6 @@ class RustCore:
         self._tasks.start(self._submit(request), name=f"request {request.request_id}")
 
     async def _submit(self, request: EngineCoreRequest) -> None:
-        assert self._intake is not None
         request_id = request.request_id
         if request.abort_immediately:
             return
@@ -139,7 +138,7 @@ class RustCore:
         if params is None or params.structured_outputs is None:
             return
         task = asyncio.current_task()
-        assert self._intake is not None and self._check_grammar is not None and task is not None
+        assert task is not None
         self._intake.check(len(self._checking) + 1)
         self._checking[request.request_id] = task
         try:
@@ -161,7 +160,6 @@ class RustCore:
         )
 
     async def _abort(self, request_ids: list[str]) -> None:
-        assert self._intake is not None
         for request_id in request_ids:
             if (task := self._checking.get(request_id)) is not None:
                 task.cancel()
@@ -176,7 +174,6 @@ class RustCore:
     # To the Rust frontend
 
     def on_deltas(self, deltas: list[TokenDelta]) -> None:
-        assert self._intake is not None
         now = time.monotonic()
         arrays = False
         outputs: list[TokenDelta | EngineCoreOutput] = []
@@ -195,7 +192,6 @@ class RustCore:
 
     def on_ended(self, request_id: str, error: DynamoLiteError) -> None:
         """The reason is in the log: the Rust frontend answers with a text of its own."""
-        assert self._intake is not None
         self._intake.leave(request_id, "error", str(error))
         logger.info("request %s ended: %s", request_id, error)
         self._fail(request_id)
@@ -231,4 +227,4 @@ def _error(request_id: str) -> EngineCoreOutput:
 
 
 def _drop(frames: Sequence[bytestr]) -> None:
-    """Drops the message: the Rust frontend has ended or has not started yet."""
+    """Drops the message: the Rust frontend has ended."""

@@ -8,7 +8,7 @@ import asyncio
 import math
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,10 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.serve.utils.api_utils import jsonify_non_default_args
 from vllm.v1.engine import EngineCoreReadyResponse
 
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.failover import OnEnded
 from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.chat_check import check_chat
 from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
 from dynamo_lite.vllm.frontend.intake import Intake
@@ -33,6 +36,10 @@ from dynamo_lite.vllm.migratable import is_causal
 _BACKLOG = 2048
 #: Timeout of the Rust frontend's wait for its engine, which is this process.
 _CONNECT_S = 60
+
+
+#: Opens the intake of an edge with these callbacks.
+OpenIntake = Callable[[OnDeltas, OnEnded], Awaitable[Intake]]
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,16 @@ async def open_rust_edge(
     binary: Path,
     sock: socket.socket,
     url: str,
-    core: RustCore,
-    intake: Intake,
+    open_intake: OpenIntake,
     *,
+    timeout_s: float,
     grace_s: float,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[RustEdge]:
     """Serves HTTP while the context is open. Raises ConfigError or StartupError.
 
-    flags: of `vllm serve`. sock: bound; url: where it is. core: gets what the intake's
-    failover client delivers. grace_s: longest drain.
+    flags: of `vllm serve`. sock: bound; url: where it is. open_intake: called once. timeout_s,
+    tracer: see `RustCore`. grace_s: longest drain.
     """
     args = parse_args(flags)
     # In a thread: a model from the hub may have to be downloaded first.
@@ -97,10 +105,21 @@ async def open_rust_edge(
             outputs=sockets.outputs,
             arguments=rust_arguments(args, config, grace_s),
         )
+        # The callbacks are of requests that the core has submitted.
+        intake = await open_intake(
+            lambda deltas: core.on_deltas(deltas),
+            lambda request_id, error: core.on_ended(request_id, error),
+        )
+        core = RustCore(
+            intake,
+            sockets.send,
+            grammars.check,
+            causal=is_causal(config.model_config),
+            timeout_s=timeout_s,
+            tracer=tracer,
+        )
         taking = running(sockets.run(core.take), name="requests of vllm-rs")
         async with core, process, taking as requests:
-            causal = is_causal(config.model_config)
-            core.open(intake, sockets.send, grammars.check, causal=causal)
             await sockets.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]

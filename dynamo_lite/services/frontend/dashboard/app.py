@@ -55,21 +55,21 @@ class Dashboard:
     any_name: whether the page is served under any host name. Otherwise the Host header must
     have an address or `localhost`, because an attacker could point a name of his page to this
     server, and his script would have the same origin (DNS rebinding).
+    disconnect: called for clients that read no events.
     """
-
-    #: Called for clients that read no events; must be set before the first request.
-    disconnect: Disconnect
 
     def __init__(
         self,
         app: ASGIApp,
         viewers: Viewers,
+        disconnect: Disconnect,
         *,
         any_name: bool,
         stream_s: float = _STREAM_S,
         send_s: float = _SEND_S,
     ):
-        self._app, self._viewers, self._any_name = app, viewers, any_name
+        self._app, self._viewers, self._disconnect = app, viewers, disconnect
+        self._any_name = any_name
         self._stream_s, self._send_s = stream_s, send_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,7 +126,7 @@ class Dashboard:
             except TimeoutError:
                 stuck = True
         if stuck:
-            self.disconnect(scope)
+            self._disconnect(scope)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._send_s):
                     await _disconnected(receive)

@@ -1,0 +1,90 @@
+"""What a decode engine does with a prompt, from the engine's first look at it until its end."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dynamo_lite.disagg.decode.decider import Decider
+from dynamo_lite.disagg.decode.job_maker import JobMaker
+from dynamo_lite.disagg.decode.measurements import Measurements
+from dynamo_lite.disagg.decode.passing import Passing
+from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
+from dynamo_lite.disagg.decode.resume import Resumes
+from dynamo_lite.disagg.decode.single_flight import SingleFlight
+from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+
+
+class Prompts:
+    """Runs on the engine's thread. block_size: in tokens. now: monotonic."""
+
+    def __init__(
+        self,
+        block_size: int,
+        pool: BlockPool,
+        prefills: RemotePrefills,
+        passing: Passing,
+        flights: SingleFlight,
+        decider: Decider,
+        jobs: JobMaker,
+        resumes: Resumes,
+        measured: Measurements,
+        now: Callable[[], float],
+    ):
+        self._block_size, self._pool, self._prefills = block_size, pool, prefills
+        self._passing, self._flights, self._decider = passing, flights, decider
+        self._jobs, self._resumes = jobs, resumes
+        self._measured, self._now = measured, now
+        prefills.on_decided.add(lambda prefill, _: passing.allocated(prefill.request_id))
+
+    def looked_up(
+        self, request: Prompt, cached: int, transferable: bool
+    ) -> tuple[int | None, bool]:
+        """See `DecodeScheduler.num_new_matched_tokens`."""
+        prefill = self._prefills.by_request.get(request.request_id)
+        if prefill is not None and prefill.allocated and not prefill.may_retry:
+            self._prefills.looked_up(prefill, cached)
+            return 0, False
+        # vLLM ignores None for a request that must not read the prefix cache.
+        if transferable and self._passing.skips(
+            request.request_id, self._pool.get_num_free_blocks()
+        ):
+            return None, False
+        if prefill is not None and self._flights.waits(prefill, cached):
+            return None, False
+        decided = self._decider.decide(request, cached, transferable, prefill)
+        prefill = self._prefills.proposed(request, decided)
+        if self._flights.joins(request, prefill):
+            return None, False
+        if transferable:
+            blocks = -(-request.num_prompt_tokens // self._block_size)
+            self._passing.answered(request.request_id, blocks)
+        if not prefill.is_remote:
+            return 0, False
+        return request.num_prompt_tokens - 1 - cached, True
+
+    def allocated(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
+        """The engine has reserved the prompt's blocks, for the KV of `external` tokens that a
+        prefill worker will compute."""
+        prefill = self._prefills.allocated(request)
+        if prefill is not None and external:
+            self._jobs.begin(prefill, request, block_ids, external)
+
+    def step(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:
+        """The engine schedules no further prompt in this step. Returns the step's jobs.
+        filling: blocks that it completes."""
+        self._passing.end_step(self._pool.get_num_free_blocks())
+        return self._jobs.take(filling)
+
+    def lost(self, prefill: RemotePrefill) -> None:
+        """The prompt's KV will not come, and its remote prefill has ended."""
+        now = self._now()
+        if not self._resumes.lost(prefill, now):
+            self._prefills.falls_back(prefill)
+            self._measured.costs.computes_here(now)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended."""
+        self._passing.finished(request_id)
+        if (prefill := self._prefills.finished(request_id)) is not None:
+            self._flights.finished(prefill)
+            self._measured.rate.finished(prefill, self._now())
