@@ -168,6 +168,21 @@ class WallClockDeadline(_PullsOtherwise):
         return None
 
 
+class _GreedyWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+        for index in range(2):
+            host.spawn(self._jobs.run(), f"more-prefill-jobs-{index}")
+        return facts
+
+
+class HoldsTooManyJobs(_Mutant):
+    """A worker pulls more jobs than it may hold at a time."""
+
+    kind = _GreedyWorker
+
+
 #: By the name that the command line takes.
 PREFILL_MUTANTS: dict[str, Mutant] = {
     "ack-on-dequeue": Mutant(AckOnDequeue, "still waits for a claim"),
@@ -177,4 +192,5 @@ PREFILL_MUTANTS: dict[str, Mutant] = {
     "metadata-by-address": Mutant(MetadataByAddress, "which is not the attempt's"),
     "silently-used-up": Mutant(SilentlyUsedUp, "still waits for a claim", 54),
     "wall-clock-deadline": Mutant(WallClockDeadline, "still waits for a claim"),
+    "holds-too-many-jobs": Mutant(HoldsTooManyJobs, "jobs at a time"),
 }
