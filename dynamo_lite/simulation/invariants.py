@@ -2,8 +2,8 @@
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
 attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every job
-ends, and its decode engine gets a report. No process relies on a lease that etcd has ended. No
-task outlives its owner.
+ends, and its decode engine gets a report. No prefill worker holds more jobs than it may. No process
+relies on a lease that etcd has ended. No task outlives its owner.
 """
 
 from collections import Counter
