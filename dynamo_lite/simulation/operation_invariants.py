@@ -11,6 +11,7 @@ from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
 from dynamo_lite.services.planner.connector import COMPONENTS
 from dynamo_lite.simulation.graph_supervisor import SimSupervisor
+from dynamo_lite.simulation.loop.loop import EPOCH_S, START_S
 
 #: Phases of one operation follow each other in this order.
 _PHASES = {
@@ -44,6 +45,8 @@ class OperationJudge:
     now: Callable[[], float]
     options: PlannerOptions
     supervisor: SimSupervisor
+    #: Whether the workers are pods.
+    pods: bool
     #: In etcd now, by key.
     _under_way: dict[str, Tracked] = field(default_factory=dict[str, Tracked])
     #: The last change of each component, and when it was stored.
@@ -130,14 +133,19 @@ class OperationJudge:
             self.violate(f"{what} goes back from {before.phase} to {after.phase}")
 
     def _check_over(self, one: Tracked) -> None:
-        """Checks that no worker still starts that was ordered: the planner has looked since."""
+        """Checks that no worker still starts or drains that was ordered to: the planner has looked
+        since. It does not wait for pods to end, and for no drain beyond its time."""
         record = one.record
-        if (record.kind, record.phase) != ("add", "asked"):
+        if record.phase != "asked":
             return
+        age_s = self.now() - START_S + EPOCH_S - record.at
         for worker in self.supervisor.workers:
+            name = worker.slot.name
             if worker.component != record.component or worker.began > one.entered:
                 continue
-            if worker.phase == "starting":
-                self.violate(
-                    f"{worker.slot.name} still starts, and its record is deleted: {record}"
-                )
+            if record.kind == "add" and worker.phase == "starting":
+                self.violate(f"{name} still starts, and its record is deleted: {record}")
+            removed = record.kind == "remove" and worker.last_lease == record.lease_id != 0
+            late = self.pods or age_s >= record.within_s
+            if removed and worker.phase == "draining" and not late:
+                self.violate(f"{name} still drains, and its record is deleted: {record}")

@@ -104,23 +104,40 @@ class GoesBack(PlannerMutant):
 
 
 class _EndsEarly(Planner):
+    #: Of the operations that it ends.
+    ends: str
+
     async def start(self, host: Host) -> dict[str, Any]:
         facts = await super().start(host)
         enter = self._under_way.enter
 
         async def enter_and_end(one: RunningOperation, phase: Any) -> None:
             await enter(one, phase)
-            if (one.record.kind, phase) == ("add", "asked"):
+            if (one.record.kind, phase) == (self.ends, "asked"):
                 await self._under_way.end(one, "done")
 
         self._under_way.enter = enter_and_end
         return facts
 
 
-class DeletesItsRecord(PlannerMutant):
+class _EndsAdditions(_EndsEarly):
+    ends = "add"
+
+
+class DeletesAdditions(PlannerMutant):
     """The record of an addition is deleted when its orders were taken."""
 
-    kind = _EndsEarly
+    kind = _EndsAdditions
+
+
+class _EndsRemovals(_EndsEarly):
+    ends = "remove"
+
+
+class DeletesRemovals(PlannerMutant):
+    """The record of a removal is deleted when its order was taken."""
+
+    kind = _EndsRemovals
 
 
 #: By the name that the command line takes.
@@ -130,5 +147,6 @@ OPERATION_MUTANTS: dict[str, Mutant] = {
     "orders-before-its-record": Mutant(OrdersBeforeItsRecord, "no record of an operation", 19),
     "forgets-operations": Mutant(ForgetsOperations, "has two operations", 239),
     "goes-back": Mutant(GoesBack, "goes back from", 59),
-    "deletes-its-record": Mutant(DeletesItsRecord, "its record is deleted", 49),
+    "deletes-additions": Mutant(DeletesAdditions, "still starts, and its record is deleted", 49),
+    "deletes-removals": Mutant(DeletesRemovals, "still drains, and its record is deleted", 29),
 }

@@ -64,7 +64,7 @@ class PlannerJudge:
         counts, options = self.judge.counts, self.scenario.options
         self._switches = SwitchJudge(self._violate, counts)
         self._operations = OperationJudge(
-            self._violate, counts, self.judge.now, options, self.supervisor
+            self._violate, counts, self.judge.now, options, self.supervisor, self.scenario.pods
         )
 
     # Watcher
