@@ -46,7 +46,7 @@ def play_one(seed: int, *, mutant: str | None = None, show_trace: bool = False) 
     for line in _scenario_lines(draw(seed)):
         print(line)
     trace = Trace(on=show_trace)
-    played = play(seed, shipped=MUTANTS[mutant]() if mutant else None, trace=trace)
+    played = play(seed, shipped=MUTANTS[mutant].parts() if mutant else None, trace=trace)
     for line in trace.text():
         print(line)
     tally = Tally()

@@ -20,6 +20,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.store import Lease
+from dynamo_lite.simulation.mutant import Mutant
 from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL
 from dynamo_lite.simulation.shipped import Shipped
 
@@ -178,12 +179,12 @@ class LosesHeldDeltas(Shipped):
 
 
 #: By the name that the command line takes.
-CLIENT_MUTANTS: dict[str, type[Shipped]] = {
-    "redelivery-lost": RedeliveryLost,
-    "late-resume": LateResume,
-    "lease-from-answer": LeaseFromAnswer,
-    "waits-for-broker": WaitsForBroker,
-    "moves-from-its-start": MovesFromItsStart,
-    "heard-after-a-move": HeardAfterAMove,
-    "loses-held-deltas": LosesHeldDeltas,
+CLIENT_MUTANTS: dict[str, Mutant] = {
+    "redelivery-lost": Mutant(RedeliveryLost, "jobs on the queue", 23),
+    "late-resume": Mutant(LateResume, "the watch on", 241),
+    "lease-from-answer": Mutant(LeaseFromAnswer, "etcd has given up lease"),
+    "waits-for-broker": Mutant(WaitsForBroker, "for a worker, and all were up"),
+    "moves-from-its-start": Mutant(MovesFromItsStart, "is wrong", 3),
+    "heard-after-a-move": Mutant(HeardAfterAMove, "is wrong", 76),
+    "loses-held-deltas": Mutant(LosesHeldDeltas, "tokens instead of", 16),
 }

@@ -19,6 +19,7 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import decode_notice
 from dynamo_lite.simulation.engine.assembly import EngineSetup
+from dynamo_lite.simulation.mutant import Mutant
 from dynamo_lite.simulation.shipped import Shipped
 
 
@@ -155,13 +156,13 @@ class _SendsAll(FirstTokens):
 
 
 #: By the name that the command line takes.
-DECODE_MUTANTS: dict[str, type[Shipped]] = {
-    "no-claim": NoClaim,
-    "no-quarantine": NoQuarantine,
-    "no-prefix-hold": NoPrefixHold,
-    "steals-claimed": StealsClaimed,
-    "ungranted-commits": UngrantedCommits,
-    "no-attempt-id": NoAttemptId,
-    "no-deadline": NoDeadline,
-    "first-token-twice": FirstTokenTwice,
+DECODE_MUTANTS: dict[str, Mutant] = {
+    "no-claim": Mutant(NoClaim, "which is not the attempt's"),
+    "no-quarantine": Mutant(NoQuarantine, "which is not the attempt's"),
+    "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for", 82),
+    "steals-claimed": Mutant(StealsClaimed, "which is not the attempt's"),
+    "ungranted-commits": Mutant(UngrantedCommits, "is wrong"),
+    "no-attempt-id": Mutant(NoAttemptId, "are taken", 24),
+    "no-deadline": Mutant(NoDeadline, "still waits for remote KV"),
+    "first-token-twice": Mutant(FirstTokenTwice, "tokens instead of"),
 }

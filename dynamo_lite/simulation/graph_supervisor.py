@@ -102,7 +102,7 @@ class SimSupervisor:
 
     def keep(self, component: str, slot: Slot) -> Worker:
         """A worker that runs from the start."""
-        worker = Worker(component, slot, self._cluster.lease_of)
+        worker = Worker(component, slot, self._cluster.lease_of, self._now())
         self._workers[component].append(worker)
         # The worker outlives the planner, even if a planner's call has started it.
         until_ended = self._until_ended(worker)

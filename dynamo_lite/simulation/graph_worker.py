@@ -9,10 +9,11 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """A worker that the supervisor keeps running."""
+    """A worker that the supervisor keeps running. began: when it was started for the first time."""
 
-    def __init__(self, component: str, slot: "Slot", lease_of: Callable[[str], int]):
+    def __init__(self, component: str, slot: "Slot", lease_of: Callable[[str], int], began: float):
         self.component, self.slot, self._lease_of = component, slot, lease_of
+        self.began = began
         self.retired = False
         self.ended = False
         #: Its lease when it was retired, or told to leave.

@@ -2,8 +2,8 @@
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
 attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every job
-ends, and its decode engine gets a report. No process relies on a lease that etcd has ended. No
-task outlives its owner.
+ends, and its decode engine gets a report. No prefill worker holds more jobs than it may. No process
+relies on a lease that etcd has ended. No task outlives its owner.
 """
 
 from collections import Counter
@@ -24,6 +24,7 @@ from dynamo_lite.simulation.engine.mover import Landing, SimMover
 from dynamo_lite.simulation.engine.request import SimRequest
 from dynamo_lite.simulation.loop.scheduler import START_S
 from dynamo_lite.simulation.request_invariants import RequestJudge
+from dynamo_lite.simulation.worker_options import MOST_JOBS
 
 #: How long a cancel may take to a prefill worker in a run without faults.
 _CANCEL_S = 1.0
@@ -146,6 +147,11 @@ class Judge:
     def pulled(self, job: Job) -> None:
         attempt = decode_job(job.payload).attempt
         self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))
+
+    def jobs_held(self, number: int, lease_id: int) -> None:
+        """A worker has pulled one job more."""
+        if number > MOST_JOBS:
+            self.violate(f"{lease_id:x} holds {number} jobs at a time: more than {MOST_JOBS}")
 
     def said(self, subject: str, payload: bytes) -> None:
         """A component has published something."""

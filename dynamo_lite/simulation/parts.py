@@ -88,6 +88,7 @@ class Pulls:
     ):
         self._opened, self._judge, self._lease_id = opened, judge, lease_id
         self._intruder = intruder
+        self._held: set[Job] = set()
 
     async def __aenter__(self) -> PrefillQueue:
         queue = await self._opened.__aenter__()
@@ -100,6 +101,8 @@ class Pulls:
                 if self._intruder is not None:
                     self._intruder.pulled(job)
                 self._watch(job)
+                self._held.add(job)
+                self._judge.jobs_held(len(self._held), self._lease_id)
             return job
 
         queue.pull = watched
@@ -109,17 +112,23 @@ class Pulls:
         await self._opened.__aexit__(*exc_info)
 
     def _watch(self, job: Any) -> None:
-        ack, term = job.ack, job.term
+        ack, nak, term = job.ack, job.nak, job.term
 
         async def watched_ack() -> None:
+            self._held.discard(job)
             self._judge.job_ended(job, self._lease_id)
             await ack()
 
+        async def watched_nak(*, delay_s: float = 0.0) -> None:
+            self._held.discard(job)
+            await nak(delay_s=delay_s)
+
         async def watched_term() -> None:
+            self._held.discard(job)
             self._judge.job_ended(job, self._lease_id)
             await term()
 
-        job.ack, job.term = watched_ack, watched_term
+        job.ack, job.nak, job.term = watched_ack, watched_nak, watched_term
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The invariants of planners: what each order, record and end of a worker must satisfy."""
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +17,13 @@ from dynamo_lite.simulation.graph_supervisor import SimSupervisor
 from dynamo_lite.simulation.graph_switches import SimSwitch
 from dynamo_lite.simulation.graph_worker import Worker
 from dynamo_lite.simulation.invariants import Judge
+from dynamo_lite.simulation.operation_invariants import OperationJudge
 from dynamo_lite.simulation.planner_scenario import PlannerScenario
 from dynamo_lite.simulation.supervisor import Slot
 from dynamo_lite.simulation.switch_invariants import SwitchJudge
 
 #: How old an order may be when it arrives: its numbers and members are this old.
 _ORDER_S = 3.0
-#: A planner that ticks sees each outage of NATS that lasts for two ticks and this time.
-_SEEN_S = 1.5
-_ENOUGH = re.compile(r"\d+ are enough")
 
 
 @dataclass
@@ -56,21 +53,19 @@ class PlannerJudge:
     #: Called with "add", "remove" or "switch" when the supervisor has taken such an order.
     on_order: Callable[[str], None] = lambda kind: None
     reigns: list[Reign] = field(default_factory=list[Reign])
-    #: Records of operations that are under way, and when each was first stored.
-    operations: dict[str, tuple[OperationRecord, float]] = field(
-        default_factory=dict[str, tuple[OperationRecord, float]]
-    )
     #: When an operator has changed the numbers, or etcd has lost its data.
     changed_at: float = -1e9
     wiped_at: float = -1e9
-    #: Of the broker: beginnings and ends.
-    outages: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     _left_at: dict[str, float] = field(default_factory=dict[str, float])
     #: Devices that were occupied when the last switch was ordered.
     _occupied: int = 0
 
     def __post_init__(self) -> None:
-        self._switches = SwitchJudge(self._violate, self.judge.counts)
+        counts, options = self.judge.counts, self.scenario.options
+        self._switches = SwitchJudge(self._violate, counts)
+        self._operations = OperationJudge(
+            self._violate, counts, self.judge.now, options, self.supervisor, self.scenario.pods
+        )
 
     # Watcher
 
@@ -98,7 +93,8 @@ class PlannerJudge:
     def _check_added_once(self, component: str, own: int) -> None:
         if not self._settled(self.wiped_at):
             return
-        wanted = [r.count for r, _ in self._records(component) if r.kind == "add"]
+        records = [one.record for one in self._operations.of(component)]
+        wanted = [record.count for record in records if record.kind == "add"]
         if not wanted:
             self._violate(f"a {component} was added, and no record of an operation says so")
         elif own > max(wanted):
@@ -117,9 +113,9 @@ class PlannerJudge:
         if worker.phase == "ready" and own < least and self._settled(self.changed_at):
             self._violate(f"{worker.slot.name} is removed, and {own} are fewer than {least}")
         if worker.lease_id:
-            self._check_not_last(worker)
+            self._check_not_last(worker, "removed")
         if self._settled(self.wiped_at):
-            named = [r.lease_id for r, _ in self._records(worker.component)]
+            named = [one.record.lease_id for one in self._operations.of(worker.component)]
             if worker.lease_id not in named and 0 not in named:
                 self._violate(
                     f"{worker.slot.name} is removed, and no record of an operation says so"
@@ -143,7 +139,7 @@ class PlannerJudge:
                 self._violate(f"{what}, and {own - 1} are fewer than {least}")
             if others + 1 > most:
                 self._violate(f"{what}, and {others + 1} are more than {most}")
-        self._check_not_last(worker)
+        self._check_not_last(worker, "switched")
         self._occupied = sum(each.present for each in counts.values())
         # It kills the planner, so it comes last.
         self.on_order("switch")
@@ -161,7 +157,7 @@ class PlannerJudge:
         if self._settled(self.wiped_at):
             self._switches.cancelled(switch)
 
-    def _check_not_last(self, worker: Worker) -> None:
+    def _check_not_last(self, worker: Worker, how: str) -> None:
         """Checks that another worker serves, or did when the planner looked."""
         now = self.judge.now()
         seen_s = self.lease_ttl_s + _ORDER_S
@@ -171,13 +167,14 @@ class PlannerJudge:
             name = one.slot.name
             if name in self.ready or self._left_at.get(name, -1e9) > now - seen_s:
                 return
-        self._violate(f"{worker.slot.name} is removed, and it is the last one that serves")
+        self._violate(f"{worker.slot.name} is {how}, and it is the last one that serves")
 
     def killing(self, who: str, worker: Worker) -> None:
         self.judge.counts["planner killed"] += 1
         lease_id = worker.last_lease
-        for record, since in self._records(worker.component):
-            if record.lease_id == lease_id and self.judge.now() - since >= record.within_s:
+        for one in self._operations.of(worker.component):
+            late = self.judge.now() - one.since >= one.record.within_s
+            if one.record.lease_id == lease_id and late:
                 self.judge.counts["planner killed late"] += 1
                 return
         if why := self._unsafe(worker.slot, lease_id):
@@ -213,15 +210,17 @@ class PlannerJudge:
                 self._leads(value)
             elif key.startswith(names.planner_operations_prefix(self.namespace)):
                 self._operation(key, value)
+            elif key == names.planner_target_key(self.namespace):
+                self._operations.wanted(value)
             elif key == names.planner_switch_key(self.namespace):
-                if (record := self._switches.stored(value)) is not None:
-                    self.on_step(record)
+                if (switch := self._switches.stored(value)) is not None:
+                    self.on_step(switch)
 
     def wiped(self) -> None:
         """etcd has lost its data."""
         self.wiped_at = self.judge.now()
         self._leads(None)
-        self.operations.clear()
+        self._operations.wiped()
         self._switches.wiped()
 
     def _leads(self, value: bytes | None) -> None:
@@ -232,40 +231,17 @@ class PlannerJudge:
             self.judge.counts["planner elected"] += 1
 
     def _operation(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            self.operations.pop(key, None)
+        if (record := self._operations.stored(key, value)) is None:
             return
-        record = decode_json(value, OperationRecord)
-        before = self.operations.get(key)
-        if before is None:
-            self.judge.counts[f"planner {record.kind}"] += 1
-            others = [r for r, _ in self._records(record.component)]
-            if others:
-                self._violate(f"{record.component} has two operations: {record} and {others}")
-            self._check_known(record)
-        since = self.judge.now() if before is None else before[1]
-        self.operations[key] = record, since
-        if before is None or before[0].phase != record.phase:
-            self.judge.counts[f"planner {record.kind} {record.phase}"] += 1
-            if record.phase == "leaving":
-                worker = self.supervisor.find(record.component, record.lease_id)
-                self._check_not_last(worker)
-            self.on_step(record)
-
-    def _check_known(self, record: OperationRecord) -> None:
-        """Checks that no worker was removed while the load was unknown: each outage that a
-        planner sees restarts the window."""
-        if record.kind != "remove" or record.component != COMPONENTS[Role.PREFILL]:
-            return
-        if not _ENOUGH.match(record.reason):
-            return
-        options, now = self.scenario.options, self.judge.now()
-        seen_s = 2 * options.tick_s + _SEEN_S
-        for began, ended in self.outages:
-            if min(ended, now) - max(began, now - options.down_window_s) > seen_s:
-                self._violate(f"a removal was decided without NATS: {record.reason}")
+        if record.phase == "leaving":
+            worker = self.supervisor.find(record.component, record.lease_id)
+            self._check_not_last(worker, "removed")
+        self.on_step(record)
 
     # Ends
+
+    def broker_was_away(self, began: float, ended: float) -> None:
+        self._operations.outages.append((began, ended))
 
     def left(self, name: str) -> None:
         """A worker's process has ended."""
@@ -274,9 +250,7 @@ class PlannerJudge:
     def unsettled(self) -> str | None:
         """What planners still have to do, as text; None if the numbers are those of an idle
         graph."""
-        if self.operations:
-            return f"operations under way: {[r for r, _ in self.operations.values()]}"
-        if why := self._switches.unsettled():
+        if why := self._operations.unsettled() or self._switches.unsettled():
             return why
         for role, component in COMPONENTS.items():
             counts = self.supervisor.counts()[component]
@@ -299,9 +273,6 @@ class PlannerJudge:
             for reign in self.reigns
         ):
             self._violate(f"{who} orders {what}, and it does not lead")
-
-    def _records(self, component: str) -> Iterator[tuple[OperationRecord, float]]:
-        return (one for one in self.operations.values() if one[0].component == component)
 
     def _settled(self, since: float) -> bool:
         return self.judge.now() - since > _ORDER_S

@@ -10,7 +10,6 @@ import msgspec
 from dynamo_lite.overview.model import LiveProcess
 from dynamo_lite.policy.drain import Safe, Unsafe
 from dynamo_lite.policy.planner_inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
-from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.planner.connector import COMPONENTS, Connector, Counted
@@ -19,6 +18,7 @@ from dynamo_lite.services.planner.observation import Observed
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.records import PlannerRecords
 from dynamo_lite.services.planner.under_way import RunningOperation
+from dynamo_lite.simulation.mutant import Mutant
 from dynamo_lite.simulation.shipped import Shipped
 
 
@@ -33,6 +33,23 @@ class PlannerMutant(Shipped):
         return self.kind(config, spec, connector)
 
 
+class _KillsHastily(Planner):
+    departure: type[Departure]
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        await_leaving = self._operations._await_leaving
+
+        async def await_hastily(one: RunningOperation, counted: Counted) -> None:
+            if one.departure is None:
+                namespace = self._spec.namespace
+                one.departure = self.departure(one.record, namespace, host.clock.monotonic)
+            await await_leaving(one, counted)
+
+        self._operations._await_leaving = await_hastily
+        return facts
+
+
 class _IdleDeparture(Departure):
     async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:
         verdict = await super().look(members)
@@ -41,25 +58,30 @@ class _IdleDeparture(Departure):
         return verdict
 
 
-class _KillsOnIdle(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        await_leaving = self._operations._await_leaving
+class _KillsOnIdle(_KillsHastily):
+    departure = _IdleDeparture
 
-        async def await_idle(one: RunningOperation, counted: Counted) -> None:
-            if one.departure is None:
-                namespace = self._spec.namespace
-                one.departure = _IdleDeparture(one.record, namespace, host.clock.monotonic)
-            await await_leaving(one, counted)
 
-        self._operations._await_leaving = await_idle
-        return facts
+class _HastyDeparture(Departure):
+    async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:
+        verdict = await super().look(members)
+        return verdict if self._leaving.listed else Safe(reason="it gets nothing new")
 
 
 class KillsOnIdleAlone(PlannerMutant):
     """A worker without requests or jobs is ended, even while writes for it or into it may go on."""
 
     kind = _KillsOnIdle
+
+
+class _KillsUnlisted(_KillsHastily):
+    departure = _HastyDeparture
+
+
+class KillsWithClaims(PlannerMutant):
+    """A worker that gets nothing new is ended, whatever it has claimed."""
+
+    kind = _KillsUnlisted
 
 
 class _AlwaysLeads(PlannerRecords):
@@ -101,7 +123,7 @@ class ActsInDryRun(Shipped):
         return kind(config, spec, connector)
 
 
-class _Sees(Planner, abc.ABC):
+class Sees(Planner, abc.ABC):
     """A planner with wrong facts about its workers."""
 
     def _seen(self, observed: Observed, number: Counted | None) -> Seen:
@@ -114,7 +136,7 @@ class _Sees(Planner, abc.ABC):
         """What it sees instead."""
 
 
-class _SeesNoDraining(_Sees):
+class SeesNoDraining(Sees):
     def _other(self, one: RoleSeen) -> RoleSeen:
         return dataclasses.replace(one, counts=msgspec.structs.replace(one.counts, draining=0))
 
@@ -122,20 +144,11 @@ class _SeesNoDraining(_Sees):
 class DrainingCostsNothing(PlannerMutant):
     """The devices of draining workers do not count in the budget."""
 
-    kind = _SeesNoDraining
+    kind = SeesNoDraining
 
 
-class _SeesAllReady(_Sees):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        self._operations._too_few = lambda record, counts: ""
-        return facts
-
-    def _other(self, one: RoleSeen) -> RoleSeen:
-        ready = one.counts.ready + one.counts.starting
-        return dataclasses.replace(
-            one, counts=msgspec.structs.replace(one.counts, ready=ready, starting=0)
-        )
+class PicksAny(Sees, abc.ABC):
+    """A planner that removes any worker, and not only one that others can replace."""
 
     async def _victim(self, role: Role) -> EndpointRecord | None:
         spared = self._under_way.victims(self._observation.members)
@@ -146,6 +159,19 @@ class _SeesAllReady(_Sees):
                 if member.component == COMPONENTS[role] and lease_id not in spared
             ),
             None,
+        )
+
+
+class _SeesAllReady(PicksAny):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        self._operations._too_few = lambda record, counts: ""
+        return facts
+
+    def _other(self, one: RoleSeen) -> RoleSeen:
+        ready = one.counts.ready + one.counts.starting
+        return dataclasses.replace(
+            one, counts=msgspec.structs.replace(one.counts, ready=ready, starting=0)
         )
 
 
@@ -179,97 +205,59 @@ class StaleCountsAsZero(PlannerMutant):
     kind = _StaleIsZero
 
 
-class _DoesItAgain(Planner):
+class _NoMaximum(Planner):
     async def start(self, host: Host) -> dict[str, Any]:
         facts = await super().start(host)
-        order_additions = self._operations._order_additions
-
-        async def order_all(one: RunningOperation, counted: Counted, counts: RoleCounts) -> None:
-            if one.resumed:
-                counts = RoleCounts(ready=one.record.before)
-            await order_additions(one, counted, counts)
-
-        self._operations._order_additions = order_all
+        self._limits = dataclasses.replace(self._limits, prefill_max=8, decode_max=8)
         return facts
 
 
-class DoneTwice(PlannerMutant):
-    """A resumed addition starts from the beginning, whatever was ordered before the crash."""
+class IgnoresTheMaximum(PlannerMutant):
+    """The maximum of a role does not count."""
 
-    kind = _DoesItAgain
+    kind = _NoMaximum
 
 
-class _Forgetful(_SeesNoDraining):
+class _NoMinimum(Planner):
     async def start(self, host: Host) -> dict[str, Any]:
         facts = await super().start(host)
-        self._under_way.of = lambda component: ()
+        self._limits = dataclasses.replace(self._limits, prefill_min=1, decode_min=1)
         return facts
 
 
-class TwoOperations(PlannerMutant):
-    """A role gets another operation while one is under way."""
+class IgnoresTheMinimum(PlannerMutant):
+    """The minimum of a role does not count, but one worker stays."""
 
-    kind = _Forgetful
-
-
-class _Unrecorded(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        enter = self._under_way.enter
-
-        async def enter_later(one: RunningOperation, phase: Any) -> None:
-            if phase == "ordered":
-                one.stored = True
-            else:
-                await enter(one, phase)
-
-        self._under_way.enter = enter_later
-        return facts
+    kind = _NoMinimum
 
 
-class OrdersBeforeItsRecord(PlannerMutant):
-    """A change is recorded when its orders were taken."""
+class _SeesNoChange(Sees):
+    def _seen(self, observed: Observed, number: Counted | None) -> Seen:
+        roles = self._memory.roles.items()
+        forgotten = {role: dataclasses.replace(each, changed_up=None) for role, each in roles}
+        self._memory = dataclasses.replace(self._memory, roles=forgotten)
+        return super()._seen(observed, number)
 
-    kind = _Unrecorded
-
-
-class _Boundless(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        self._limits = dataclasses.replace(self._limits, prefill_max=8, decode_max=8, decode_min=1)
-        return facts
+    def _other(self, one: RoleSeen) -> RoleSeen:
+        return dataclasses.replace(one, changed=None)
 
 
-class IgnoresBounds(PlannerMutant):
-    """Minimum and maximum of a role do not count."""
+class ReversesAtOnce(PlannerMutant):
+    """A change does not wait for the last one, which went the other way."""
 
-    kind = _Boundless
+    kind = _SeesNoChange
 
 
 #: By the name that the command line takes.
-PLANNER_MUTANTS: dict[str, type[Shipped]] = {
-    "kills-on-idle-alone": KillsOnIdleAlone,
-    "acts-without-leadership": ActsWithoutLeadership,
-    "acts-in-dry-run": ActsInDryRun,
-    "draining-costs-nothing": DrainingCostsNothing,
-    "removes-the-last": RemovesTheLast,
-    "stale-counts-as-zero": StaleCountsAsZero,
-    "done-twice": DoneTwice,
-    "two-operations": TwoOperations,
-    "orders-before-its-record": OrdersBeforeItsRecord,
-    "ignores-bounds": IgnoresBounds,
-}
-
-#: A seed that finds each of them.
-FOUND_BY: dict[str, int] = {
-    "kills-on-idle-alone": 199,
-    "acts-without-leadership": 79,
-    "acts-in-dry-run": 49,
-    "draining-costs-nothing": 29,
-    "removes-the-last": 89,
-    "stale-counts-as-zero": 1129,
-    "done-twice": 139,
-    "two-operations": 29,
-    "orders-before-its-record": 19,
-    "ignores-bounds": 9,
+PLANNER_MUTANTS: dict[str, Mutant] = {
+    "kills-on-idle-alone": Mutant(KillsOnIdleAlone, "it may still be written into", 89),
+    "kills-with-claims": Mutant(KillsWithClaims, "may still be written by it", 99),
+    "acts-without-leadership": Mutant(ActsWithoutLeadership, "it does not lead", 69),
+    "acts-in-dry-run": Mutant(ActsInDryRun, "it is in a dry run", 49),
+    "draining-costs-nothing": Mutant(DrainingCostsNothing, "occupied, and the budget is", 29),
+    "removes-the-last": Mutant(RemovesTheLast, "removed, and it is the last one", 89),
+    "stale-counts-as-zero": Mutant(StaleCountsAsZero, "was decided without NATS", 1129),
+    "ignores-the-maximum": Mutant(IgnoresTheMaximum, "are the most", 49),
+    "ignores-the-minimum": Mutant(IgnoresTheMinimum, "are fewer than", 9),
+    "reverses-at-once": Mutant(ReversesAtOnce, "a reversal after", 199),
 }

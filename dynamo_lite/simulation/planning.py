@@ -135,7 +135,7 @@ class Planning:
 
     def broker_started(self) -> None:
         if self._broker_left_at is not None:
-            self.judge.outages.append((self._broker_left_at, self._loop.time()))
+            self.judge.broker_was_away(self._broker_left_at, self._loop.time())
             self._broker_left_at = None
 
     def broker_ended(self) -> None:

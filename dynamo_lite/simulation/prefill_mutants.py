@@ -26,6 +26,7 @@ from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import EngineSetup
 from dynamo_lite.simulation.engine.mover import SimMover
 from dynamo_lite.simulation.loop.process import PROCESS
+from dynamo_lite.simulation.mutant import Mutant
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -167,13 +168,29 @@ class WallClockDeadline(_PullsOtherwise):
         return None
 
 
+class _GreedyWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+        for index in range(2):
+            host.spawn(self._jobs.run(), f"more-prefill-jobs-{index}")
+        return facts
+
+
+class HoldsTooManyJobs(_Mutant):
+    """A worker pulls more jobs than it may hold at a time."""
+
+    kind = _GreedyWorker
+
+
 #: By the name that the command line takes.
-PREFILL_MUTANTS: dict[str, type[Shipped]] = {
-    "ack-on-dequeue": AckOnDequeue,
-    "no-fence": NoFence,
-    "no-permit": NoPermit,
-    "no-grant-check": NoGrantCheck,
-    "metadata-by-address": MetadataByAddress,
-    "silently-used-up": SilentlyUsedUp,
-    "wall-clock-deadline": WallClockDeadline,
+PREFILL_MUTANTS: dict[str, Mutant] = {
+    "ack-on-dequeue": Mutant(AckOnDequeue, "still waits for a claim"),
+    "no-fence": Mutant(NoFence, "which is not the attempt's", 405),
+    "no-permit": Mutant(NoPermit, "which is not the attempt's"),
+    "no-grant-check": Mutant(NoGrantCheck, "which is not the attempt's"),
+    "metadata-by-address": Mutant(MetadataByAddress, "which is not the attempt's"),
+    "silently-used-up": Mutant(SilentlyUsedUp, "still waits for a claim", 54),
+    "wall-clock-deadline": Mutant(WallClockDeadline, "still waits for a claim"),
+    "holds-too-many-jobs": Mutant(HoldsTooManyJobs, "jobs at a time"),
 }

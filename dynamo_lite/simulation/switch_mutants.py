@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.policy.planner_inputs import RoleSeen
+from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.policy.planner_memory import Action, AddWorkers, SwitchWorker
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.services.planner.connector import Counted
+from dynamo_lite.services.planner.connector import COMPONENTS, Counted
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.simulation.graph_switches import SimSwitch, SimSwitches
 from dynamo_lite.simulation.graph_worker import Worker
-from dynamo_lite.simulation.planner_mutants import PlannerMutant
-from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.simulation.mutant import Mutant
+from dynamo_lite.simulation.planner_mutants import PicksAny, PlannerMutant
 
 
 class _Amnesic(Planner):
@@ -123,20 +126,68 @@ class SwitchesOverAnother(PlannerMutant):
     kind = _SwitchesOver
 
 
-#: By the name that the command line takes.
-SWITCH_MUTANTS: dict[str, type[Shipped]] = {
-    "forgets-a-switch": ForgetsASwitch,
-    "switches-before-its-record": SwitchesBeforeItsRecord,
-    "cancels-before-its-record": CancelsBeforeItsRecord,
-    "switches-twice": SwitchesTwice,
-    "switches-over-another": SwitchesOverAnother,
-}
+class _TakesBeyond(Planner):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        self._true_limits = self._limits
+        self._limits = dataclasses.replace(self._limits, prefill_max=8, decode_max=8)
+        return facts
 
-#: A seed that finds each of them.
-FOUND_BY: dict[str, int] = {
-    "forgets-a-switch": 69,
-    "switches-before-its-record": 19,
-    "cancels-before-its-record": 19,
-    "switches-twice": 19,
-    "switches-over-another": 219,
+    async def _act(self, action: Action, number: Counted) -> bool:
+        if isinstance(action, AddWorkers):
+            counts = number.roles[COMPONENTS[action.role]]
+            most = bounds(self._true_limits, action.role)[1]
+            if counts.starting + counts.ready + action.size > most:
+                return False
+        return await super()._act(action, number)
+
+
+class SwitchesBeyondTheMaximum(PlannerMutant):
+    """A role that takes a worker may have more than its maximum."""
+
+    kind = _TakesBeyond
+
+
+class _GivesTheLast(PicksAny):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        self._limits = dataclasses.replace(self._limits, prefill_min=0, decode_min=0)
+        self._switching._too_few = lambda record, counted: ""
+        return facts
+
+    def _other(self, one: RoleSeen) -> RoleSeen:
+        # A removal asks for two workers, and is refused later.
+        return dataclasses.replace(one, others=1) if one.counts.ready == 1 else one
+
+
+class SwitchesTheLast(PlannerMutant):
+    """A role also gives its last worker."""
+
+    kind = _GivesTheLast
+
+
+class _AddsToo(Planner):
+    async def _act(self, action: Action, number: Counted) -> bool:
+        begun = await super()._act(action, number)
+        if begun and isinstance(action, SwitchWorker):
+            await self._operations.add(COMPONENTS[action.to], 1, number, action.reason)
+        return begun
+
+
+class AddsDuringASwitch(PlannerMutant):
+    """The worker that changes its role does not count, and one is added in its new role."""
+
+    kind = _AddsToo
+
+
+#: By the name that the command line takes.
+SWITCH_MUTANTS: dict[str, Mutant] = {
+    "forgets-a-switch": Mutant(ForgetsASwitch, "another one is recorded", 69),
+    "switches-before-its-record": Mutant(SwitchesBeforeItsRecord, "and the record says", 19),
+    "cancels-before-its-record": Mutant(CancelsBeforeItsRecord, "and the record is", 19),
+    "switches-twice": Mutant(SwitchesTwice, "twice", 19),
+    "switches-over-another": Mutant(SwitchesOverAnother, "another one is recorded", 219),
+    "switches-beyond-the-maximum": Mutant(SwitchesBeyondTheMaximum, "are more than", 239),
+    "switches-the-last": Mutant(SwitchesTheLast, "switched, and it is the last one", 269),
+    "adds-during-a-switch": Mutant(AddsDuringASwitch, "occupied after a switch", 169),
 }

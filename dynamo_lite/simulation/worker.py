@@ -25,7 +25,7 @@ def work(pipe: Connection, mutant: str | None) -> None:
     """Plays (first, end) after (first, end) until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    shipped = MUTANTS[mutant]() if mutant else None
+    shipped = MUTANTS[mutant].parts() if mutant else None
     played = 0
     try:
         pipe.send_bytes(HELLO)

@@ -12,6 +12,8 @@ from dynamo_lite.simulation.scenario import Scenario
 _LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
 #: One block: every prefix that can be read is read.
 _READ_TOKENS = 4
+#: Jobs that a prefill worker may hold at a time.
+MOST_JOBS = PrefillWorkerConfig().most_jobs
 
 
 def model_options(scenario: Scenario) -> SimModelConfig:

@@ -1,0 +1,16 @@
+"""What a mutant is: the shipped parts without one safety, and the violation that this causes."""
+
+from dataclasses import dataclass
+
+from dynamo_lite.simulation.shipped import Shipped
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One safety is missing."""
+
+    parts: type[Shipped]
+    #: In the text of the violation that it causes: the safety keeps this invariant.
+    violates: str
+    #: A seed that finds it, for those that few seeds find.
+    seed: int | None = None
