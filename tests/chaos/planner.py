@@ -50,13 +50,11 @@ from tests.chaos.questions import Question
 from tests.process.switch_graph import told
 from tests.vllm.graph import NAMESPACE, Graph
 
-#: A planner that decides in seconds. One decode worker is enough for five requests.
+#: One decode worker is enough for five requests.
 _OPTIONS = (
     *(f"--Planner.{role}-max={MOST}" for role in ("prefill", "decode")),
     f"--Planner.budget-devices={2 * MOST}",
     "--Planner.decode-max-num-seqs=6",
-    *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
-    *("--Planner.start-s=20", "--Planner.young-s=5"),
 )
 _CONCURRENCY = 8  # the least that is sure to need a second decode worker
 #: Prompts that are longer are prefilled remotely: `max-local-prefill-length`.
@@ -78,8 +76,10 @@ _KILLED = re.compile(r"still there after|killing it")
 
 @dataclass(frozen=True)
 class Kind:
-    """A graph and its options. plain: a plain vLLM server says what is right, and the graph's
-    engines say what they hold."""
+    """A graph and its options, with a planner that decides in seconds.
+
+    plain: a plain vLLM server says what is right, and the graph's engines say what they hold.
+    """
 
     graph: tuple[str, str]
     options: tuple[str, ...]
@@ -88,12 +88,21 @@ class Kind:
 
 VLLM = Kind(
     ("graphs.disagg_planner:Frontend", "configs/disagg_planner.yaml"),
-    (*_OPTIONS, "--Graph.lease-ttl-s=60"),
+    (
+        *_OPTIONS,
+        *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
+        *("--Planner.start-s=20", "--Planner.young-s=5", "--Graph.lease-ttl-s=60"),
+    ),
     plain=True,
 )
 NULL = Kind(
     ("tests.chaos.planner_graph:Frontend", "configs/agg.yaml"),
-    (*_OPTIONS, "--Graph.lease-ttl-s=2"),
+    (
+        *_OPTIONS,
+        *("--Planner.tick-s=0.3", "--Planner.down-window-s=4", "--Planner.cooldown-s=1"),
+        *("--Planner.start-s=2", "--Planner.young-s=0.1", "--Graph.lease-ttl-s=2"),
+        "--Graph.restart-max-s=1",
+    ),
     plain=False,
 )
 

@@ -1,6 +1,5 @@
 """A graph with a planner and workers that only report a load, which they read from a file."""
 
-import asyncio
 import json
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -8,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog
-from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import StartupError, Unavailable
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.services import PLANNER, Graph, Service
+from tests.process.backlog_reports import PERIOD_S, report_backlog
 
-_PERIOD_S = 0.2
 #: Of a prefill worker, in tokens per second.
 _RATE = 1000
 
@@ -34,8 +31,11 @@ class LoadedWorker:
         self._config, self._spec = config, spec
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
+        self._host: Host | None = None
+        self._asked = self._done = 0.0
 
     async def start(self, host: Host) -> dict[str, Any]:
+        self._host = host
         if (fail_if := self._config["fail_if"]) and Path(fail_if).exists():
             raise StartupError("told to fail")
         decodes = self._spec.component == "VllmWorker"
@@ -47,7 +47,7 @@ class LoadedWorker:
             prefix = names.endpoint_prefix(self._spec.namespace, "PrefillWorker", "prefill")
             roster = Roster(host.store, prefix, host.drops)
             self._prefill = await self._stack.enter_async_context(roster)
-            host.spawn(self._tell(host), "backlog")
+            host.spawn(report_backlog(host, self._counted), "backlog")
         return {}
 
     async def drain(self, grace_s: float) -> None:
@@ -66,31 +66,20 @@ class LoadedWorker:
             "kv_usage": min(load.get("kv", 0.0) / max(number, 1), 1.0),
         }
 
-    async def _tell(self, host: Host) -> None:
+    def _counted(self) -> dict[str, int]:
         """The decode worker with the lowest lease reports the backlog of all of them."""
-        engine, number, asked, done = f"e{host.lease.id:x}", 0, 0.0, 0.0
-        while True:
-            load = self._load()
-            assert self._roster is not None
-            leases = sorted(member.lease_id for member in self._roster.members)
-            first = bool(leases) and leases[0] == host.lease.id
-            jobs = load.get("jobs", 0) if first else 0
-            asked += load.get("tokens_per_s", 0) * _PERIOD_S if first else 0
-            done += _RATE * _PERIOD_S * min(jobs, len(self._prefill.members))
-            number += 1
-            backlog = Backlog(
-                engine_id=engine,
-                number=number,
-                asked_tokens=round(asked),
-                done_tokens=round(done),
-                claimed_jobs=jobs,
-            )
-            try:
-                subject = names.backlog_subject(self._spec.namespace)
-                await host.messaging.publish(subject, encode(backlog))
-            except Unavailable:
-                pass
-            await asyncio.sleep(_PERIOD_S)
+        load = self._load()
+        assert self._roster is not None and self._host is not None
+        leases = sorted(member.lease_id for member in self._roster.members)
+        first = bool(leases) and leases[0] == self._host.lease.id
+        jobs = load.get("jobs", 0) if first else 0
+        self._asked += load.get("tokens_per_s", 0) * PERIOD_S if first else 0
+        self._done += _RATE * PERIOD_S * min(jobs, len(self._prefill.members))
+        return {
+            "asked_tokens": round(self._asked),
+            "done_tokens": round(self._done),
+            "claimed_jobs": jobs,
+        }
 
     def _load(self) -> dict[str, Any]:
         path = Path(self._config["load"])

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog
-from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import StartupError, Unavailable
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
 from tests.process import null_graph
+from tests.process.backlog_reports import report_backlog
 from tests.process.fleet_graph import CallerConfig, NullBackend, NullConfig, NullWorker
-
-_PERIOD_S = 0.2
 
 
 async def _file(path: str) -> None:
@@ -47,21 +43,8 @@ class TellingWorker(NullWorker):
     async def start(self, host: Any) -> dict[str, Any]:
         await _file(self._start_if)
         facts = await super().start(host)
-        host.spawn(self._tell(host), "backlog")
+        host.spawn(report_backlog(host, dict[str, int]), "backlog")
         return facts
-
-    async def _tell(self, host: Any) -> None:
-        number = 0
-        while True:
-            number += 1
-            backlog = Backlog(engine_id=f"e{host.lease.id:x}", number=number)
-            try:
-                await host.messaging.publish(
-                    names.backlog_subject(host.spec.namespace), encode(backlog)
-                )
-            except Unavailable:
-                pass
-            await asyncio.sleep(_PERIOD_S)
 
 
 @dataclass(frozen=True, kw_only=True)
