@@ -27,9 +27,10 @@ _PATIENCE_S = 60.0
 #: For what would come at once when the link is up.
 _AT_ONCE_S = 2.0
 #: UCX sends messages of 64 KiB. A part of one never becomes visible, so the kernel must take a
-#: whole one. The target's end of the connection must not give it up because nothing comes.
+#: whole one; and not two, since UCX ends a target that cannot answer the second. The target's end
+#: of the connection must not give it up because nothing comes.
 _WHOLE = 1 << 16
-_KERNEL = {"UCX_TCP_SNDBUF": "64k", "UCX_TCP_KEEPIDLE": "600s"}
+_KERNEL = {"UCX_TCP_SNDBUF": "40k", "UCX_TCP_KEEPIDLE": "600s"}
 _USER_TIMEOUT = child_environment({}, lease_ttl_s=LEASE_TTL_S)["UCX_TCP_USER_TIMEOUT"]
 
 
