@@ -32,7 +32,8 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How a prefill engine's work on one attempt ended: no write is in flight any more."""
+    """How a prefill engine's work on one attempt ended. Unless it died, no write is in flight any
+    more."""
 
     attempt: str
     #: "written", "failed", "abandoned", or "died": the engine's process ended, and writes that it

@@ -10,7 +10,8 @@ budget of all roles is here:
 - Fewer: needed in no tick of the whole down window, and the load was known all the time; while the
   arrivals surely fall a part of the window is enough. One at a time; of more than twenty workers
   five percent may drain together.
-- After a change, none in the other direction for the cooldown and for the time of a start.
+- After a change, none in the other direction for the longer of the cooldown and the time of a
+  start.
 - All workers together stay within the budget, starting and draining ones included. When it is
   full, a role that is needed less gives one worker: it switches its role (`role_switch.py`), or
   where that is not possible it is removed.

@@ -2,8 +2,9 @@
 
 `up` workers stay below the share at which more are added, `down` ones below the lower share at
 which one may be removed. Between both nothing changes. Where the arrivals are known, the distance
-between both also covers chance: `sure` workers are needed even if the load is only by chance as
-high as it looks, and more are added below these; `down` are enough even if it is by chance as low.
+between both also covers chance: `sure` workers are needed even if the true load is lower than
+measured, and workers are added only while there are fewer; `down` workers are enough even if the
+true load is higher than measured.
 """
 
 import math
@@ -33,7 +34,7 @@ class Need:
     down: int | None
     #: What they are needed for, as a sentence part.
     reason: str
-    #: No worker is added to these; None: `up`.
+    #: Workers are added only while there are fewer than this; None: than `up`.
     sure: int | None = None
 
     def wanted(self, count: int) -> int | None:
@@ -60,7 +61,9 @@ def prefill_need(
     work: Work,
     start_s: float,
 ) -> Need:
-    """`N = ceil((tokens/s + backlog / T) / (share * rate))`, T: the time of a start.
+    """While the arrivals are known: `max(tokens/s / (share * rate), b + 0.5 sqrt(b))`, b: busy
+    workers. tokens/s contains what `_late` leaves of the backlog. While they are not known:
+    `(tokens/s + backlog / T) / (share * rate)`, T: the time of a start, at least 10 s. Rounded up.
 
     count: prefill workers now. rate: tokens per second of one busy worker; None: never measured.
     trend: of the demand without the backlog. work: what requests need.

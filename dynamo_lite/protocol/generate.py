@@ -184,7 +184,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Frontend to worker: the clients of these requests are gone."""
+    """Frontend to worker: these requests are not wanted there any more."""
 
     request_ids: list[RequestId]
 

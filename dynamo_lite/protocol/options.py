@@ -125,7 +125,8 @@ class PlannerOptions:
     stale_s: SecondsOption = 15.0
     #: How long fewer workers must have been enough before one is removed.
     down_window_s: SecondsOption = 90.0
-    #: After a worker was added, none of its role is removed for this long, and the reverse.
+    #: After a worker was added, none of its role is removed for this long, or for the time of a
+    #: start if that is longer; and the reverse.
     cooldown_s: SecondsOption = 60.0
     #: A prefill worker is added above this share of the prefill workers' measured rate.
     prefill_up_share: Share = 0.8
@@ -140,7 +141,8 @@ class PlannerOptions:
     decode_max_num_seqs: NaturalOption = 0
     #: Assumed time of a start until one was measured.
     start_s: SecondsOption = 60.0
-    #: A start that takes longer is withdrawn, until twice the measured 95th percentile is known.
+    #: A start that takes longer is withdrawn. With three measured starts the limit is twice their
+    #: 95th percentile, if that is less.
     start_timeout_s: SecondsOption = 600.0
     #: Workers younger than this teach nothing: their caches are cold and their kernels compile.
     young_s: SecondsOption = 30.0

@@ -1,8 +1,9 @@
 """Messages of a remote prefill.
 
-A remote prefill is one *attempt*: a fresh id per try of a request. Every
-message names (engine_id, attempt); a message about an attempt that is not
-current is refused or ignored, never applied.
+A remote prefill is one *attempt*: a fresh id per try of a request. Each message about an attempt
+names it; one about an attempt that is not current is refused or ignored, never applied. The decode
+engine is in the message, in its subject, or is the receiver. Messages between a worker and its own
+engine, and those of a link test, name no attempt.
 """
 
 from typing import Annotated, Literal

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class BacklogExchange:
     """Methods run on the bridge's thread unless they say otherwise.
 
-    workers: how many prefill workers respond. now: monotonic. on_news: called when another engine's
-    backlog has changed.
+    workers: how many prefill workers are usable. now: monotonic. on_news: called when another
+    engine's backlog has changed.
     """
 
     def __init__(

@@ -64,10 +64,10 @@ class PrefixWait:
 
 @dataclass(slots=True, eq=False)
 class RemotePrefill:
-    """One decision about a prompt, and the remote prefill that follows from it.
+    """The record of one decision about a prompt, and of the remote prefill that follows from it.
 
-    A prompt that is computed here has a record as well, without an attempt. A prompt that
-    is decided again after a lost remote prefill gets a second record, which takes over the
+    A prompt that is computed here has a record as well, without an attempt (`is_remote`). A prompt
+    that is decided again after a lost remote prefill gets a second record, which takes over the
     limits of the first. The ledger owns the attempt's state (queued, claimed, quarantined).
 
     `RemotePrefills` writes all fields on the engine's thread, except where a field says

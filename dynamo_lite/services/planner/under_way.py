@@ -31,7 +31,8 @@ class RunningOperation(Stepped[OperationRecord]):
 
 
 class UnderWay:
-    """What this planner, while it leads, has to bring to its end. records: as of `Target`."""
+    """The additions and removals that this planner has to complete while it leads. A switch is in
+    `Switching`. records: as of `Target`."""
 
     def __init__(
         self,
