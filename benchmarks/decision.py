@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from benchmarks.command import parser_of, write_json
-from dynamo_lite.policy.cost_policy import CostPolicy
-from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
-from dynamo_lite.policy.prefill_costs import EngineState
-from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
+from dynamo_lite.policy.decision.cost_policy import CostPolicy
+from dynamo_lite.policy.decision.disagg import DecisionReason, QueueView, Remote, decide
+from dynamo_lite.policy.decision.prefill_costs import EngineState
+from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds
 
 TARGET_US = 50.0

@@ -87,8 +87,8 @@ def _hashes(seed: str, count: int) -> list[int]:
 
 class Ours:
     def __init__(self) -> None:
-        from dynamo_lite.policy.kv_chain import chain_hashes
-        from dynamo_lite.policy.kv_index import KvIndex
+        from dynamo_lite.policy.routing.kv_chain import chain_hashes
+        from dynamo_lite.policy.routing.kv_index import KvIndex
         from dynamo_lite.protocol import codec, kv
 
         self._codec, self._kv, self._chain_hashes = codec, kv, chain_hashes

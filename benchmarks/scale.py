@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks.command import parser_of, write_json
 from benchmarks.graph import ROOT
-from dynamo_lite.policy.backlog import IDLE_PERIOD_S, Backlogs, notice_period_s
-from dynamo_lite.policy.kv_chain import chain_hashes
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import KvPicker, LoadReport, Shard
+from dynamo_lite.policy.decision.backlog import IDLE_PERIOD_S, Backlogs, notice_period_s
+from dynamo_lite.policy.routing.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_routing import KvPicker, LoadReport, Shard
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.codec import encode

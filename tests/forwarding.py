@@ -19,8 +19,8 @@ from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.policy.forwarding import SentPrompts
-from dynamo_lite.policy.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.forwarding import SentPrompts
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context

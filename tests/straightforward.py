@@ -7,12 +7,12 @@ They follow the same rules and look at everything each time. Tests compare the a
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
 
-from dynamo_lite.policy.backlog import SILENCE_S, BacklogTotals
-from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.policy.kv_routing import KvView
-from dynamo_lite.policy.pending_requests import PendingRequests
-from dynamo_lite.policy.routing import Selection
-from dynamo_lite.policy.scoring import Candidate, draw, score, with_room
+from dynamo_lite.policy.decision.backlog import SILENCE_S, BacklogTotals
+from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.policy.routing.kv_routing import KvView
+from dynamo_lite.policy.routing.pending_requests import PendingRequests
+from dynamo_lite.policy.routing.pickers import Selection
+from dynamo_lite.policy.routing.scoring import Candidate, draw, score, with_room
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest

@@ -11,10 +11,10 @@ from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.phase import Phase
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.cost_policy import CostPolicy, Opinion, Side, regret_s, side_of
-from dynamo_lite.policy.disagg import DecisionReason, Local, Remote, Verdict, decide
-from dynamo_lite.policy.prefill_costs import EngineState
-from dynamo_lite.policy.step_time import StepLoad
+from dynamo_lite.policy.decision.cost_policy import CostPolicy, Opinion, Side, regret_s, side_of
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote, Verdict, decide
+from dynamo_lite.policy.decision.prefill_costs import EngineState
+from dynamo_lite.policy.decision.step_time import StepLoad
 from dynamo_lite.protocol.backlog import Lane
 
 

@@ -13,7 +13,7 @@ from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.run import Result, Run
 from dynamo_lite.capacity.scaling import ORACLE_SHARES, Bounds, Oracle, Scaler, Scripted, Static
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.planner_limits import contradictions
+from dynamo_lite.policy.scaling.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import PlannerOptions, PrefillPolicy
 

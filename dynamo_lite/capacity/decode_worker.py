@@ -17,11 +17,11 @@ from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.steal_back import StealBackModel
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.admission import Admission, Busy
-from dynamo_lite.policy.disagg import WANT_OF_ROOM, DecisionReason, Local, Remote, Verdict
-from dynamo_lite.policy.drain import RunningRequest
-from dynamo_lite.policy.kv_chain import ChainHash
-from dynamo_lite.policy.kv_routing import LoadReport
+from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, DecisionReason, Local, Remote, Verdict
+from dynamo_lite.policy.routing.admission import Admission, Busy
+from dynamo_lite.policy.routing.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_routing import LoadReport
+from dynamo_lite.policy.scaling.drain import RunningRequest
 from dynamo_lite.protocol.backlog import Lane
 
 #: Reasons for which a prompt is computed here although it should not be.

@@ -17,7 +17,7 @@ from dynamo_lite.capacity.phase import Phase, composed
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.sequence_memory import SequenceMemory
 from dynamo_lite.capacity.timing import EngineLimits, StepTiming
-from dynamo_lite.policy.step_time import PromptWork, work_of
+from dynamo_lite.policy.decision.step_time import PromptWork, work_of
 
 
 class EngineModel:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.scaling import RoleWorkers
-from dynamo_lite.policy.drain import DrainCandidate, NoVictim, victim
+from dynamo_lite.policy.scaling.drain import DrainCandidate, NoVictim, victim
 
 W = TypeVar("W")
 

@@ -13,8 +13,8 @@ from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.routing import make_router
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.admission import Admission, Busy
-from dynamo_lite.policy.drain import Pace, busy_s
+from dynamo_lite.policy.routing.admission import Admission, Busy
+from dynamo_lite.policy.scaling.drain import Pace, busy_s
 
 #: How many workers a request is offered to.
 _TRIES = 3

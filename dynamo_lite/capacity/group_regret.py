@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dynamo_lite.capacity.regret import Play, reversed_for, waiting_s
-from dynamo_lite.policy.cost_policy import Side
+from dynamo_lite.policy.decision.cost_policy import Side
 from dynamo_lite.protocol.options import PrefillPolicy
 
 #: Upper bounds of the groups, in prompt tokens.

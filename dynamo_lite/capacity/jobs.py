@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.sequence import Sequence
-from dynamo_lite.policy.backlog import BacklogTotals, DrainRate, wait_s
-from dynamo_lite.policy.disagg import QueueView
-from dynamo_lite.policy.lanes import BEFORE_LONG, LaneTurns, lane_of
+from dynamo_lite.policy.decision.backlog import BacklogTotals, DrainRate, wait_s
+from dynamo_lite.policy.decision.disagg import QueueView
+from dynamo_lite.policy.decision.lanes import BEFORE_LONG, LaneTurns, lane_of
 from dynamo_lite.protocol.backlog import Lane
 
 if TYPE_CHECKING:

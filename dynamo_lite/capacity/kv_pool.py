@@ -6,7 +6,7 @@ longest unused first, when memory is needed.
 
 from collections.abc import Callable, Sequence
 
-from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_chain import ChainHash
 
 
 def _ignore(_: list[ChainHash]) -> None:

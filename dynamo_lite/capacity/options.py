@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds, KvRoutingOptions
 
 RouterName = Literal["round-robin", "random", "kv"]

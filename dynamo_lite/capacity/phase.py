@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import StepTiming, steps_until, total_s
-from dynamo_lite.policy.step_time import StepLoad
+from dynamo_lite.policy.decision.step_time import StepLoad
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The shipped planner as a scaler of the simulated graph.
 
-The decisions are those of `policy/planner.py`, the loads those of `policy/planner_observed.py`. The
+The decisions are those of `policy/scaling/planner.py`, the loads those of `observed.py` there. The
 times of starts are known to the tick, as in a graph.
 """
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from dynamo_lite.capacity.options import WorkerCounts
 from dynamo_lite.capacity.scaling import RoleWorkers, ScalerInputs, ScalerProposal
-from dynamo_lite.policy.backlog import BacklogTotals
-from dynamo_lite.policy.planner import begun, plan
-from dynamo_lite.policy.planner_inputs import DecodeLoad, Operation, Role, RoleSeen, Seen
-from dynamo_lite.policy.planner_memory import AddWorkers, PlannerMemory, RemoveWorker
-from dynamo_lite.policy.planner_observed import DemandRates, TokenRates, decode_load
-from dynamo_lite.policy.start_times import StartTimes
+from dynamo_lite.policy.decision.backlog import BacklogTotals
+from dynamo_lite.policy.scaling.inputs import DecodeLoad, Operation, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker
+from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
+from dynamo_lite.policy.scaling.planner import begun, plan
+from dynamo_lite.policy.scaling.start_times import StartTimes
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts

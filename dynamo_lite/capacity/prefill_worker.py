@@ -10,7 +10,7 @@ from dynamo_lite.capacity.kv_pool import KvPool
 from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import Timing, TransferTiming
-from dynamo_lite.policy.lanes import BEFORE_LONG, LaneTurns
+from dynamo_lite.policy.decision.lanes import BEFORE_LONG, LaneTurns
 
 
 class Nic:

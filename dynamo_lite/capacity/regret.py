@@ -12,7 +12,7 @@ from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.run import Result, Run
 from dynamo_lite.capacity.scaling import Bounds, Static
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.cost_policy import Side
+from dynamo_lite.policy.decision.cost_policy import Side
 from dynamo_lite.protocol.options import CostPolicyOptions, PrefillPolicy
 
 #: Requests that arrived at most this long before or after a decision are compared. Later requests

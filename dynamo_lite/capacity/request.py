@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 
 
 @dataclass(frozen=True, slots=True)

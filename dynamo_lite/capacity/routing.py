@@ -8,10 +8,10 @@ from dynamo_lite.capacity.decode_worker import DecodeWorkerModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.request import TraceRequest, tokens_of
-from dynamo_lite.policy.kv_chain import ChainHash
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import KvPicker, LoadReport, Shard
-from dynamo_lite.policy.routing import Picker, Random, RoundRobin
+from dynamo_lite.policy.routing.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_routing import KvPicker, LoadReport, Shard
+from dynamo_lite.policy.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport

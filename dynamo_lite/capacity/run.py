@@ -12,7 +12,7 @@ from dynamo_lite.capacity.records import Records, Sample
 from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.scaling import Bounds, DecodeWorkerReport, Scaler, ScalerInputs
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.cost_policy import Side
+from dynamo_lite.policy.decision.cost_policy import Side
 
 #: Functions between two calls of `on_progress`.
 _PROGRESS_CALLS = 20_000

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from dynamo_lite.capacity.request import TraceRequest
-from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_chain import ChainHash
 
 
 @dataclass(eq=False, slots=True)
@@ -15,7 +15,7 @@ class Sequence:
     context: int
     #: Output tokens to be generated; 0 in a prefill engine.
     left: int
-    #: A prefill engine computes it before others (`policy/lanes.py`).
+    #: A prefill engine computes it before others (`policy/decision/lanes.py`).
     short: bool = False
     #: Its KV comes from a prefill worker: only the last prompt token is computed here.
     remote: bool = False

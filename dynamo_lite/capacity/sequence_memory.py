@@ -2,7 +2,7 @@
 
 from dynamo_lite.capacity.kv_pool import KvPool
 from dynamo_lite.capacity.sequence import Sequence
-from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_chain import ChainHash
 
 
 class SequenceMemory:

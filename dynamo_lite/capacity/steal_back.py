@@ -8,8 +8,8 @@ from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.jobs import BacklogView, JobModel
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.disagg import QueueView
-from dynamo_lite.policy.steal_back import QueuedPrefill, TakeBack, look
+from dynamo_lite.policy.decision.disagg import QueueView
+from dynamo_lite.policy.decision.steal_back import QueuedPrefill, TakeBack, look
 from dynamo_lite.protocol.backlog import Lane
 
 #: A simulated graph always has changes, so each look comes as early as allowed.

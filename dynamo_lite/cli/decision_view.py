@@ -9,9 +9,9 @@ import msgspec
 
 from dynamo_lite.cli.decisions import PastDecision
 from dynamo_lite.cli.listing import as_clock, as_time, table
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict
-from dynamo_lite.policy.instructions import Outcome
-from dynamo_lite.policy.replay import replay
+from dynamo_lite.policy.attempts.instructions import Outcome
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, Remote, Verdict
+from dynamo_lite.policy.decision.replay import replay
 from dynamo_lite.protocol.decisions import CostsSeen, Decision, QueueSeen
 from dynamo_lite.protocol.options import DecisionThresholds
 

@@ -16,8 +16,8 @@ from dynamo_lite.overview.drains import (
     listens,
     look,
 )
-from dynamo_lite.policy.drain import Leaving, NoVictim, Safe, cost, safe, victim, written_s
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.drain import Leaving, NoVictim, Safe, cost, safe, victim, written_s
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.processes import is_alive

@@ -10,8 +10,8 @@ import msgspec
 from dynamo_lite.cli.listing import Broker, Place, facts_of, members, open_broker
 from dynamo_lite.cli.live_options import Edit, newest_version, options_of, read, whoami
 from dynamo_lite.cli.record_seals import check_may_write
-from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.policy.planner_limits import contradictions, refusals
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.limits import contradictions, refusals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.errors import (

@@ -11,9 +11,9 @@ from dynamo_lite.cli.drain import DrainChoice, Say, Watch, as_table
 from dynamo_lite.cli.listing import Place, find_place, members
 from dynamo_lite.cli.own_graph import POLL_S, check_runs, ready_leases
 from dynamo_lite.overview.drains import ROLES, GraphSeen, look
-from dynamo_lite.policy.drain import NoVictim, victim
-from dynamo_lite.policy.planner_limits import bounds
-from dynamo_lite.policy.switch_book import times_text
+from dynamo_lite.policy.scaling.drain import NoVictim, victim
+from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.policy.scaling.switch_book import times_text
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorReply, Switch, SwitchState

@@ -61,7 +61,7 @@ OnFirstToken = Callable[[int], Awaitable[None]]
 
 
 class KvEvents(Holdings, Protocol):
-    """Which blocks an engine holds, by their chain hashes (`policy/kv_chain.py`)."""
+    """Which blocks an engine holds, by their chain hashes (`policy/routing/kv_chain.py`)."""
 
     def changes(self) -> AsyncIterator[list[KvChange]]:
         """One list per engine step that changed anything, without end. Only one reader."""

@@ -22,7 +22,7 @@ from dynamo_lite.forward.protocols.base import (
     Body,
 )
 from dynamo_lite.forward.protocols.one_token import plain
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 
 #: Only a forwarder may set these: with them a client could make an engine read from a foreign
 #: host, or end its process (vLLM 0.32 fails assertions on them).

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_lite.forward.engine_tls import engine_tls
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
-from dynamo_lite.policy.forwarding import EngineView
+from dynamo_lite.policy.routing.forwarding import EngineView
 from dynamo_lite.runtime.address import host_port
 
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine

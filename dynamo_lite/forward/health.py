@@ -8,7 +8,7 @@ from dynamo_lite.forward.engines import FAILURES, KnownEngine, KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.probe import StockEngineProbe
 from dynamo_lite.forward.upstream import LegFailed, Upstream
-from dynamo_lite.policy.forwarding import SentPrompts
+from dynamo_lite.policy.routing.forwarding import SentPrompts
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)

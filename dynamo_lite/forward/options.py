@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import annotated_types as at
 
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.policy.forwarding import Strategy
+from dynamo_lite.policy.routing.forwarding import Strategy
 from dynamo_lite.protocol.options import (
     KvRoutingOptions,
     NaturalOption,

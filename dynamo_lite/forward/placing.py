@@ -11,8 +11,8 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines, view
 from dynamo_lite.forward.failures import PrefillFailed
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import ForwardProtocol, LegOrder
-from dynamo_lite.policy.disagg import Local
-from dynamo_lite.policy.forwarding import (
+from dynamo_lite.policy.decision.disagg import Local
+from dynamo_lite.policy.routing.forwarding import (
     EngineChoice,
     EngineChooser,
     SentPrompts,
@@ -20,9 +20,9 @@ from dynamo_lite.policy.forwarding import (
     text_chain,
     tokens_of,
 )
-from dynamo_lite.policy.known_blocks import KnownBlocks
-from dynamo_lite.policy.kv_chain import ChainHash
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.kv_chain import ChainHash
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.errors import NoWorkers
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried, why
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.forward.sidecar_options import PrefillerOptions
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.policy.forwarding import tokens_of
+from dynamo_lite.policy.routing.forwarding import tokens_of
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks

@@ -38,7 +38,7 @@ from dynamo_lite.forward.orders import LegOrders
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Places
 from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, LegOrder, Peer
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.errors import NoWorkers
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.kv_chain import BlockHashes, root_hash
+from dynamo_lite.policy.routing.kv_chain import BlockHashes, root_hash
 from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.kv_events.worker_view import WorkerView
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import LoadReport, Shard
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_routing import LoadReport, Shard
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable

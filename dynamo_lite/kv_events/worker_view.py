@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_index import KvIndex
 from dynamo_lite.protocol.kv import KvChange, KvNotice, KvRemoved, KvSnapshot, KvStored, Load
 
 #: How many notices are kept while a snapshot is fetched.

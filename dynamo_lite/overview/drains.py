@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from dynamo_lite.overview.compose import processes, state_of
 from dynamo_lite.overview.fetch import TIMEOUT_S, fetch_health
-from dynamo_lite.policy.drain import DrainCandidate, Writers
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.drain import DrainCandidate, Writers
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
 
 ROLES: Mapping[str, Role] = {"VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL}
@@ -50,7 +50,7 @@ class GraphSeen:
 
     def writers(self, asked_at: float) -> Writers:
         """What each decode worker reported about its writers. asked_at: time of these facts, by
-        the clock that `policy/drain.py` gets."""
+        the clock that `policy/scaling/drain.py` gets."""
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()

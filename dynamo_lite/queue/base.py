@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
-from dynamo_lite.policy.lanes import lane_of
+from dynamo_lite.policy.decision.lanes import lane_of
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import NaturalOption, PositiveOption, SecondsOption
 
@@ -25,7 +25,7 @@ class QueueOptions:
     #: Deliveries before a job is used up; see `Job.deliveries_left`.
     max_deliver: PositiveOption = 3
     #: fifo: in order of arrival. short-first: short jobs and urgent requests before others
-    #: (`policy/lanes.py`).
+    #: (`policy/decision/lanes.py`).
     order: Literal["fifo", "short-first"] = "short-first"
     #: A job with at most this many tokens to compute is short.
     short_length: NaturalOption = 2048
@@ -187,8 +187,8 @@ class PrefillQueue(Protocol):
     async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
         """Returns the next job, or None after `timeout_s`.
 
-        lanes: the lanes to pull from; earlier ones first, see `policy/lanes.py`. If the queue has
-        none of them, it waits until the timeout.
+        lanes: the lanes to pull from; earlier ones first, see `policy/decision/lanes.py`. If the
+        queue has none of them, it waits until the timeout.
         May be cancelled: a job that is being delivered is kept for the next pull.
         """
         ...

@@ -10,7 +10,7 @@ from typing import Self
 
 from nats.aio.client import Client
 
-from dynamo_lite.policy.lanes import LaneTurns
+from dynamo_lite.policy.decision.lanes import LaneTurns
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.lane_pull import GRACE_S, LanePull, give_back, loop_time

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from dynamo_lite.policy.drain import Move, move_or_finish
+from dynamo_lite.policy.scaling.drain import Move, move_or_finish
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.request_plane.failover_stats import FailoverStats

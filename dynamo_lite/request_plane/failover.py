@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, Self
 
-from dynamo_lite.policy.migration import MigrationPlan
-from dynamo_lite.policy.routing import Picker
+from dynamo_lite.policy.routing.migration import MigrationPlan
+from dynamo_lite.policy.routing.pickers import Picker
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,

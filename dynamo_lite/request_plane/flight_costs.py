@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.policy.drain import Pace, RunningRequest, busy_s
-from dynamo_lite.policy.request_pace import RequestPace
+from dynamo_lite.policy.scaling.drain import Pace, RunningRequest, busy_s
+from dynamo_lite.policy.scaling.request_pace import RequestPace
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 
@@ -103,7 +103,7 @@ class FlightCosts:
 
 
 def running(flight: MigratingRequest, now: float) -> RunningRequest:
-    """The request as `policy/drain.py` sees it. now: by the event loop's clock."""
+    """The request as `policy/scaling/drain.py` sees it. now: by the event loop's clock."""
     decoded = flight.decoded_tokens
     return RunningRequest(
         prompt_tokens=len(flight.request.prompt_token_ids),

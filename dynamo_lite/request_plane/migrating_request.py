@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
+from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord

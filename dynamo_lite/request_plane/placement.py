@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 
-from dynamo_lite.policy.routing import Picker, Selection
+from dynamo_lite.policy.routing.pickers import Picker, Selection
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,

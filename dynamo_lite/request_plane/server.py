@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import GenerateHandler
@@ -36,9 +36,9 @@ _CLOSE_TIMEOUT_S = 5.0
 class GenerateServer:
     """Async context manager; listens for connections while it lasts.
 
-    max_in_flight, max_prompt_tokens: limits, see `policy/admission.py`. Requests beyond them
-    are refused as busy, and go to another worker. secret: the graph's, which clients must have.
-    certificate: for connections over TLS.
+    max_in_flight, max_prompt_tokens: limits, see `policy/routing/admission.py`. Requests beyond
+    them are refused as busy, and go to another worker. secret: the graph's, which clients must
+    have. certificate: for connections over TLS.
     """
 
     def __init__(

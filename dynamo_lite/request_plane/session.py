@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo_lite.policy.admission import Admission, Busy, Limits
+from dynamo_lite.policy.routing.admission import Admission, Busy, Limits
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from dynamo_lite.policy.planner_limits import contradictions, occupied
+from dynamo_lite.policy.scaling.limits import contradictions, occupied
 from dynamo_lite.serve.config import GraphConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.services.config import PlannerConfig

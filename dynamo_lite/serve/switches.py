@@ -10,7 +10,7 @@ can take them. Two processes never run at the same time. There is one switch at 
 import time
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.switch_book import BookedSwitch, SwitchBook
+from dynamo_lite.policy.scaling.switch_book import BookedSwitch, SwitchBook
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import SwitchState
 from dynamo_lite.serve.fleet import Fleet

@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 import annotated_types as at
 
 from dynamo_lite.disagg.engine_config import PrefillOptions
-from dynamo_lite.policy.lanes import ClientPriority
-from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.policy.planner_limits import contradictions
+from dynamo_lite.policy.decision.lanes import ClientPriority
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.limits import contradictions
 from dynamo_lite.protocol.options import (
     AdmissionOptions,
     DisaggOptions,

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo_lite.engine.base import DecodeEngine, KvEvents
 from dynamo_lite.kv_events.publisher import KvPublisher
-from dynamo_lite.policy.backlog import BacklogTotals
+from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable

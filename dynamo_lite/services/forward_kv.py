@@ -14,7 +14,7 @@ from dynamo_lite.forward.kv.tokenizer import Tokenizer
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import TokenizePrompt
-from dynamo_lite.policy.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
 
 if TYPE_CHECKING:
     from dynamo_lite.forward.kv.follower import KvEventFollower

@@ -22,7 +22,7 @@ from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.policy.forwarding import SentPrompts
+from dynamo_lite.policy.routing.forwarding import SentPrompts
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import counted

@@ -4,7 +4,7 @@ import random
 from contextlib import AsyncExitStack
 
 from dynamo_lite.kv_events.follower import KvFollower
-from dynamo_lite.policy.kv_routing import KvPicker
+from dynamo_lite.policy.routing.kv_routing import KvPicker
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import KvRouterOptions

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Gauge
 
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.live_options import LiveValues
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.runtime.members.live_options import LiveOptions

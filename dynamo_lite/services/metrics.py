@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.policy.admission import Admission
-from dynamo_lite.policy.kv_routing import REASONS, KvPicker
+from dynamo_lite.policy.routing.admission import Admission
+from dynamo_lite.policy.routing.kv_routing import REASONS, KvPicker
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.request_plane.failover_stats import FailoverStats
 

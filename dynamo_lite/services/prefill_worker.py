@@ -14,7 +14,7 @@ from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import PrefillEngine
-from dynamo_lite.policy.lanes import BEFORE_LONG
+from dynamo_lite.policy.decision.lanes import BEFORE_LONG
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.queue.base import PrefillQueue

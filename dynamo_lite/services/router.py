@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.kv_routing import KvPicker
+from dynamo_lite.policy.routing.kv_routing import KvPicker
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError

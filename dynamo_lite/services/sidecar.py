@@ -21,7 +21,7 @@ from dynamo_lite.forward.sidecar import Door, HeaderPlacer, Prefillers
 from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.policy.forwarding import SentPrompts
+from dynamo_lite.policy.routing.forwarding import SentPrompts
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.status import StatusServer

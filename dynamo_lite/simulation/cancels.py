@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.attempt import AttemptState
+from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.protocol.prefill import decode_cancel_attempt
 from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.engine.halves import DecodeHalves

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dynamo_lite.policy.drain import Pace
-from dynamo_lite.policy.migration import SamplingFacts, plan
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.migration import SamplingFacts, plan
+from dynamo_lite.policy.routing.pickers import RoundRobin
+from dynamo_lite.policy.scaling.drain import Pace
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from dynamo_lite.policy.drain import Move
+from dynamo_lite.policy.scaling.drain import Move
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo_lite.policy.switch_book import BookedSwitch, SwitchBook
+from dynamo_lite.policy.scaling.switch_book import BookedSwitch, SwitchBook
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import SwitchState
 from dynamo_lite.simulation.graph_worker import Worker

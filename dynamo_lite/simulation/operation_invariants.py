@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord

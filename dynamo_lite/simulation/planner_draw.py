@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.limits import bounds
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.services.planner.connector import COMPONENTS
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling

@@ -6,8 +6,8 @@ from typing import Any
 
 from aetcd import rpc
 
-from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, SwitchRecord

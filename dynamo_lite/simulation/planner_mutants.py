@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.overview.model import LiveProcess
-from dynamo_lite.policy.drain import Safe, Unsafe
-from dynamo_lite.policy.planner_inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.drain import Safe, Unsafe
+from dynamo_lite.policy.scaling.inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.planner.connector import COMPONENTS, Connector, Counted

@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.policy.planner_limits import refusals
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.limits import refusals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError

@@ -13,7 +13,7 @@ from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.engine.base import PrefillEngine
-from dynamo_lite.policy.grants import GrantWanted
+from dynamo_lite.policy.attempts.grants import GrantWanted
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.planner_inputs import RoleSeen
-from dynamo_lite.policy.planner_limits import bounds
-from dynamo_lite.policy.planner_memory import Action, AddWorkers, SwitchWorker
+from dynamo_lite.policy.scaling.inputs import RoleSeen
+from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.policy.scaling.memory import Action, AddWorkers, SwitchWorker
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.planner.connector import COMPONENTS, Counted
 from dynamo_lite.services.planner.planner import Planner

@@ -18,7 +18,7 @@ from dynamo_lite.disagg.transfer_params import (
     time_limit,
     with_first_token,
 )
-from dynamo_lite.policy.migration import MigrationPlan
+from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest

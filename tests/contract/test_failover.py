@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from dynamo_lite.engine.null import NullEngine
-from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
 from dynamo_lite.protocol.generate import (

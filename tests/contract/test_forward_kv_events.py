@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.kv_publishing import BLOCK, Publisher, publishing

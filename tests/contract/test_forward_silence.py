@@ -13,7 +13,7 @@ from aiohttp import web
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.policy.forwarding import SentPrompts
+from dynamo_lite.policy.routing.forwarding import SentPrompts
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.scripted import CHAT, Fault, ScriptedEngine

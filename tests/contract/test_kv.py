@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.kv_events import publisher
 from dynamo_lite.kv_events.follower import LOAD_AGE_S, KvFollower
 from dynamo_lite.kv_events.publisher import KvPublisher
-from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
-from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
+from dynamo_lite.policy.routing.kv_chain import BlockHashes, chain_hashes, root_hash
+from dynamo_lite.policy.routing.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BrokerUnavailable

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import pytest
 
-from dynamo_lite.policy.lanes import PATIENCE
+from dynamo_lite.policy.decision.lanes import PATIENCE
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (

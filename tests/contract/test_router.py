@@ -9,7 +9,7 @@ from typing import Any, Self
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import NoWorkers

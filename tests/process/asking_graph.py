@@ -11,7 +11,7 @@ from typing import Any, Self
 from prometheus_client import Counter
 
 from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.policy.disagg import QueueView, Remote, decide
+from dynamo_lite.policy.decision.disagg import QueueView, Remote, decide
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from dynamo_lite.policy.migration import Continue
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.migration import Continue
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta

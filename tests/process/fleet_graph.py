@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.engine.null import NullEngine
-from dynamo_lite.policy.migration import Continue
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.migration import Continue
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta

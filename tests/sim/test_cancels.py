@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.attempt import AttemptState
+from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.mutants import MUTANTS
 from dynamo_lite.simulation.play import play_scenario

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo_lite.policy import steal_back
+from dynamo_lite.policy.decision import steal_back
 from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.loop.scheduler import START_S
 from dynamo_lite.simulation.loop.trace import Trace

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.errors import (
     DynamoLiteError,
     NoResponders,

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.policy.migration import MigrationPlan
+from dynamo_lite.policy.routing.admission import Admission, Limits
+from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.failover import FailoverClient

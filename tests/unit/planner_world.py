@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.planner import PlannerMemory, begun, plan
-from dynamo_lite.policy.planner_inputs import (
+from dynamo_lite.policy.scaling.inputs import (
     Datum,
     DecodeLoad,
     Operation,
@@ -13,7 +12,7 @@ from dynamo_lite.policy.planner_inputs import (
     Seen,
     SwitchHistory,
 )
-from dynamo_lite.policy.planner_memory import (
+from dynamo_lite.policy.scaling.memory import (
     Action,
     AddWorkers,
     Proposal,
@@ -21,6 +20,7 @@ from dynamo_lite.policy.planner_memory import (
     SwitchWorker,
     WithdrawStart,
 )
+from dynamo_lite.policy.scaling.planner import PlannerMemory, begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 

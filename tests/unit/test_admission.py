@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.admission import Admission, Admitted, Busy, Limits
+from dynamo_lite.policy.routing.admission import Admission, Admitted, Busy, Limits
 
 
 def test_without_limits_everything_is_admitted():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.backlog import (
+from dynamo_lite.policy.decision.backlog import (
     SILENCE_S,
     Backlogs,
     BacklogTotals,

@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
-from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.policy.migration import Continue
-from dynamo_lite.policy.routing import RoundRobin, Selection
+from dynamo_lite.policy.routing.admission import Admission, Limits
+from dynamo_lite.policy.routing.migration import Continue
+from dynamo_lite.policy.routing.pickers import RoundRobin, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode

@@ -16,8 +16,8 @@ from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.run import Result
 from dynamo_lite.capacity.timing import read_timing
 from dynamo_lite.capacity.traces import Shape, generate
-from dynamo_lite.policy.cost_policy import Side
-from dynamo_lite.policy.prefill_costs import PrefillCosts
+from dynamo_lite.policy.decision.cost_policy import Side
+from dynamo_lite.policy.decision.prefill_costs import PrefillCosts
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import PrefillPolicy
 

@@ -22,7 +22,7 @@ from dynamo_lite.capacity.timing import (
     TransferTiming,
 )
 from dynamo_lite.capacity.traces import Shape, generate
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.queue.base import QueueOptions

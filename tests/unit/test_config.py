@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
+from dynamo_lite.policy.decision.disagg import DecisionReason, QueueView, Remote, decide
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.cost_policy import CostPolicy, Opinion, regret_s
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, decide
-from dynamo_lite.policy.exploration import SHARE, Exploration, coin
-from dynamo_lite.policy.prefill_costs import Costs, EngineState
-from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
+from dynamo_lite.policy.decision.cost_policy import CostPolicy, Opinion, regret_s
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, Remote, decide
+from dynamo_lite.policy.decision.exploration import SHARE, Exploration, coin
+from dynamo_lite.policy.decision.prefill_costs import Costs, EngineState
+from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds
 
 LIMITS = DecisionThresholds()

@@ -13,9 +13,9 @@ from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
-from dynamo_lite.policy.cost import Rates
-from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
-from dynamo_lite.policy.step_time import StepLoad, work_of
+from dynamo_lite.policy.decision.cost import Rates
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote
+from dynamo_lite.policy.decision.step_time import StepLoad, work_of
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,

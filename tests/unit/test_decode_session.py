@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.transfer_params import time_limit
-from dynamo_lite.policy.instructions import DeleteJob
+from dynamo_lite.policy.attempts.instructions import DeleteJob
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode_sealed

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.migration import Continue
+from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol.generate import (
     LogprobRows,
     PrefillCounts,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, decide
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, Remote, decide
 from dynamo_lite.protocol.options import DecisionThresholds
 
 LIMITS = DecisionThresholds(

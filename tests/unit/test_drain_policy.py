@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.drain import (
+from dynamo_lite.policy.scaling.drain import (
     DrainCandidate,
     Finish,
     Leaving,
@@ -25,8 +25,8 @@ from dynamo_lite.policy.drain import (
     victim,
     written_s,
 )
-from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.policy.request_pace import RequestPace
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.request_pace import RequestPace
 
 
 def candidate(lease_id: int, busy: float | None = 0.0, **changes: Any) -> DrainCandidate:

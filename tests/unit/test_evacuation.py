@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
+from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord

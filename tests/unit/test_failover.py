@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from dynamo_lite.policy.migration import Continue, MigrationPlan, Replay, Stay
+from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import NoResponders, Refused
 from dynamo_lite.protocol.generate import TokenDelta
 from tests.unit.fake_workers import (

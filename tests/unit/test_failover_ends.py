@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.policy.migration import Continue
+from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     NoWorkers,

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.policy.migration import Continue, Replay
+from dynamo_lite.policy.routing.migration import Continue, Replay
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError

@@ -9,7 +9,7 @@ from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.policy.forwarding import EngineChooser, EngineView
+from dynamo_lite.policy.routing.forwarding import EngineChooser, EngineView
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
 

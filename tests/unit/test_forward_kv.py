@@ -7,9 +7,9 @@ import pytest
 
 from dynamo_lite.forward.kv.batches import Batches
 from dynamo_lite.kv_events.engine_cache import BlockRemoved, BlockStored, KvBatch
-from dynamo_lite.policy.known_blocks import KnownBlocks
-from dynamo_lite.policy.kv_chain import chain_hashes
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
 
 TOKENS = list(range(100, 112))

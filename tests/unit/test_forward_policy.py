@@ -18,8 +18,8 @@ from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.rewriting import Changes
 from dynamo_lite.forward.usage import cached_by_prefill
-from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
-from dynamo_lite.policy.forwarding import (
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote
+from dynamo_lite.policy.routing.forwarding import (
     BLOCK_BYTES,
     EngineChooser,
     EngineView,

@@ -10,7 +10,7 @@ from dynamo_lite.disagg.decode import partial_commits
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.policy.grants import GrantFault, GrantWanted, check_grant
+from dynamo_lite.policy.attempts.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.grant import Grant, blocks_digest

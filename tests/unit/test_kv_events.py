@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from dynamo_lite.policy.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.kv_chain import chain_hashes
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
 from dynamo_lite.vllm.engine.kv_events import followed, kv_events_config
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
-from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_chain import BlockHashes, chain_hashes, root_hash
+from dynamo_lite.policy.routing.kv_index import KvIndex
 
 BLOCK = 2
 DEPTH = 5

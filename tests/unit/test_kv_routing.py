@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.kv_chain import chain_hashes
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import (
+from dynamo_lite.policy.routing.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_routing import (
     REASONS,
     KvPicker,
     KvRoutingOptions,
     LoadReport,
     Shard,
 )
-from dynamo_lite.policy.pending_requests import LINGER_S, PendingRequests
-from dynamo_lite.policy.scoring import Candidate, draw, score, with_room
+from dynamo_lite.policy.routing.pending_requests import LINGER_S, PendingRequests
+from dynamo_lite.policy.routing.scoring import Candidate, draw, score, with_room
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from tests.builders import endpoint_record

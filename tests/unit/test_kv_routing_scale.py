@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.kv_chain import chain_hashes
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import KvPicker, LoadReport, Shard
+from dynamo_lite.policy.routing.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_routing import KvPicker, LoadReport, Shard
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord

@@ -6,10 +6,10 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from dynamo_lite.policy.kv_chain import chain_hashes
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions, LoadReport, Shard
-from dynamo_lite.policy.routing import Picker, RoundRobin
+from dynamo_lite.policy.routing.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_routing import KvPicker, KvRoutingOptions, LoadReport, Shard
+from dynamo_lite.policy.routing.pickers import Picker, RoundRobin
 from dynamo_lite.protocol.records import EndpointRecord
 from tests.builders import endpoint_record, generate_request
 

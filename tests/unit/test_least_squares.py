@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.least_squares import LeastSquares, RunningMedian
-from dynamo_lite.policy.step_time import StepLoad, StepTime, work_of
+from dynamo_lite.policy.decision.least_squares import LeastSquares, RunningMedian
+from dynamo_lite.policy.decision.step_time import StepLoad, StepTime, work_of
 
 STEP = (0.01, 1.5e-5, 8e-10, 1e-4, 5e-8)
 

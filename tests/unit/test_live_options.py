@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.cli import live_options, live_options_view
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.live_options import (

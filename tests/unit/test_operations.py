@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.policy.drain import Safe, Unsafe
+from dynamo_lite.policy.scaling.drain import Safe, Unsafe
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused, StoreUnavailable, Unavailable, UnknownWorker

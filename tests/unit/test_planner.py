@@ -8,9 +8,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.forecast import Line, Trend
-from dynamo_lite.policy.planner import plan
-from dynamo_lite.policy.planner_inputs import (
+from dynamo_lite.policy.scaling.forecast import Line, Trend
+from dynamo_lite.policy.scaling.inputs import (
     Datum,
     DecodeLoad,
     LastChange,
@@ -19,8 +18,9 @@ from dynamo_lite.policy.planner_inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.policy.planner_limits import bounds, contradictions, refusals
-from dynamo_lite.policy.planner_memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
+from dynamo_lite.policy.scaling.limits import bounds, contradictions, refusals
+from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
+from dynamo_lite.policy.scaling.planner import plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.services.config import KubernetesOptions, PlannerConfig

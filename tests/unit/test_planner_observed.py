@@ -6,8 +6,8 @@ import pytest
 
 from dynamo_lite.overview.compose import _tokens  # pyright: ignore[reportPrivateUsage]
 from dynamo_lite.overview.history import Window
-from dynamo_lite.policy.backlog import BacklogTotals
-from dynamo_lite.policy.planner_observed import DemandRates, TokenRates, decode_load
+from dynamo_lite.policy.decision.backlog import BacklogTotals
+from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
 from dynamo_lite.protocol.backlog import Lane
 
 RATES = TokenRates(admitted_per_s=3.0, tokens_per_s=900.0, token_s=0.02, itl_s=0.019)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.overview.model import Latency, LiveProcess, Overview
-from dynamo_lite.policy.drain import Safe, Unsafe
+from dynamo_lite.policy.scaling.drain import Safe, Unsafe
 from dynamo_lite.protocol.backlog import Backlog
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_lite.policy.prefix import Compute, PrefixReason, Read, read_or_compute
+from dynamo_lite.policy.decision.prefix import Compute, PrefixReason, Read, read_or_compute
 
 
 @pytest.mark.parametrize(

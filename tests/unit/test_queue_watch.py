@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
-from dynamo_lite.policy.backlog import reads_after_s
-from dynamo_lite.policy.disagg import fresh
+from dynamo_lite.policy.decision.backlog import reads_after_s
+from dynamo_lite.policy.decision.disagg import fresh
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Backlog, QueueReading
 from dynamo_lite.protocol.codec import encode

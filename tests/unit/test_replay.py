@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.cost import Rates
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, decide
-from dynamo_lite.policy.replay import replay
+from dynamo_lite.policy.decision.cost import Rates
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, Remote, decide
+from dynamo_lite.policy.decision.replay import replay
 from dynamo_lite.protocol.options import DecisionThresholds
 
 THRESHOLDS = st.builds(

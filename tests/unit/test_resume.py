@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
-from dynamo_lite.policy.instructions import Outcome
-from dynamo_lite.policy.resume import AskAgain, PrefillHere, ResumeReason, again
+from dynamo_lite.policy.attempts.instructions import Outcome
+from dynamo_lite.policy.attempts.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.planner import begun, plan
-from dynamo_lite.policy.planner_inputs import Datum, Operation, SwitchHistory
-from dynamo_lite.policy.planner_limits import bounds
-from dynamo_lite.policy.planner_memory import (
+from dynamo_lite.policy.scaling.inputs import Datum, Operation, SwitchHistory
+from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.policy.scaling.memory import (
     AddWorkers,
     PlannerMemory,
     RemoveWorker,
     SwitchWorker,
     WithdrawStart,
 )
-from dynamo_lite.policy.role_switch import DWELL_S, Unfit, WaitToSwitch, judge
+from dynamo_lite.policy.scaling.planner import begun, plan
+from dynamo_lite.policy.scaling.role_switch import DWELL_S, Unfit, WaitToSwitch, judge
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 from tests.unit.test_planner import OPTIONS

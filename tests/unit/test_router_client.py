@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.protocol.records import EndpointRecord

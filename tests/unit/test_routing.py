@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from dynamo_lite.policy.routing import Random, RoundRobin
+from dynamo_lite.policy.routing.pickers import Random, RoundRobin
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from tests.builders import endpoint_record

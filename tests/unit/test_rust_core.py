@@ -18,7 +18,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynamo_lite.policy.migration import Continue, MigrationPlan
+from dynamo_lite.policy.routing.migration import Continue, MigrationPlan
 from dynamo_lite.protocol.errors import NoWorkers, WorkerLost
 from dynamo_lite.protocol.generate import (
     GenerateRequest,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy import disagg
-from dynamo_lite.policy.disagg import Local, Remote
-from dynamo_lite.policy.single_flight import (
+from dynamo_lite.policy.decision import disagg
+from dynamo_lite.policy.decision.disagg import Local, Remote
+from dynamo_lite.policy.decision.single_flight import (
     FlightReason,
     GoOn,
     SingleFlightThresholds,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy import steal_back
-from dynamo_lite.policy.steal_back import (
+from dynamo_lite.policy.decision import steal_back
+from dynamo_lite.policy.decision.steal_back import (
     PATIENCE_S,
     LeaveQueued,
     QueuedPrefill,

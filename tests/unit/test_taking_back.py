@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.counters import SPAN
-from dynamo_lite.policy.attempt import AttemptState
+from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import ClaimRefused, Granted
 from dynamo_lite.protocol.trace import new_trace

@@ -12,9 +12,9 @@ from typing import Self
 
 import httpx
 
-from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.policy.lanes import ClientPriority
-from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.policy.decision.lanes import ClientPriority
+from dynamo_lite.policy.routing.admission import Admission, Limits
+from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.generate import (
     GenerateRequest,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from starlette.routing import Route
 
-from dynamo_lite.policy.lanes import ClientPriority
+from dynamo_lite.policy.decision.lanes import ClientPriority
 from dynamo_lite.protocol.generate import LogprobRows
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import HttpServer, url_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.errors import Refused
 from tests.builders import endpoint_record
 from tests.vllm.front_half import (

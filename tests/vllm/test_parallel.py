@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.instructions import Outcome
+from dynamo_lite.policy.attempts.instructions import Outcome
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import MODEL, UNCOMPILED, Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE

@@ -8,7 +8,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from dynamo_lite.policy.migration import MigrationPlan
+from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import OnDeltas

@@ -15,14 +15,14 @@ from dataclasses import replace
 from dynamo_lite.disagg.decode.remote_prefill import QueuePlace, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
-from dynamo_lite.policy.backlog import (
+from dynamo_lite.policy.decision.backlog import (
     IDLE_PERIOD_S,
     BacklogTotals,
     DrainRate,
     notice_period_s,
     wait_s,
 )
-from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError

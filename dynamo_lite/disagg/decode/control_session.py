@@ -22,8 +22,8 @@ from dynamo_lite.disagg.decode.writer_events import WriterEvents
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.disagg import fresh
-from dynamo_lite.policy.instructions import Outcome
+from dynamo_lite.policy.attempts.instructions import Outcome
+from dynamo_lite.policy.decision.disagg import fresh
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (

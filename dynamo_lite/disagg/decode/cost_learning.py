@@ -1,5 +1,5 @@
 """What this engine's steps and prompts cost, learned as they happen, and what the costs say about
-the next prompt (`policy/cost_policy.py`)."""
+the next prompt (`policy/decision/cost_policy.py`)."""
 
 import math
 from collections import deque
@@ -18,10 +18,10 @@ from dynamo_lite.disagg.counters import (
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import BlockPool
-from dynamo_lite.policy.cost_policy import CostPolicy, Opinion, regret_s, side_of
-from dynamo_lite.policy.disagg import DecisionReason, QueueView, Verdict
-from dynamo_lite.policy.prefill_costs import EngineState
-from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
+from dynamo_lite.policy.decision.cost_policy import CostPolicy, Opinion, regret_s, side_of
+from dynamo_lite.policy.decision.disagg import DecisionReason, QueueView, Verdict
+from dynamo_lite.policy.decision.prefill_costs import EngineState
+from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.protocol.options import DisaggOptions
 
 

@@ -10,7 +10,7 @@ from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.disagg.transfer_params import time_left_s
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, decide
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, decide
 
 
 class Decider:

@@ -13,7 +13,7 @@ from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.engine_api import Block, BlockPool
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.policy.instructions import (
+from dynamo_lite.policy.attempts.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
@@ -23,7 +23,7 @@ from dynamo_lite.policy.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)

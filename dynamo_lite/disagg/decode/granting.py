@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.grant_seals import GrantSeals
-from dynamo_lite.policy.attempt import Refusal
+from dynamo_lite.policy.attempts.attempt import Refusal
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import Claim
 

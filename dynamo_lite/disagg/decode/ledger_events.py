@@ -8,8 +8,8 @@ from typing import Any
 
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction
-from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.attempts.instructions import CancelWriter, DeleteJob, Instruction
+from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DynamoLiteError

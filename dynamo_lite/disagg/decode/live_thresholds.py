@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.policy.single_flight import SingleFlightThresholds
+from dynamo_lite.policy.decision.single_flight import SingleFlightThresholds
 from dynamo_lite.protocol.live_options import LiveValues, VllmWorkerLiveOptions
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.runtime.drops import OnDrop

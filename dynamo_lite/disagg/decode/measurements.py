@@ -8,7 +8,7 @@ from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import BlockPool
-from dynamo_lite.policy.step_time import StepLoad
+from dynamo_lite.policy.decision.step_time import StepLoad
 
 
 class Measurements:

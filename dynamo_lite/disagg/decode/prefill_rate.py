@@ -6,7 +6,7 @@ from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.stages import stages_s
-from dynamo_lite.policy.cost import FadingMean, Rates
+from dynamo_lite.policy.decision.cost import FadingMean, Rates
 
 #: Prompts with fewer tokens are left out: their time is mostly the fixed cost of a step.
 _FEWEST_TOKENS = 32

@@ -15,8 +15,8 @@ from dataclasses import replace
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.policy.backlog import reads_after_s
-from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.policy.decision.backlog import reads_after_s
+from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import QueueReading, decode_queue_reading
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode

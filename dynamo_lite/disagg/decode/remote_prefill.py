@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from dynamo_lite.disagg.decode.live_thresholds import EffectiveThresholds
 from dynamo_lite.disagg.engine_api import Block, Prompt
-from dynamo_lite.policy.cost import Rates
-from dynamo_lite.policy.cost_policy import Opinion
-from dynamo_lite.policy.disagg import QueueView, Remote, Verdict
-from dynamo_lite.policy.instructions import Outcome
+from dynamo_lite.policy.attempts.instructions import Outcome
+from dynamo_lite.policy.decision.cost import Rates
+from dynamo_lite.policy.decision.cost_policy import Opinion
+from dynamo_lite.policy.decision.disagg import QueueView, Remote, Verdict
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext
 

@@ -15,9 +15,9 @@ from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
-from dynamo_lite.policy.backlog import BacklogTotals
-from dynamo_lite.policy.disagg import WANT_OF_ROOM
-from dynamo_lite.policy.instructions import Ended, Outcome
+from dynamo_lite.policy.attempts.instructions import Ended, Outcome
+from dynamo_lite.policy.decision.backlog import BacklogTotals
+from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.runtime.listeners import Listeners

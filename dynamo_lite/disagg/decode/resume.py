@@ -14,8 +14,8 @@ from typing import Any
 
 from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
-from dynamo_lite.policy.instructions import Outcome
-from dynamo_lite.policy.resume import AskAgain, again
+from dynamo_lite.policy.attempts.instructions import Outcome
+from dynamo_lite.policy.attempts.resume import AskAgain, again
 
 logger = logging.getLogger(__name__)
 

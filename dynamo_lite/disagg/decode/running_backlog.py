@@ -4,7 +4,7 @@ If the totals were summed over all records, decisions would get slower the more 
 """
 
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
-from dynamo_lite.policy.backlog import BacklogTotals
+from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.protocol.backlog import Lane
 
 

@@ -31,8 +31,8 @@ from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.ledger import Ledger
-from dynamo_lite.policy.step_time import StepLoad
+from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.policy.decision.step_time import StepLoad
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock

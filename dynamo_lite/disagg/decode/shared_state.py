@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Callable, Iterable
 
-from dynamo_lite.policy.attempt import AttemptState
-from dynamo_lite.policy.instructions import FOR_ENGINE, Instruction
-from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.attempts.attempt import AttemptState
+from dynamo_lite.policy.attempts.instructions import FOR_ENGINE, Instruction
+from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.prefill import Listen
 
 

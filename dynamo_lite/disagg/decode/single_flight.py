@@ -15,7 +15,7 @@ from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counte
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.single_flight import WaitForLeader, follow
+from dynamo_lite.policy.decision.single_flight import WaitForLeader, follow
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Looks at the queued remote prefills of a decode engine, and takes one back where that pays.
 
 It looks when something has changed: a new reading of the queue, another engine's backlog, the
-prefill workers. The rule is in `policy/steal_back.py`. A prompt that was taken back is computed
-here and gets no other remote prefill, as after every remote prefill that no other worker can
-repeat.
+prefill workers. The rule is in `policy/decision/steal_back.py`. A prompt that was taken back is
+computed here and gets no other remote prefill, as after every remote prefill that no other worker
+can repeat.
 """
 
 import logging
@@ -17,8 +17,8 @@ from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
-from dynamo_lite.policy.instructions import Instruction
-from dynamo_lite.policy.steal_back import QueuedPrefill, StealReason, TakeBack, look
+from dynamo_lite.policy.attempts.instructions import Instruction
+from dynamo_lite.policy.decision.steal_back import QueuedPrefill, StealReason, TakeBack, look
 
 logger = logging.getLogger(__name__)
 

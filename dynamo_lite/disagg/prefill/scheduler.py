@@ -26,7 +26,7 @@ from dynamo_lite.disagg.prefill.running_job import BlockIds, RunningJob
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
-from dynamo_lite.policy.prefix import Compute, read_or_compute
+from dynamo_lite.policy.decision.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import EngineStatus, decode_link_test

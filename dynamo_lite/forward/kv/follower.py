@@ -7,7 +7,7 @@ import zmq.asyncio
 
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.kv.subscription import KvSubscription
-from dynamo_lite.policy.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 

@@ -14,7 +14,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from dynamo_lite.forward.kv.batches import Batches
-from dynamo_lite.policy.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
 from dynamo_lite.runtime.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)

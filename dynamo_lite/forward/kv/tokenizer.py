@@ -15,8 +15,8 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, TOKENS, Body
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.upstream import LegFailed, Upstream
-from dynamo_lite.policy.known_blocks import KnownBlocks
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.known_blocks import KnownBlocks
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 
 logger = logging.getLogger(__name__)
 

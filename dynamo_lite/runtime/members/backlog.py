@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from dynamo_lite.policy.backlog import Backlogs, BacklogTotals
+from dynamo_lite.policy.decision.backlog import Backlogs, BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Backlog, decode_backlog
 from dynamo_lite.protocol.codec import WIRE_VERSION

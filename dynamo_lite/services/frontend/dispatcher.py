@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dynamo_lite.policy.admission import Admission
-from dynamo_lite.policy.kv_routing import KvPicker
-from dynamo_lite.policy.routing import Picker, RoundRobin
+from dynamo_lite.policy.routing.admission import Admission
+from dynamo_lite.policy.routing.kv_routing import KvPicker
+from dynamo_lite.policy.routing.pickers import Picker, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
 from dynamo_lite.protocol.records import EndpointRecord

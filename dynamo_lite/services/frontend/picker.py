@@ -3,7 +3,7 @@
 import random
 from contextlib import AsyncExitStack
 
-from dynamo_lite.policy.routing import Picker, Random, RoundRobin
+from dynamo_lite.policy.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.runtime.members.roster import Roster

@@ -7,7 +7,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter
 
-from dynamo_lite.policy.routing import Picker, Selection
+from dynamo_lite.policy.routing.pickers import Picker, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, ProtocolError, Unavailable

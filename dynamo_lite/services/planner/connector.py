@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.planner import (
     Add,
     Counts,

@@ -1,11 +1,11 @@
-"""A worker whose lease was revoked, on its way to being safe to kill (`policy/drain.py`)."""
+"""A worker whose lease was revoked, until it is safe to kill (`policy/scaling/drain.py`)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dynamo_lite.overview.drains import ROLES, Facts, in_flight, listens, look
-from dynamo_lite.policy.drain import Leaving, Safe, Unsafe, safe, written_s
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.drain import Leaving, Safe, Unsafe, safe, written_s
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.planner import OperationRecord
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from dynamo_lite.policy.planner_memory import (
+from dynamo_lite.policy.scaling.memory import (
     Action,
     AddWorkers,
     Proposal,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.errors import ProtocolError, Refused, UnknownWorker
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.kubernetes import KubernetesApi

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from dynamo_lite.policy.planner_inputs import Role, RoleSeen, Seen
-from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.policy.scaling.inputs import Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.limits import bounds
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.services.planner.connector import COMPONENTS
 from dynamo_lite.services.planner.records import PlannerRecords

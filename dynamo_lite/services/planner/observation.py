@@ -1,6 +1,6 @@
 """What the planner sees of the load: metrics, loads and backlog as the load of each role.
 
-The sums and rates are made in `policy/planner_observed.py`.
+The sums and rates are made in `policy/scaling/observed.py`.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from typing import Self
 
 from dynamo_lite.overview.model import LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
-from dynamo_lite.policy.backlog import DrainRate
-from dynamo_lite.policy.planner_inputs import Datum, DecodeLoad, PrefillLoad, Role
-from dynamo_lite.policy.planner_observed import DemandRates, TokenRates, decode_load
+from dynamo_lite.policy.decision.backlog import DrainRate
+from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad, Role
+from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
 from dynamo_lite.protocol.backlog import Backlog
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.backlog import BacklogFollower

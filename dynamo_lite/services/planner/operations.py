@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from dynamo_lite.policy.drain import Safe
+from dynamo_lite.policy.scaling.drain import Safe
 from dynamo_lite.protocol.errors import Refused, UnknownWorker
 from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord

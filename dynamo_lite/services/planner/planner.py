@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.overview import drains
-from dynamo_lite.policy.drain import NoVictim, victim
-from dynamo_lite.policy.planner import begun, plan
-from dynamo_lite.policy.planner_inputs import Role, Seen
-from dynamo_lite.policy.planner_limits import bounds, contradictions
-from dynamo_lite.policy.planner_memory import (
+from dynamo_lite.policy.scaling.drain import NoVictim, victim
+from dynamo_lite.policy.scaling.inputs import Role, Seen
+from dynamo_lite.policy.scaling.limits import bounds, contradictions
+from dynamo_lite.policy.scaling.memory import (
     Action,
     AddWorkers,
     PlannerMemory,
@@ -23,6 +22,7 @@ from dynamo_lite.policy.planner_memory import (
     SwitchWorker,
     WithdrawStart,
 )
+from dynamo_lite.policy.scaling.planner import begun, plan
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
@@ -299,7 +299,7 @@ class Planner:
         return connected.chooses_victim or (overdue and connected.ends_unready_first(component))
 
     async def _victim(self, role: Role) -> EndpointRecord | None:
-        """The cheapest one to remove; see `policy/drain.py`."""
+        """The cheapest one to remove; see `policy/scaling/drain.py`."""
         component, members = COMPONENTS[role], self._observation.members
         hosts = {m.host for m in members.values() if m.component == component}
         fit = self._connected.removable(component, hosts)

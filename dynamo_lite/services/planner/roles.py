@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from dynamo_lite.policy.planner_inputs import LastChange, Role, RoleSeen
+from dynamo_lite.policy.scaling.inputs import LastChange, Role, RoleSeen
 from dynamo_lite.protocol.planner import Change, RoleCounts, TargetRecord
 from dynamo_lite.services.planner.connector import COMPONENTS, Counted
 from dynamo_lite.services.planner.observation import Observed

@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from dynamo_lite.policy.planner_inputs import Operation, SwitchHistory
-from dynamo_lite.policy.switch_book import times_text
+from dynamo_lite.policy.scaling.inputs import Operation, SwitchHistory
+from dynamo_lite.policy.scaling.switch_book import times_text
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
 from dynamo_lite.protocol.planner import SwitchRecord, SwitchState

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.policy.planner_inputs import Operation
-from dynamo_lite.policy.start_times import StartTimes
+from dynamo_lite.policy.scaling.inputs import Operation
+from dynamo_lite.policy.scaling.start_times import StartTimes
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.planner import ChangePhase, OperationRecord
 from dynamo_lite.runtime.clock import Clock

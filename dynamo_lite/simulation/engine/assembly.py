@@ -21,7 +21,7 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.running_job import BlockIds
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant

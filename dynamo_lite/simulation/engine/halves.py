@@ -21,7 +21,7 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.policy.attempt import AttemptState
+from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.simulation.engine.mover import SimMover

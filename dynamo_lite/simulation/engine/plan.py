@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo_lite.disagg.messages import RankResults
-from dynamo_lite.policy.step_time import StepLoad
+from dynamo_lite.policy.decision.step_time import StepLoad
 from dynamo_lite.simulation.engine.request import SimRequest
 
 

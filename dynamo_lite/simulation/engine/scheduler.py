@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo_lite.disagg.messages import RankResults
-from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
+from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.simulation.engine.plan import SchedulerHalf, StepPlan
 from dynamo_lite.simulation.engine.pool import Block, BlockPool
 from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Self
 
-from dynamo_lite.policy.lanes import LaneTurns
+from dynamo_lite.policy.decision.lanes import LaneTurns
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.transfer_params import PrefillLength, unpack
-from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
+from dynamo_lite.policy.decision.lanes import BEFORE_LONG, lane_of
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.connector import DynamoLiteConnector

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynamo_lite.policy.step_time import PromptWork, StepLoad, work_of
+from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

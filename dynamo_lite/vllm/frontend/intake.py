@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from vllm.v1.engine import EngineCoreRequest
 
-from dynamo_lite.policy.admission import Admission, Busy
-from dynamo_lite.policy.lanes import ClientPriority, granted_priority
+from dynamo_lite.policy.decision.lanes import ClientPriority, granted_priority
+from dynamo_lite.policy.routing.admission import Admission, Busy
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.load_order import LoadOrder, Rank
-from dynamo_lite.policy.pending_requests import PendingRequests
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.load_order import LoadOrder, Rank
+from dynamo_lite.policy.routing.pending_requests import PendingRequests
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 

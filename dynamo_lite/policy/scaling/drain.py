@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.inputs import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class RunningRequest:
     output_tokens: int
     #: How many tokens it may generate in all; None: no limit.
     limit_tokens: int | None
-    #: See `policy/migration.py`; "fresh": no token was sent.
+    #: See `policy/routing/migration.py`; "fresh": no token was sent.
     how: Literal["fresh", "continue", "replay", "stay"]
     #: Seconds between its own tokens; None: not measured.
     token_s: float | None = None

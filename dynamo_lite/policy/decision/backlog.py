@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.cost import FadingMean
-from dynamo_lite.policy.lanes import BEFORE_LONG
+from dynamo_lite.policy.decision.cost import FadingMean
+from dynamo_lite.policy.decision.lanes import BEFORE_LONG
 from dynamo_lite.protocol.backlog import Backlog, Lane
 
 #: An engine without a message for this long is gone; engines send one every second.

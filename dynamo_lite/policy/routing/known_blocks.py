@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
 
 

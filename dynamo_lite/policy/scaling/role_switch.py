@@ -7,9 +7,9 @@ drain. The role that gives has passed its own check with one worker less.
 
 from dataclasses import dataclass
 
-from dynamo_lite.policy.planner_inputs import Role, RoleSeen, Seen
-from dynamo_lite.policy.planner_memory import RemoveWorker, SwitchWorker
-from dynamo_lite.policy.planner_step import start_s
+from dynamo_lite.policy.scaling.inputs import Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.memory import RemoveWorker, SwitchWorker
+from dynamo_lite.policy.scaling.step import start_s
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: A role that has given a worker does not get one back for this long.

@@ -3,16 +3,16 @@
 import math
 from dataclasses import dataclass, replace
 
-from dynamo_lite.policy.planner_inputs import Role, RoleSeen
-from dynamo_lite.policy.planner_limits import bounds
-from dynamo_lite.policy.planner_memory import (
+from dynamo_lite.policy.scaling.inputs import Role, RoleSeen
+from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.policy.scaling.memory import (
     PlanState,
     RemoveWorker,
     RoleMemory,
     RolePlan,
     WithdrawStart,
 )
-from dynamo_lite.policy.planner_needs import Need
+from dynamo_lite.policy.scaling.needs import Need
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: Ticks in a row that must want more workers.

@@ -18,8 +18,8 @@ done or dead.
 
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.attempt import Attempt, AttemptState, Refusal, Terms
-from dynamo_lite.policy.instructions import (
+from dynamo_lite.policy.attempts.attempt import Attempt, AttemptState, Refusal, Terms
+from dynamo_lite.policy.attempts.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
@@ -29,7 +29,7 @@ from dynamo_lite.policy.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.policy.writer_deadlines import WriterDeadlines
+from dynamo_lite.policy.attempts.writer_deadlines import WriterDeadlines
 
 #: Most leases that are remembered as gone; their claims can only be seconds late.
 _MAX_GONE = 1024

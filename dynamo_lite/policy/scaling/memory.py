@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynamo_lite.policy.forecast import Line, Trend
-from dynamo_lite.policy.planner_inputs import LastChange, Role
-from dynamo_lite.policy.planner_work import Work
+from dynamo_lite.policy.scaling.forecast import Line, Trend
+from dynamo_lite.policy.scaling.inputs import LastChange, Role
+from dynamo_lite.policy.scaling.work import Work
 
 #: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
 #: to be wanted for a while. acting: an order is not confirmed yet. settling: it is confirmed, and

@@ -26,7 +26,7 @@ class DecisionReason(enum.Enum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     LEAVING = "leaving"
     NOT_TRANSFERABLE = "not_transferable"
-    # By learned costs, see `policy/cost_policy.py`.
+    # By learned costs, see `policy/decision/cost_policy.py`.
     CHEAPER = "cheaper"
     CROWDED = "crowded"  # cheaper here only because prefill workers are busy
     EXPLORED = "explored"  # the other side was as good, and is measured again

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.options import PlannerOptions
 
 

@@ -9,7 +9,7 @@ prompts. d: decoding sequences. K: KV tokens that these have. It is the model of
 
 from typing import NamedTuple
 
-from dynamo_lite.policy.least_squares import LeastSquares
+from dynamo_lite.policy.decision.least_squares import LeastSquares
 
 #: Weight of all earlier steps of a kind (with prompts, or without) when a new one is added.
 _FORGETTING = 0.998

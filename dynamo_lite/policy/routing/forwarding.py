@@ -11,10 +11,17 @@ from typing import Literal
 
 from xxhash import xxh3_64_intdigest
 
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict, decide
-from dynamo_lite.policy.kv_chain import MAX_HASH, ChainHash
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.scoring import draw, score, with_room
+from dynamo_lite.policy.decision.disagg import (
+    DecisionReason,
+    Local,
+    QueueView,
+    Remote,
+    Verdict,
+    decide,
+)
+from dynamo_lite.policy.routing.kv_chain import MAX_HASH, ChainHash
+from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.scoring import draw, score, with_room
 from dynamo_lite.protocol.options import DecisionThresholds, KvRoutingOptions
 
 Strategy = Literal["round-robin", "random", "least-load", "prefix"]

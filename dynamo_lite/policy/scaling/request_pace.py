@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.cost import FadingMean
-from dynamo_lite.policy.drain import Pace
+from dynamo_lite.policy.decision.cost import FadingMean
+from dynamo_lite.policy.scaling.drain import Pace
 
 #: For how many ended answers the length is kept.
 _LENGTHS = 256

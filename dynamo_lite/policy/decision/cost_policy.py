@@ -6,7 +6,7 @@ than its uncertainty and the predictions have been good; in all other cases the 
 
 from typing import Literal, NamedTuple
 
-from dynamo_lite.policy.disagg import (
+from dynamo_lite.policy.decision.disagg import (
     DecisionReason,
     Local,
     QueueView,
@@ -15,8 +15,8 @@ from dynamo_lite.policy.disagg import (
     fresh,
     too_late,
 )
-from dynamo_lite.policy.exploration import Exploration, coin
-from dynamo_lite.policy.prefill_costs import Costs, EngineState, PrefillCosts
+from dynamo_lite.policy.decision.exploration import Exploration, coin
+from dynamo_lite.policy.decision.prefill_costs import Costs, EngineState, PrefillCosts
 from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds
 
 Side = Literal["local", "remote"]

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.kv_chain import ChainHash
-from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.routing.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_index import KvIndex
 
 #: Blocks of a prompt are kept this long after the first token; then the worker itself reports them.
 LINGER_S = 1.0

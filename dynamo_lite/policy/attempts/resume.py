@@ -8,7 +8,7 @@ asked at all.
 import enum
 from dataclasses import dataclass
 
-from dynamo_lite.policy.instructions import Outcome
+from dynamo_lite.policy.attempts.instructions import Outcome
 
 
 class ResumeReason(enum.Enum):

@@ -10,7 +10,7 @@ a prefix after which most of its own work is left.
 import enum
 from dataclasses import dataclass
 
-from dynamo_lite.policy.disagg import DecisionReason, Verdict
+from dynamo_lite.policy.decision.disagg import DecisionReason, Verdict
 
 #: Verdicts of prompts that are long enough for a remote prefill.
 _LONG = (

@@ -2,7 +2,7 @@
 
 import math
 
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Verdict, decide
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, Verdict, decide
 from dynamo_lite.protocol.options import DecisionThresholds
 
 #: Independent of all thresholds.

@@ -13,7 +13,7 @@ done.
 import enum
 from dataclasses import dataclass
 
-from dynamo_lite.policy.writer_deadlines import WriterDeadlines
+from dynamo_lite.policy.attempts.writer_deadlines import WriterDeadlines
 
 
 class AttemptState(enum.Enum):

@@ -8,7 +8,7 @@ multiplies that by the rate.
 import math
 from dataclasses import dataclass, field, replace
 
-from dynamo_lite.policy.forecast import Line, Trend
+from dynamo_lite.policy.scaling.forecast import Line, Trend
 
 #: Weights of the earlier ticks when one is added. Output tokens come some seconds after their
 #: requests, so their mean must not follow a sudden load.

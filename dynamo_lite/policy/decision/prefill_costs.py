@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamo_lite.policy.cost import FadingMean
-from dynamo_lite.policy.disagg import QueueView
-from dynamo_lite.policy.least_squares import LeastSquares, RunningMedian
-from dynamo_lite.policy.step_time import PromptWork, StepLoad, StepTime, work_of
+from dynamo_lite.policy.decision.cost import FadingMean
+from dynamo_lite.policy.decision.disagg import QueueView
+from dynamo_lite.policy.decision.least_squares import LeastSquares, RunningMedian
+from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, StepTime, work_of
 
 #: Weight of all earlier remote prefills when a new one is added.
 _REMOTE_FORGETTING = 0.99

@@ -10,10 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 
-from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.policy.routing import Selection
-from dynamo_lite.policy.scoring import Candidate, draw, score, with_room
-from dynamo_lite.policy.worker_loads import KvView, LoadReport, Shard, WorkerLoads
+from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.policy.routing.pickers import Selection
+from dynamo_lite.policy.routing.scoring import Candidate, draw, score, with_room
+from dynamo_lite.policy.routing.worker_loads import KvView, LoadReport, Shard, WorkerLoads
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions

@@ -9,7 +9,7 @@ prompt of any length; each is a miss of the processor's cache.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 
-from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.policy.routing.kv_chain import ChainHash
 
 #: Most decoded bit sets that are cached; workloads have few.
 _MAX_DECODED = 4096

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dynamo_lite.policy.forecast import Line, Trend
-from dynamo_lite.policy.planner_inputs import Datum, DecodeLoad, PrefillLoad
-from dynamo_lite.policy.planner_work import Work
+from dynamo_lite.policy.scaling.forecast import Line, Trend
+from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad
+from dynamo_lite.policy.scaling.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: A backlog is to be gone after the time of a start, but no faster than this.

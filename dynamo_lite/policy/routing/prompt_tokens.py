@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 
 
 class PromptTokens:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.policy.backlog import BacklogTotals
-from dynamo_lite.policy.planner_inputs import Datum, DecodeLoad, PrefillLoad
+from dynamo_lite.policy.decision.backlog import BacklogTotals
+from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad
 
 #: Window of the rates of demand.
 _RATE_S = 15.0

@@ -1,9 +1,8 @@
 """Chooses the numbers of prefill and decode workers. Pure: values in, a proposal out.
 
-`plan` is called every tick with what is seen (`planner_inputs.py`) and with its own memory of the
-ticks before (`planner_memory.py`); `begun` adds to it what was done of the proposal. How many
-workers a load needs is `planner_needs.py`. When a need becomes an order is `planner_step.py`; the
-budget of all roles is here:
+`plan` is called every tick with what is seen (`inputs.py`) and with its own memory of the ticks
+before (`memory.py`); `begun` adds to it what was done of the proposal. How many workers a load
+needs is `needs.py`. When a need becomes an order is `step.py`; the budget of all roles is here:
 
 - More workers: needed in two ticks in a row, at least half a tick's time apart; at most half as
   many again, or four.
@@ -23,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dynamo_lite.policy.backoff import Backoff
-from dynamo_lite.policy.planner_inputs import Role, RoleSeen, Seen
-from dynamo_lite.policy.planner_memory import (
+from dynamo_lite.policy.scaling.inputs import Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.memory import (
     Action,
     AddWorkers,
     PlannerMemory,
@@ -35,7 +34,7 @@ from dynamo_lite.policy.planner_memory import (
     SwitchWorker,
     WithdrawStart,
 )
-from dynamo_lite.policy.planner_needs import (
+from dynamo_lite.policy.scaling.needs import (
     Need,
     decode_need,
     decode_requests,
@@ -43,9 +42,9 @@ from dynamo_lite.policy.planner_needs import (
     prefill_arrivals,
     prefill_need,
 )
-from dynamo_lite.policy.planner_step import RoleStep, RoleWish, is_a_tick_later, start_s
-from dynamo_lite.policy.planner_work import Work
-from dynamo_lite.policy.role_switch import Unfit, WaitToSwitch, judge
+from dynamo_lite.policy.scaling.role_switch import Unfit, WaitToSwitch, judge
+from dynamo_lite.policy.scaling.step import RoleStep, RoleWish, is_a_tick_later, start_s
+from dynamo_lite.policy.scaling.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: Without a tick for this many tick times the load counts as unknown in between.

@@ -1,0 +1,1 @@
+"""Where a prompt is computed, and which jobs go first. Pure."""
