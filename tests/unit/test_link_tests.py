@@ -1,6 +1,5 @@
 """Ways between ranks are tried through scratch memory, over the mover's in-process twin."""
 
-from collections import deque
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +20,7 @@ from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.base import Transfer
-from dynamo_lite.transfer.scratch import pattern, pick_slots
+from dynamo_lite.transfer.scratch import SLOTS, pattern, pick_slots
 from tests.builders import engine_metadata
 from tests.shards import BLOCK_TOKENS, Shape, ShardedEngine
 
@@ -83,10 +82,12 @@ class Engine:
 
 
 class Prefill(Engine):
-    """alive: its lease's fence. time: on its clock."""
+    """slots: of each rank's scratch memory. alive: its lease's fence. time: on its clock."""
 
-    def __init__(self, fabric: MemoryFabric, shape: Shape, name: str = "p"):
+    def __init__(self, fabric: MemoryFabric, shape: Shape, name: str = "p", slots: int = SLOTS):
         super().__init__(fabric, name, shape)
+        for scratch in self.scratch:
+            scratch.region = msgspec.structs.replace(scratch.region, slots=slots)
         self.alive, self.time = True, 0.0
         clock = Clock(monotonic=lambda: self.time, wall=lambda: 0.0)
         self.ranks = [
@@ -236,17 +237,30 @@ def test_a_peer_that_is_gone_fails_and_is_met_anew(fabric):
 
 
 def test_a_silent_peer_is_given_up_and_its_slots_stay_out_of_use(fabric):
-    own, silent = Prefill(fabric, Shape()), Engine(fabric, "d", Shape())
-    own.movers[0].held = True
+    own, silent = Prefill(fabric, Shape(), slots=4), Engine(fabric, "d", Shape())
+    mover = own.movers[0]
+    mover.held = True
     own.start(silent)
     own.time = link_test_rank.LIMIT_S + 1
     failure = own.ended()["1.1"][0].failure
     assert failure == f"no answer of rank 0 within {link_test_rank.LIMIT_S:g} s"
-    tries = own.ranks[0]._link_tests
-    assert len(tries._free) == own.scratch[0].region.slots - 2
-    own.movers[0].held = False
+    # Of its four slots, the one test has two and the next test the others.
+    others = [Engine(fabric, f"e{i}", Shape()) for i in range(2)]
+    for i, other in enumerate(others):
+        own.start(other, f"2.{i}")
     own.ended()
-    assert len(tries._free) == own.scratch[0].region.slots and not tries
+    assert len(mover.written) == 2
+    mover.held = False
+    links = {**own.ended(), **own.ended()}
+    assert [links[f"2.{i}"][0].failure for i in range(2)] == [None, None]
+    polls = mover.polls
+    own.ended()
+    assert mover.polls == polls, "nothing is in flight any more"
+    mover.held, before = True, len(mover.written)
+    for i, other in enumerate(others):
+        own.start(other, f"3.{i}")
+    own.ended()
+    assert len(mover.written) == before + 2, "all slots are free"
 
 
 def test_a_peer_with_a_write_under_way_is_not_removed(fabric):
@@ -273,10 +287,8 @@ def test_a_peer_with_a_write_under_way_is_not_removed(fabric):
     assert own.movers[0].removed == ["d/0"], "nothing else uses it any more"
 
 
-def test_more_peers_than_slots_take_turns(fabric, monkeypatch):
-    own = Prefill(fabric, Shape())
-    tries = own.ranks[0]._link_tests
-    tries._free = deque(list(tries._free)[:4])
+def test_more_peers_than_slots_take_turns(fabric):
+    own = Prefill(fabric, Shape(), slots=4)
     own.movers[0].held = True
     targets = [Engine(fabric, f"d{i}", Shape()) for i in range(5)]
     for i, target in enumerate(targets):
@@ -311,7 +323,7 @@ def test_an_engine_without_scratch_memory_is_not_used(fabric):
 
 
 def test_a_broken_transfer_beside_good_ones_fails_the_engine(fabric):
-    own, target = Prefill(fabric, Shape()), Engine(fabric, "d", Shape(tensor=2))
+    own, target = Prefill(fabric, Shape(), slots=4), Engine(fabric, "d", Shape(tensor=2))
     write = own.movers[0].write
 
     def breaks(peer, *args, **options):
@@ -323,4 +335,9 @@ def test_a_broken_transfer_beside_good_ones_fails_the_engine(fabric):
     own.start(target)
     assert own.ended()["1.1"][0].failure == "rank 1: connection reset"
     own.ended()
-    assert len(own.ranks[0]._link_tests._free) == own.scratch[0].region.slots
+    # A test of two ranks needs all four slots.
+    own.movers[0].write, own.movers[0].held = write, True
+    before = len(own.movers[0].written)
+    own.start(target, "1.2")
+    own.ended()
+    assert len(own.movers[0].written) == before + 2

@@ -1,5 +1,7 @@
 """A prefill rank and a decode rank whose blocks differ: what is staged, and for how long."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -15,7 +17,7 @@ from dynamo_lite.disagg.messages import (
 )
 from dynamo_lite.disagg.prefill import staging
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.disagg.prefill.staging import split
+from dynamo_lite.disagg.prefill.staging import OpenTransposer, split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Landed, decode_notice
@@ -35,9 +37,13 @@ TOKENS = [block * HERE + token for block in LOCAL for token in range(HERE)][THER
 
 class Mover(MemoryMover):
     """stuck: whether writes stay under way. broken: whether the next one fails. full: whether no
-    more memory can be registered."""
+    more memory can be registered. started: number of writes, by attempt."""
 
     stuck, broken, full = False, False, False
+
+    def __init__(self, fabric: MemoryFabric, name: str):
+        super().__init__(fabric, name)
+        self.started = Counter[str]()
 
     def register(self, spans, memory, device):
         if self.full:
@@ -48,6 +54,7 @@ class Mover(MemoryMover):
         if self.broken:
             raise TransferError(peer, "connection reset")
         write = super().write(peer, local, remote, memory=memory, notice=notice)
+        self.started[decode_notice(notice).attempt] += 1
         return Slow(self, write)
 
 
@@ -60,7 +67,9 @@ class Slow:
 
 
 class Pair:
-    def __init__(self, *, staged: bool = True):
+    """opens: returns what opens the staging memory, in place of what is passed."""
+
+    def __init__(self, opens: Callable[[OpenTransposer], OpenTransposer | None] = lambda own: own):
         fabric = MemoryFabric()
         self.mover, self.there = Mover(fabric, "p"), MemoryMover(fabric, "d")
         ours, theirs = Shape(tokens=HERE), Shape(tokens=THERE, heads_first=False)
@@ -72,7 +81,7 @@ class Pair:
             0,
             lambda: True,
             checksum_rate=1.0,
-            open_transposer=self.source.transposer(0) if staged else None,
+            open_transposer=opens(self.source.transposer(0)),
         )
         self.decode = DecodeRank(self.there, self.target.ranks[0])
 
@@ -102,9 +111,13 @@ class Pair:
         for shard in self.target.shards[0]:
             np.testing.assert_array_equal(shard.blocks, expected_of_tokens(shard, TOKENS, REMOTE))
 
-    @property
     def free_slots(self) -> int:
-        return len(self.prefill._writes._staging._free)
+        """How many more writes start while none ends. They keep the slots."""
+        self.mover.stuck, self.mover.broken = True, False
+        before = self.mover.started.total()
+        for number in range(staging.SLOTS + 1):
+            self.step(write(0, 1, attempt=f"more-{number}"))
+        return self.mover.started.total() - before
 
 
 def write(first: int, end: int, *, attempt: str = "a1") -> BlockWrite:
@@ -131,7 +144,7 @@ def test_blocks_arrive_as_the_receiver_has_them_and_the_commit_vouches_for_all()
     assert (pair.prefill.results().sent, pair.failures()) == ({"p-a1"}, {})
     assert pair.settle() == ({"r-a1"}, set())
     pair.check()
-    assert pair.free_slots == staging.SLOTS
+    assert pair.free_slots() == staging.SLOTS
 
 
 def test_a_wrong_byte_of_an_early_write_is_found():
@@ -165,16 +178,15 @@ def test_a_write_waits_for_a_slot_and_then_goes():
     for name in names:
         pair.expect(name)
         pair.step(write(0, 1, attempt=name))
-    assert pair.free_slots == 0
-    flying = {name: len(pair.prefill._writes._attempts[name].in_flight) for name in names}
-    assert flying == {**dict.fromkeys(names, 1), names[-1]: 0}
+    assert pair.mover.started == dict.fromkeys(names[:-1], 1)
     pair.mover.stuck = False
     for name in names:
         pair.step(write(1, 3, attempt=name), ended=True)
-    while pair.prefill._writes._attempts:
-        pair.prefill.results()
-    assert pair.free_slots == staging.SLOTS
+    sent = set[str]()
+    while len(sent) < len(names):
+        sent |= pair.prefill.results().sent
     assert pair.settle() == ({f"r-{name}" for name in names}, set())
+    assert pair.free_slots() == staging.SLOTS
 
 
 def test_a_preempted_attempt_does_not_wait_for_writes_that_read_no_blocks():
@@ -205,7 +217,7 @@ def test_what_is_written_again_follows_what_was_under_way():
     pair.step(write(0, 1))
     pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     pair.step(write(0, 1))
-    assert len(pair.prefill._writes._attempts["a1"].in_flight) == 1
+    assert pair.mover.started == {"a1": 1}
     pair.mover.stuck = False
     pair.step(write(1, 3), ended=True)
     pair.prefill.results()
@@ -229,26 +241,24 @@ def test_slots_come_back_however_an_attempt_ends(stopped):
         pair.mover.broken = True
         pair.step(write(1, 3), ended=True)
         assert "connection reset" in pair.failures()["a1"]
-    assert pair.free_slots == staging.SLOTS
+    assert pair.free_slots() == staging.SLOTS
 
 
-def test_a_write_that_waits_for_its_copy_is_not_started(monkeypatch):
+def test_a_write_that_waits_for_its_copy_is_not_started():
     """On a GPU the copy is queued, and its slot is reported as filled later."""
-    pair, filled = Pair(), []
-    pair.expect()
-    pair.step()
-    real = pair.source.transposer(0)
+    filled: list[bool] = []
 
     class Queued:
-        def __init__(self, size):
-            self._real = real(size)
-            self.address, self.read = self._real.address, self._real.read
+        def __init__(self, real: staging.Transposer):
+            self._real = real
+            self.address, self.read = real.address, real.read
 
         def transpose(self, layout, units, offset):
             self._real.transpose(layout, units, offset)
             return lambda: bool(filled)
 
-    pair.prefill._writes._staging._open = Queued
+    pair = Pair(lambda real: lambda size: Queued(real(size)))
+    pair.expect()
     pair.step(write(0, 3), ended=True)
     assert not pair.prefill.results().sent and not pair.there.inbox
     filled.append(True)
@@ -258,15 +268,14 @@ def test_a_write_that_waits_for_its_copy_is_not_started(monkeypatch):
 
 
 def test_without_staging_memory_the_peer_is_refused():
-    pair = Pair(staged=False)
+    pair = Pair(lambda real: None)
     pair.step(write(0, 3), ended=True)
     assert "this rank has no staging memory" in pair.failures()["a1"]
 
     def none_left(size):
         raise RuntimeError("out of memory")
 
-    pair = Pair()
-    pair.prefill._writes._staging._open = none_left
+    pair = Pair(lambda real: none_left)
     pair.step(write(0, 3), ended=True)
     assert "bytes of staging: out of memory" in pair.failures()["a1"]
 
@@ -304,7 +313,7 @@ def test_staging_memory_that_cannot_be_registered_fails_only_that_link():
     assert (pair.prefill.results().sent, pair.failures()) == ({"p-a3"}, {})
     assert pair.settle() == ({"r-a3"}, set())
     pair.check()
-    assert pair.free_slots == staging.SLOTS
+    assert pair.free_slots() == staging.SLOTS
 
 
 def test_real_nixl_refuses_memory_of_another_kind_and_the_link_fails():
