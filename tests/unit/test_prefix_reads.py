@@ -1,6 +1,7 @@
 """Prefixes that a prefill engine reads: its scheduler half, and a rank against a decode rank's
 memory over the mover's in-process twin."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig, PrefillOptions
 from dynamo_lite.disagg.messages import (
     PrefillStep,
@@ -20,9 +22,11 @@ from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.permits import Permit, Permits
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
 from tests.unit.test_rank_groups import SIZES
@@ -93,7 +97,7 @@ def test_nothing_is_read_before_the_claim_is_granted(prefill, decode):
     for _ in range(2):
         assert of(prefill) == (set(), set())
     assert prefill.mover.started == [] and own(prefill)[3] == 103
-    assert "e1" in prefill.rank._peers, "it left, but is still to be read from"
+    assert prefill.mover.removed == [], "it left, but is still to be read from"
     opened.grant(1)
     assert of(prefill) == ({"p-a1"}, set())
     assert own(prefill)[3] == 7
@@ -114,10 +118,10 @@ def test_a_read_is_over_when_it_has_ended(prefill, decode):
     prefill.mover.hold = True
     prefill.step(reads=[read([3], [8])], targets=targets(decode), forget=["e1"])
     assert of(prefill) == (set(), set())
-    assert "e1" in prefill.rank._peers, "it left, but is still read from"
+    assert prefill.mover.removed == [], "it left, but is still read from"
     prefill.mover.let_go()
     assert of(prefill) == ({"p-a1"}, set())
-    assert "e1" not in prefill.rank._peers
+    assert prefill.mover.removed == ["e1/0"]
 
 
 def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
@@ -205,7 +209,12 @@ def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
 
 
 class Half:
+    """session: that of its bridge, to be opened on `messaging`."""
+
+    session: OpenSession
+
     def __init__(self) -> None:
+        self.messaging = MemoryMessaging()
         link = EngineConfig(
             namespace="t",
             engine_id="p1",
@@ -222,10 +231,13 @@ class Half:
             BLOCK,
             None,  # type: ignore[arg-type]
             lambda name: self.blocks[name],
-            clients=None,  # type: ignore[arg-type]
-            open_bridge=lambda _: None,  # type: ignore[arg-type]
+            clients=SimpleNamespace(messaging=lambda: nullcontext(self.messaging)),  # type: ignore[arg-type]
+            open_bridge=self._open_bridge,
         )
         self.blocks: dict[str, list[int]] = {}
+
+    def _open_bridge(self, session: OpenSession) -> Any:
+        self.session = session
 
     def job(self, name: str = "a1", tokens: int = 26, prefix: int = 4) -> Any:
         """Blocks 50.. are the decode engine's prefix, 60.. those to be written."""
@@ -464,10 +476,11 @@ def test_they_are_told_again_when_one_of_them_does_not_know_the_engine():
     assert told_of(half, "a2").targets == {"e1": b"e1's"}
 
 
-def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet(monkeypatch):
+def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet():
     half = Half()
-    monkeypatch.setattr(half.half._introductions, "_own", lambda: b"own")
-    assert told_of(half, "a1").own == b"own"
+    rank = RankMetadata(agent=b"", memory="DRAM", device=0, regions=())
+    half.half.metadata = own = engine_metadata("p1", ranks=(rank, rank))
+    assert told_of(half, "a1").own == encode(own)
     assert told_of(half, "a2").own == b""
 
 

@@ -1,9 +1,10 @@
 """Prefill and decode engines of several ranks each: who writes, who waits for whom."""
 
 import itertools
-from dataclasses import replace
 from random import Random
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
@@ -33,14 +34,40 @@ SIZES = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]
 
 
 class Mover(MemoryMover):
-    """broken: peers that a write into which fails."""
+    """broken: peers that a write into which fails. peers: those that it knows."""
 
     broken: frozenset[str] = frozenset()
+
+    def __init__(self, fabric: MemoryFabric, name: str):
+        super().__init__(fabric, name)
+        self.peers = set[str]()
+
+    def add_peer(self, peer, metadata):
+        super().add_peer(peer, metadata)
+        self.peers.add(peer)
+
+    def remove_peer(self, peer):
+        super().remove_peer(peer)
+        self.peers.discard(peer)
 
     def write(self, peer, local, remote, *, memory, notice=b""):
         if peer in self.broken:
             raise TransferError(peer, "connection reset")
         return super().write(peer, local, remote, memory=memory, notice=notice)
+
+
+class Posing:
+    """A mover whose notifications name another rank as their writer."""
+
+    def __init__(self, mover: Mover, rank: int):
+        self._mover, self._posed = mover, rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mover, name)
+
+    def write(self, peer, local, remote, *, memory, notice):
+        posed = msgspec.structs.replace(decode_notice(notice), rank=self._posed)
+        return self._mover.write(peer, local, remote, memory=memory, notice=encode_sealed(posed))
 
 
 class Group:
@@ -231,12 +258,8 @@ def test_a_share_that_nobody_brought_is_missed(caplog):
     """Both writers speak for the same heads: no checksum shows that."""
     prefill, decode = pair(Shape(tensor=2), Shape())
     decode.expect()
-    prefill.ranks[1] = PrefillRank(
-        prefill.movers[0], prefill.own[0], 0, lambda: True, checksum_rate=1.0
-    )
-    writes = prefill.ranks[1]._writes
-    writes._notices = replace(writes._notices, rank=7)
-    prefill.ranks[1]._peers._rank = 0
+    posing: Any = Posing(prefill.movers[0], rank=7)
+    prefill.ranks[1] = PrefillRank(posing, prefill.own[0], 0, lambda: True, checksum_rate=1.0)
     prefill.write(decode.metadata())
     assert decode.settle() == [(set(), {"r-a1"})]
     assert "layer 0: bytes" in caplog.text
@@ -263,9 +286,10 @@ def test_a_failed_write_into_one_rank_fails_the_attempt():
 def test_an_engine_that_left_is_forgotten_with_all_its_ranks():
     prefill, decode = pair(Shape(), Shape(tensor=2, pipeline=2))
     prefill.write(decode.metadata())
+    assert prefill.movers[0].peers == {f"d/{rank}" for rank in range(4)}
     prefill.ranks[0].step(PrefillStep(forget=["d"]), lambda: True)
     prefill.ended()
-    assert prefill.movers[0]._peers == {}
+    assert prefill.movers[0].peers == set()
 
 
 def test_what_cannot_be_mapped_is_refused_before_any_write():

@@ -57,13 +57,14 @@ class HeldWrite:
 
 
 class Wire(MemoryMover):
-    """A mover whose writes stay under way while `hold` is set."""
+    """A mover whose writes stay under way while `hold` is set. removed: peers."""
 
     hold = False
 
     def __init__(self, fabric: MemoryFabric, name: str):
         super().__init__(fabric, name)
         self.started: list[HeldWrite] = []
+        self.removed: list[str] = []
         self.polls = 0
 
     def write(self, peer, local, remote, *, memory, notice=b""):
@@ -71,6 +72,10 @@ class Wire(MemoryMover):
         write.held = self.hold
         self.started.append(write)
         return write
+
+    def remove_peer(self, peer):
+        self.removed.append(peer)
+        super().remove_peer(peer)
 
     def notices(self):
         self.polls += 1

@@ -46,13 +46,15 @@ ORDER = (2, 5, 6, 9)
 
 
 class Ranks:
-    """An attempt of four blocks; block i of the writer goes to ORDER[i]."""
+    """An attempt of four blocks; block i of the writer goes to ORDER[i]. known: whether the decode
+    rank has been told of it."""
 
-    def __init__(self, checksum_rate: float = 1.0):
+    def __init__(self, checksum_rate: float = 1.0, *, known: bool = True):
         fabric = MemoryFabric()
         self.decode = Decode(fabric, "e1", checks=True)
         self.prefill = Prefill(fabric, checksum_rate=checksum_rate)
-        self.decode.settle(expect={"a1": "r1"}, blocks={"a1": ORDER})
+        if known:
+            self.decode.settle(expect={"a1": "r1"}, blocks={"a1": ORDER})
 
     def write(self, *positions: int, last: bool = False) -> None:
         write = blocks(
@@ -100,8 +102,7 @@ def test_what_does_not_hold_what_its_writer_has_sent_does_not_stay(spoilt, lande
 
 
 def test_what_lands_before_the_attempt_is_known_counts():
-    ranks = Ranks()
-    ranks.decode.rank._awaited.clear()
+    ranks = Ranks(known=False)
     ranks.write(0, 1)
     ranks.decode.settle()
     ranks.decode.settle(expect={"a1": "r1"}, blocks={"a1": ORDER})
@@ -161,12 +162,14 @@ class Caching(Engine):
         assert request.request_id in self.taken, "its blocks are gone"
         self.cached[request.request_id] = tokens
 
+    async def falls_silent(self, writer: int) -> None:
+        self.writers.ails[writer] = "no beats"
+        async with self.net.events.running():
+            self.writer_events.on_health(frozenset(), frozenset({writer}))
+
     async def lose(self, end: Callable[[], None] | None = None, landed: int = 3) -> None:
         """The writer of r1 falls silent (or what `end` says); its blocks are taken back."""
-        self.writers.ails[WRITER] = "no beats"
-        self.writer_events.on_health(frozenset(), frozenset({WRITER}))
-        for task in list(self.tasks):
-            await task
+        await self.falls_silent(WRITER)
         assert self.half.build_step().give_up
         report = WorkerReport(landed={"r1": landed})
         self.half.worker_output(RankResults(lost={"r1"}), report)
@@ -179,15 +182,9 @@ class Caching(Engine):
         return await self.job_of_step()
 
 
-class Tasks(list):
-    def start(self, coroutine, name):
-        self.append(coroutine)
-
-
 @pytest.fixture
 async def engine():
     engine = Caching(ManualClock())
-    engine.net.events._tasks = engine.tasks = Tasks()
     async with engine.queue:
         yield engine
         await engine.network()
@@ -254,10 +251,7 @@ async def test_nobody_asks_more_often_than_allowed(engine: Caching):
     assert job is not None
     await engine.network()
     await engine.claim(job.attempt, OTHER)
-    engine.writers.ails[OTHER] = "no beats"
-    engine.writer_events.on_health(frozenset(), frozenset({OTHER}))
-    for task in engine.tasks[1:]:
-        await task
+    await engine.falls_silent(OTHER)
     engine.half.build_step()
     report = WorkerReport(landed={"r1": 2})
     engine.half.worker_output(RankResults(lost={"r1"}), report)

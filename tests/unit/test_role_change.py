@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,9 +99,9 @@ async def test_a_decode_engine_stays_while_it_computes(decode: Decode):
 
 
 async def test_a_decode_engine_stays_while_its_link_is_tested(decode: Decode):
-    await decode.net._on_poll(encode_sealed(Listen(writer_lease_id=5, for_s=2.0)))
+    decode.net.listening.extend(Listen(writer_lease_id=5, for_s=2.0))
     assert decode.half.unfinished == "a link to it is being tested"
-    await decode.net._on_poll(encode_sealed(Listen(writer_lease_id=5, for_s=0)))
+    decode.net.listening.extend(Listen(writer_lease_id=5, for_s=0))
     assert decode.half.unfinished == ""
 
 
@@ -130,9 +130,11 @@ def test_a_prefill_engine_stays_until_a_stopped_read_is_over():
     assert half.half.unfinished == ""
 
 
-def test_a_prefill_engine_stays_while_it_tests_a_link():
+async def test_a_prefill_engine_stays_while_it_tests_a_link():
     half = Half()
-    half.half._link_tests.ask(LinkTest(order="1.1", target=engine_metadata()))
+    test = encode_sealed(LinkTest(order="1.1", target=engine_metadata()))
+    async with half.session():
+        await half.messaging.request(names.preflight_subject("t", "p1"), test, timeout_s=5)
     assert half.half.unfinished == "it tests a link"
 
 
@@ -143,10 +145,13 @@ class Scene:
     """An engine at the boundary of two steps."""
 
     def __init__(self, folder: Path):
+        self.messaging = MemoryMessaging()
+        clients: Any = SimpleNamespace(messaging=lambda: nullcontext(self.messaging))
         self.orders, self.pool, self.closed = RoleOrders(), FakePool(), False
         # vLLM's own block.
         self.pool.touch(self.pool.blocks[:1])
         self.half: Any = SimpleNamespace(unfinished="", bridge=self)
+        self.session = self.orders.session(PRESENT, clients, nullcontext, lambda _: None)
         self.change = RoleChange(self.orders, folder / "VllmWorker-0.engine.json")
 
     def close(self) -> None:
@@ -156,7 +161,10 @@ class Scene:
         """The component's order arrives; returns the answer."""
         fields = {"engine_id": NEXT.engine_id, "config_file": FILE, **changes}
         order = encode_sealed(ChangeRole(**fields))
-        return decode_role_reply(await self.orders._on_order(order)).refused
+        subject = names.role_subject(NAMESPACE, PRESENT.engine_id)
+        async with self.session():
+            reply = await self.messaging.request(subject, order, timeout_s=5)
+        return decode_role_reply(reply).refused
 
     def step(self) -> tuple[EngineConfig, NewRole] | None:
         return self.change.begin(self.half, self.pool, PRESENT)  # type: ignore[arg-type]
@@ -291,8 +299,8 @@ def test_nothing_is_held_back_in_the_role_without_lanes(monkeypatch: Any, kind: 
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setattr(AsyncScheduler, "schedule", schedule, raising=False)
+    # Without a batch: who looks for prompts to hold back fails.
     engine = object.__new__(kind)
     engine.connector = SimpleNamespace(short_length=None)
-    engine._held = lambda _: pytest.fail("asked for prompts to hold back")
     engine.schedule()
     assert steps == ["vllm"]
