@@ -736,9 +736,8 @@ class RemotePrefill(Pair):
             await self.nothing_left()
 
     async def writes_end(self) -> None:
-        """No write is in flight: behind a closed fence it would stay."""
-        rank = cast("Any", self.engines["prefill"].halves).rank
-        await self.until(lambda: not any(a.in_flight for a in rank._writes._attempts.values()))
+        """No write is in flight, else its blocks were held: behind a closed fence it would stay."""
+        await self.until(lambda: not self.engines["prefill"].core.pool.taken())
 
     async def blocks_free(self) -> None:
         """No attempt is left in the decode engine, and every block of both is free."""

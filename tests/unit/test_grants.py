@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from dynamo_lite.disagg.counters import DROPPED, LATE
-from dynamo_lite.disagg.decode import partial_commits
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.messages import DecodeStep
@@ -390,14 +389,22 @@ def test_what_is_replayed_after_the_end_is_late():
     assert (ranked.counted(LATE), ranked.counted(UNGRANTED)) == (2, 0)
 
 
-def test_the_memory_of_other_grants_is_bounded():
-    kept = partial_commits._MAX_OTHER_GRANTS
+def test_notifications_of_many_other_grants_do_not_hide_its_own():
     ranked = Ranked()
     ranked.step(expect={"a1": "r1"}, grants={"a1": 5})
     ranked.step(*(commit(100 + i, writers=2) for i in range(100)))
-    assert len(ranked.rank._awaited["a1"].notices._by_grant) == kept
     assert ranked.step(commit(5)) == ({"r1"}, set())
     assert ranked.counted(UNGRANTED) == 100
+
+
+def test_the_memory_of_other_grants_is_bounded():
+    ranked = Ranked()
+    ranked.step(expect={"a1": "r1"})
+    ranked.step(*(commit(100 + i) for i in range(100)))
+    # Those of the last four are known.
+    assert [ranked.step(grants={"a1": 100 + i}) for i in range(96)] == [NOTHING] * 96
+    assert ranked.step(grants={"a1": 196}) == ({"r1"}, set())
+    assert ranked.counted(UNGRANTED) == 99
 
 
 def test_an_answer_of_an_older_release_is_read_as_one_without_a_grant():

@@ -9,7 +9,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from dynamo_lite.disagg.transfer_params import PrefillLength, pack
-from dynamo_lite.vllm.engine import short_first
 from dynamo_lite.vllm.engine.short_first import ShortFirst
 
 
@@ -95,16 +94,15 @@ def test_what_is_short_is_what_there_is_to_compute_and_priority_counts():
 
 
 def test_a_long_prompt_does_not_sit_out_for_ever():
-    patience = short_first._PATIENCE_STEPS
     engine = Engine([request("long", 1000)], [request(f"s{i}", 100) for i in range(20)])
-    taken = engine.steps(2 * (patience + 1))
-    assert [i for i, name in enumerate(taken) if name == "long"] == [patience, 2 * patience + 1]
+    taken = engine.steps(66)
+    assert [i for i, name in enumerate(taken) if name == "long"] == [32, 65]
 
 
 def test_nobody_sits_out_for_those_that_find_no_room():
     engine = Engine([request("long", 1000)], [request("short", 10)])
     engine.full = True
-    rest = ["long"] * short_first._VAIN_STEPS
+    rest = ["long"] * 8
     assert engine.steps(len(rest) + 2) == ["nobody", *rest, "nobody"]
     engine.full = False
     assert engine.steps(len(rest) + 2) == [*rest, "short", "long"]
