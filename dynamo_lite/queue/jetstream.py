@@ -41,8 +41,15 @@ _REPAIR_INTERVAL_S = 0.1
 class _Connection(NatsMessaging):
     """A connection that reports its disconnects and reconnects."""
 
-    def __init__(self, url: str, on_down: Callable[[], None], on_up: Callable[[], None]):
-        super().__init__(url)
+    def __init__(
+        self,
+        url: str,
+        on_down: Callable[[], None],
+        on_up: Callable[[], None],
+        *,
+        connect_timeout_s: float,
+    ):
+        super().__init__(url, connect_timeout_s=connect_timeout_s)
         self._on_down = on_down
         self._on_up = on_up
 
@@ -58,7 +65,8 @@ class _Connection(NatsMessaging):
 class JetStreamQueue:
     """Implements PrefillQueue.
 
-    stream, subject: see `protocol.names`. wall: seconds since the epoch.
+    stream, subject: see `protocol.names`. connect_timeout_s: for the first connection. wall:
+    seconds since the epoch.
     When the broker has lost the stream, it is created again, empty.
     """
 
@@ -69,13 +77,16 @@ class JetStreamQueue:
         stream: str,
         subject: str,
         config: QueueConfig | None = None,
+        connect_timeout_s: float = 10.0,
         on_drop: OnDrop = uncounted,
         wall: Callable[[], float] = time.time,
     ):
         self._on_drop = on_drop
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config, wall)
-        self._connection = _Connection(url, self._on_down, self._on_missing)
+        self._connection = _Connection(
+            url, self._on_down, self._on_missing, connect_timeout_s=connect_timeout_s
+        )
         self._incarnations = Incarnations()
         self._newest = 0  # the greatest sequence known
         self._counts_again = False  # whether a sequence was given twice

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -544,12 +544,13 @@ async def test_timers_of_the_twin_do_not_run_in_the_context_of_a_user(namespace:
 # JetStream only: the broker dies
 
 
-def jetstream(server: Server, namespace: str) -> JetStreamQueue:
+def jetstream(server: Server, namespace: str, **options: Any) -> JetStreamQueue:
     return JetStreamQueue(
         server.url,
         stream=names.prefill_stream(namespace),
         subject=names.prefill_jobs_subject(namespace),
         config=QueueConfig(push_timeout_s=0.5),
+        **options,
     )
 
 
@@ -728,8 +729,7 @@ async def depth_is(queue: PrefillQueue, total: int) -> bool:
 
 
 async def test_an_unreachable_broker_is_a_startup_error(nats_server: PrivateServer, namespace: str):
-    queue = jetstream(nats_server, namespace)
-    queue._connection._connect_timeout_s = 0.3
+    queue = jetstream(nats_server, namespace, connect_timeout_s=0.3)
     await nats_server.kill()
     with pytest.raises(StartupError, match="NATS"):
         await queue.__aenter__()

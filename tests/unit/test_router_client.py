@@ -11,7 +11,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, RequestOutcomes, decode_fates
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.services.frontend import router_client
 from dynamo_lite.services.frontend.router_client import RemoteRouter
 from tests.builders import endpoint_record, eventually, generate_request
 
@@ -52,6 +51,7 @@ class Scene:
             namespace="n",
             lease_id=15,
             fallback=RoundRobin(),
+            again_s=0.02,
         )
 
     async def end_while_away(self) -> None:
@@ -70,8 +70,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr(router_client, "_AGAIN_S", 0.02)
+def scene() -> Scene:
     return Scene()
 
 

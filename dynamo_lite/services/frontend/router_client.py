@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 0.5
 #: How often a router that has failed is probed.
 PROBE_S = 1.0
-#: Delay before outcomes that could not be published are published again.
 _AGAIN_S = 1.0
 
 
@@ -40,6 +39,7 @@ class RemoteRouter(WorkerSelector):
     Args:
         lease_id: of this Frontend.
         fallback: picks workers while no router responds.
+        again_s: delay before outcomes that could not be published are published again.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class RemoteRouter(WorkerSelector):
         namespace: str,
         lease_id: int,
         fallback: Picker,
+        again_s: float = _AGAIN_S,
         registry: CollectorRegistry | None = None,
         on_drop: OnDrop = uncounted,
     ):
-        self._messaging, self._routers = messaging, routers
+        self._messaging, self._routers, self._again_s = messaging, routers, again_s
         self._namespace, self._lease_id = namespace, lease_id
         self._fallback, self._on_drop = fallback, on_drop
         self._fallbacks = Counter(
@@ -241,7 +242,7 @@ class RemoteRouter(WorkerSelector):
                         since[0][:0], since[1][:0] = answered, released
                         again = True
             if again:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(self._again_s)
 
 
 def _now() -> float:
