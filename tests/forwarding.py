@@ -39,6 +39,7 @@ class Rig:
     prefill: list[ScriptedEngine]
     decode: list[ScriptedEngine]
     engines: KnownEngines
+    upstream: Upstream
     monitor: EngineMonitor
     forwarding: Forwarding
     placer: Placer
@@ -178,8 +179,8 @@ async def rig(
         )
         url = f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}"
         made = Rig(
-            fleet, sides["prefill"], sides["decode"], engines, monitor, forwarding, placer,
-            server, session, url, known,
+            fleet, sides["prefill"], sides["decode"], engines, upstream, monitor, forwarding,
+            placer, server, session, url, known,
         )  # fmt: skip
         await made.check()
         yield made

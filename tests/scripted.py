@@ -17,9 +17,6 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-#: A leg that waits for its other one longer than this is a failure of the test.
-_PAIR_S = 10.0
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENS = "/inference/v1/generate"
@@ -67,7 +64,10 @@ class Violation(Exception):
 
 
 class Fleet:
-    def __init__(self) -> None:
+    """pair_s: a leg that waits for its other one longer than this is a failure of the test."""
+
+    def __init__(self, *, pair_s: float = 10.0) -> None:
+        self._pair_s = pair_s
         self.violations: list[str] = []
         self.legs: list[Leg] = []
         self.engines: list[ScriptedEngine] = []
@@ -83,7 +83,7 @@ class Fleet:
     async def meet(self, own: str, other: str) -> None:
         """Both sides of a handover wait for each other."""
         self.arrived(own).set()
-        async with asyncio.timeout(_PAIR_S):
+        async with asyncio.timeout(self._pair_s):
             await self.arrived(other).wait()
 
     def once(self, name: str) -> None:

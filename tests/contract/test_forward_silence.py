@@ -205,7 +205,7 @@ async def test_checks_with_a_short_timeout_make_no_busy_engine_silent(still: Sti
     """They keep new requests away from it. Its legs are given up by a limit of their own."""
     async with quick(decode=2, timeout_s=GENEROUS_S) as r:
         config = ForwarderConfig(engines=(r.engines[1].options,), health_timeout_s=0.05)
-        impatient = EngineMonitor(r.engines, r.monitor._upstream, config, SentPrompts(1))
+        impatient = EngineMonitor(r.engines, r.upstream, config, SentPrompts(1))
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
         await waits(r.engines[1])

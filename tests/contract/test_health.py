@@ -48,7 +48,10 @@ class Graph:
         self.numbers: dict[int, int] = {}
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator["Graph"]:
+    async def open(
+        self, before: Callable[[frozenset[int], frozenset[int]], None] = lambda back, lost: None
+    ) -> AsyncIterator["Graph"]:
+        """before: a listener that is told before this graph is."""
         prefix = endpoint_prefix(self.namespace, "Worker", "generate")
         async with (
             Roster(self.store, prefix) as self.roster,
@@ -60,6 +63,7 @@ class Graph:
                 registry=self.registry,
             ) as self.monitor,
         ):
+            self.monitor.on_change(before)
             self.monitor.on_change(
                 lambda back, lost: self.turned.put_nowait((set(back), set(lost)))
             )
@@ -329,10 +333,10 @@ async def test_an_outage_of_the_broker_is_nobodys_silence(nats_server) -> None:
     assert "unresponsive=[]" in repr(graph.monitor)
 
 
-async def test_a_failing_listener_does_not_stop_the_monitor(graph: Graph) -> None:
+async def test_a_failing_listener_does_not_stop_the_monitor(messaging: Messaging) -> None:
     def fail(*_: object) -> None:
         raise KeyError("listener")
 
-    graph.monitor._listeners._callbacks.insert(0, fail)
-    await graph.join(A)
-    assert await graph.next_turn() == (set(), {A})
+    async with Graph(messaging).open(before=fail) as graph:
+        await graph.join(A)
+        assert await graph.next_turn() == (set(), {A})

@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests import scripted
 from tests.scripted import CHAT, COMPLETIONS, HANDOVERS, RESPONSES, Fleet, Handover, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -67,7 +66,7 @@ class Pair:
 
 
 async def pair_of(handover: Handover) -> AsyncIterator[Pair]:
-    fleet = Fleet()
+    fleet = Fleet(pair_s=2.0)  # a leg whose other one does not come is answered soon
     async with AsyncExitStack() as stack:
         prefill, decode, second = [
             await stack.enter_async_context(ScriptedEngine(fleet, role, handover))
@@ -75,12 +74,6 @@ async def pair_of(handover: Handover) -> AsyncIterator[Pair]:
         ]
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Pair(fleet, prefill, decode, second, session)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leg whose other one does not come is answered soon."""
-    monkeypatch.setattr(scripted, "_PAIR_S", 2.0)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_the_packages_that_break_the_cpu_build_are_removed_as_by_setup() -> None
 def test_the_wheel_is_built_from_what_the_packaging_test_builds() -> None:
     copied = [rest.split()[:-1] for name, rest in instructions() if name == "COPY"]
     sources = {path for words in copied for path in words if not path.startswith(("--", "/"))}
-    assert sources == {*wheels._SOURCES, *wheels._FILES}
+    assert sources == {*wheels.SOURCES, *wheels.FILES}
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources
     [command] = runs("python -m build")

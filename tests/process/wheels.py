@@ -12,18 +12,18 @@ from pathlib import Path
 from tests.process.command import ROOT
 
 #: What the source distribution is made of.
-_SOURCES = ("dynamo_lite", "graphs", "configs", "scripts")
-_FILES = ("pyproject.toml", "setup.py", "README.md")
+SOURCES = ("dynamo_lite", "graphs", "configs", "scripts")
+FILES = ("pyproject.toml", "setup.py", "README.md")
 _LIMIT_S = 120.0
 
 
 def source(folder: Path) -> Path:
     """A copy of what is built, so that building leaves nothing in the checkout."""
     folder.mkdir(parents=True)
-    for name in _SOURCES:
+    for name in SOURCES:
         unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
-    for name in _FILES:
+    for name in FILES:
         shutil.copy(ROOT / name, folder / name)
     return folder
 

@@ -84,6 +84,7 @@ class Pair:
         self.fabric = Fabric(random.Random(1), wire)
         self.config = SimModelConfig(**config)
         self.engines: dict[str, SimEngineProcess] = {}
+        self.processes: dict[str, Task] = {}
         self.counts: dict[str, Any] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -96,7 +97,8 @@ class Pair:
         self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
     ) -> Task:
         self.engines[engine.setup.address] = engine
-        return Task(main, on_end)
+        self.processes[engine.setup.address] = process = Task(main, on_end)
+        return process
 
     def _count(self, counts: dict[str, Any]) -> None:
         for name, value in counts.items():

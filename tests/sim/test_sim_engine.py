@@ -127,8 +127,7 @@ def test_what_was_generated_elsewhere_is_gone_on_with():
 
 def test_a_killed_engine_process_ends_the_steps():
     async def script(pair: Pair) -> None:
-        assert pair.prefill._process is not None
-        pair.prefill._process.kill()
+        pair.processes["prefill"].kill()
         await asyncio.wait({pair.driving[1]}, timeout=1.0)
         assert isinstance(pair.driving[1].exception(), EngineDied)
 
