@@ -1,6 +1,8 @@
 """`dynamo-lite join` on a real etcd: when an engine has a record, and how it is drained."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
@@ -139,7 +141,7 @@ async def test_a_registration_that_was_under_way_when_the_drain_began_is_undone(
         store.gate.clear()
         engine.healthy = True
         await store.waiting.wait()
-        joined.component._host.stop("told to")
+        os.kill(os.getpid(), signal.SIGTERM)
         await joined.until("draining")
         store.gate.set()
         await store.done.wait()

@@ -168,7 +168,9 @@ async def test_one_that_is_elected_while_it_looks_first_learns_what_is_under_way
     look = Observation.look
 
     async def slow(self: Observation) -> Observed:
-        await eventually(lambda: bench.latest._records.leads)
+        assert bench.latest is not None
+        latest = bench.latest
+        await eventually(lambda: latest.health()["planner"]["leads"])
         return await look(self)
 
     monkeypatch.setattr(Observation, "look", slow)

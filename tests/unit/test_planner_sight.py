@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_lite.overview.model import Latency, LiveProcess, Overview
+from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Backlog
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
@@ -15,6 +18,8 @@ from dynamo_lite.services.planner import departure
 from dynamo_lite.services.planner.departure import Departure
 from dynamo_lite.services.planner.observation import Observation
 from dynamo_lite.services.planner.roles import LastChanges
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.builders import eventually
 from tests.contract.planning import D, P
 
 SEEN = Overview(at=0.0, namespace="n", rate_s=1.0, latency_s=1.0, itl=Latency())
@@ -36,34 +41,60 @@ def worker(waiting: int) -> LiveProcess:
 @pytest.fixture
 def host() -> Any:
     return SimpleNamespace(
-        store=None,
-        messaging=SimpleNamespace(connected=True),
+        store=MemoryStore(),
+        messaging=MemoryMessaging(),
         spec=SimpleNamespace(namespace="n"),
         drops=lambda what: None,
         clock=SYSTEM_CLOCK,
     )
 
 
-async def test_without_nats_it_is_not_known_what_waiting_prompts_need(host: Any):
-    observation = Observation(host)
-    report = Backlog(engine_id="e", number=1, claimed_jobs=2, claimed_tokens=400)
-    await observation._backlog._on_report(encode(report))
-    known = observation._decode([worker(3)], SEEN)
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[LiveProcess]:
+    """The workers that an observation finds."""
+    workers: list[LiveProcess] = []
+
+    async def look(_: Observer) -> Overview:
+        return msgspec.structs.replace(SEEN, workers=tuple(workers))
+
+    monkeypatch.setattr(Observer, "look", look)
+    return workers
+
+
+async def test_without_nats_it_is_not_known_what_waiting_prompts_need(
+    host: Any, seen: list[LiveProcess]
+):
+    async with Observation(host) as observation:
+        report = Backlog(engine_id="e", number=1, claimed_jobs=2, claimed_tokens=400)
+        await host.messaging.publish(names.backlog_subject("n"), encode(report))
+        seen[:] = [worker(3)]
+
+        async def heard() -> bool:
+            parked = (await observation.look()).decode.kv_parked
+            return parked is not None and parked.value > 0
+
+        await eventually(heard)
+        known = (await observation.look()).decode
+        host.messaging.set_connected(False)
+        unknown = (await observation.look()).decode
+        seen[:] = [worker(0)]
+        nothing_waits = (await observation.look()).decode
     assert known.kv_waiting is not None and known.kv_waiting.value == pytest.approx(0.25)
     assert known.kv_parked is not None and known.kv_parked.value == pytest.approx(0.4)
-    host.messaging.connected = False
-    unknown = observation._decode([worker(3)], SEEN)
     assert unknown.kv_waiting is None
     assert unknown.kv_parked is None
     # What the workers say at /health does not need NATS.
     assert unknown.waiting is not None and unknown.waiting.value == 3
-    nothing_waits = observation._decode([worker(0)], SEEN)
     assert nothing_waits.kv_waiting is not None and nothing_waits.kv_waiting.value == 0
 
 
-async def test_engines_without_remote_prefills_never_tell_of_a_backlog(host: Any):
-    seen = Observation(host)._decode([worker(2)], SEEN)
-    assert seen.kv_waiting is not None and seen.kv_waiting.value == pytest.approx(0.5)
+async def test_engines_without_remote_prefills_never_tell_of_a_backlog(
+    host: Any, seen: list[LiveProcess]
+):
+    seen[:] = [worker(2)]
+    async with Observation(host) as observation:
+        load = (await observation.look()).decode
+    assert load.kv_waiting is not None and load.kv_waiting.value == pytest.approx(0.5)
 
 
 def test_the_age_of_a_change_does_not_depend_on_the_clock_of_who_made_it():
