@@ -273,7 +273,9 @@ async def test_bytes_pass_and_a_close_ends_both_sides(streams: Streams):
 
 async def test_a_closed_connection_is_freed_without_the_garbage_collector(streams: Streams):
     transports = [weakref.ref(side.transport) for side in (streams.client, streams.server)]
-    ends = [weakref.ref(transport()._end) for transport in transports]
+    processes = (streams.near, streams.far)
+    ends = [weakref.ref(end) for process in processes for end in streams.network.ends_of(process)]
+    assert len(ends) == 2
     streams.client.transport.write(b"question")
     await asyncio.sleep(1)
     streams.server.transport.close()

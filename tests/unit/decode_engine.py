@@ -306,7 +306,10 @@ class Decode:
 
     async def leave(self, lease_id: int) -> bytes:
         """The component with this lease announces that it shuts down."""
-        return await self.net._on_leave(encode_sealed(Leave(lease_id=lease_id)))
+        return await self.take_leave(encode_sealed(Leave(lease_id=lease_id)))
+
+    async def take_leave(self, payload: bytes) -> bytes:
+        return await self.net._on_leave(payload)
 
     def counted(self, name: str) -> float:
         return self.half.stats.data.get(name, 0)

@@ -47,7 +47,9 @@ threading.Event().wait()
 
 
 class Session:
-    """A session that can be made to fail."""
+    """A session that can be made to fail. thread: the one that it was opened in."""
+
+    thread: threading.Thread
 
     def __init__(self, *, refused: bool = False, bad_end: bool = False):
         self.refused, self.bad_end = refused, bad_end
@@ -55,6 +57,7 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
+        self.thread = threading.current_thread()
         if self.refused:
             raise ValueError("not opened")
         async with needed() as fail, running(self._follow(), name="follower", on_failure=fail):
@@ -88,7 +91,7 @@ def test_a_session_that_ends_by_itself_ends_the_process_once():
     assert ends.acquire(timeout=WAIT_S)
     bridge.close()
     assert not ends.acquire(blocking=False)
-    assert not bridge._thread.is_alive()
+    assert not session.thread.is_alive()
 
 
 @pytest.mark.parametrize("bad_end", [False, True])
@@ -96,20 +99,22 @@ def test_a_bridge_that_is_closed_does_not_end_the_process(
     bad_end: bool, caplog: pytest.LogCaptureFixture
 ):
     ends: list[None] = []
-    bridge = ThreadBridge(Session(bad_end=bad_end), end_process=lambda: ends.append(None))
+    session = Session(bad_end=bad_end)
+    bridge = ThreadBridge(session, end_process=lambda: ends.append(None))
     bridge.start(WAIT_S)
     bridge.close()
-    assert not bridge._thread.is_alive() and not ends
+    assert not session.thread.is_alive() and not ends
     assert ("the engine's bridge failed: ValueError('not closed')" in caplog.text) is bad_end
 
 
 def test_a_session_that_cannot_be_opened_fails_the_start():
     ends: list[None] = []
-    bridge = ThreadBridge(Session(refused=True), end_process=lambda: ends.append(None))
+    session = Session(refused=True)
+    bridge = ThreadBridge(session, end_process=lambda: ends.append(None))
     with pytest.raises(StartupError, match="not opened"):
         bridge.start(WAIT_S)
     bridge.close()
-    assert not bridge._thread.is_alive() and not ends
+    assert not session.thread.is_alive() and not ends
 
 
 def test_a_loop_that_is_given_serves_one_bridge_after_another():
@@ -120,13 +125,14 @@ def test_a_loop_that_is_given_serves_one_bridge_after_another():
         assert asyncio.get_running_loop() is loop
         done.release()
 
-    bridges = [ThreadBridge(Session(), loop=loop) for _ in range(2)]
-    for bridge in bridges:
+    sessions = [Session() for _ in range(2)]
+    bridges = [ThreadBridge(session, loop=loop) for session in sessions]
+    for session, bridge in zip(sessions, bridges, strict=True):
         bridge.start(WAIT_S)
         bridge.submit(work())
         assert done.acquire(timeout=WAIT_S)
         bridge.close()
-        assert not bridge._thread.is_alive()
+        assert not session.thread.is_alive()
         bridge.submit(work())
     assert not done.acquire(blocking=False)
     loop.run_until_complete(asyncio.sleep(0))

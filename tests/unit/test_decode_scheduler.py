@@ -629,7 +629,7 @@ async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Dec
     attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
     for foreign in (b"", encode_sealed(Leave(lease_id=2))):
         with pytest.raises(ProtocolError):
-            await decode.net._on_leave(foreign)
+            await decode.take_leave(foreign)
     assert decode.half.build_step().give_up == []
     assert await decode.leave(1) == b""
     assert decode.half.build_step().give_up == [(attempt, "r1")]

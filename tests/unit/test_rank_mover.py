@@ -13,6 +13,7 @@ from dynamo_lite.disagg.engine_config import (
 )
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.vllm.engine import opened_rank
 from dynamo_lite.vllm.engine.opened_rank import open_mover
@@ -81,8 +82,15 @@ def test_the_thread_works_on_the_ranks_own_gpu_and_behind_its_fence(chosen):
     mover.close()
 
 
-def test_only_a_decode_rank_awaits_notices(chosen):
-    for role, listen_s in ((PREFILL, 0.0), (DECODE, LISTEN_S)):
-        mover = open_mover(link(role), 0, GPU, lambda: True)
-        assert isinstance(mover, PolledMover) and mover._listen_s == listen_s
-        mover.close()
+def test_only_a_decode_rank_awaits_notices(chosen, monkeypatch):
+    given: list[float] = []
+
+    class Noted(PolledMover):
+        def __init__(self, inner: Mover, *, listen_s: float, **options: Any):
+            given.append(listen_s)
+            super().__init__(inner, listen_s=listen_s, **options)
+
+    monkeypatch.setattr(opened_rank, "PolledMover", Noted)
+    for role in (PREFILL, DECODE):
+        open_mover(link(role), 0, GPU, lambda: True).close()
+    assert given == [0.0, LISTEN_S]

@@ -259,6 +259,5 @@ def test_the_number_of_a_process_that_writes_on_into_its_log_is_not_given_to_ano
     switch.successor.spawned = giver.launch
     world.switches.hand_over(switch, starts=True)
     world.switches.settle(switch)
-    world.switches.begin(D, world.of(D)[0].lease_id, P)
-    (again,) = world.fleet._successors.values()
+    again = world.switches.begin(D, world.of(D)[0].lease_id, P).successor
     assert again.launch.name == "PrefillWorker-2"
