@@ -99,9 +99,9 @@ async def test_a_decode_engine_stays_while_it_computes(decode: Decode):
 
 
 async def test_a_decode_engine_stays_while_its_link_is_tested(decode: Decode):
-    decode.net.listening.extend(Listen(writer_lease_id=5, for_s=2.0))
+    await decode.net._on_poll(encode_sealed(Listen(writer_lease_id=5, for_s=2.0)))
     assert decode.half.unfinished == "a link to it is being tested"
-    decode.net.listening.extend(Listen(writer_lease_id=5, for_s=0))
+    await decode.net._on_poll(encode_sealed(Listen(writer_lease_id=5, for_s=0)))
     assert decode.half.unfinished == ""
 
 
