@@ -1,26 +1,13 @@
 """What tests wait for while a store is away, and when it is back."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.runtime.address import parse_etcd_url
-from dynamo_lite.runtime.etcd.client import EtcdClient
 from dynamo_lite.runtime.store import Lease, Store, WatchEvent
 
 T = TypeVar("T")
-
-
-@contextlib.asynccontextmanager
-async def etcd_client(url: str) -> AsyncIterator[EtcdClient]:
-    """A client for what no store offers."""
-    client = EtcdClient(parse_etcd_url(url), timeout_s=2.0)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def take(events: AsyncIterator[WatchEvent], timeout_s: float = 10.0) -> WatchEvent:

@@ -22,7 +22,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import eventually
-from tests.store_outages import etcd_client, put_when_back, take
+from tests.store_outages import put_when_back, take
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -214,10 +214,11 @@ async def test_compaction_during_an_outage_resyncs_the_watch(etcd_server) -> Non
         assert await take(events) == Put("n/a", b"1")
         await etcd_server.kill()
         await etcd_server.restart()
-        async with EtcdStore(etcd_server.url) as other, etcd_client(etcd_server.url) as client:
+        async with EtcdStore(etcd_server.url) as other:
             # The watch may be back already: then it tells the puts instead.
             for i in range(10):
                 await other.put("n/a", str(i).encode())
+            client = other._client
             await client.compact((await client.get(b"n/a")).mod_revision, physical=True)
         last = await take(events)
         while last not in (Snapshot({"n/a": b"9"}), Put("n/a", b"9")):
@@ -291,10 +292,10 @@ async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
     holder = await EtcdStore(etcd_server.url).__aenter__()
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
-        async with etcd_client(etcd_server.url) as client:
-            # Nobody keeps it alive.
-            lease = await grant_lease(client, 2, timeout_s=2, boottime=boottime)
-            await holder.put("n/own", b"1", lease=lease)
+        lease = await grant_lease(
+            holder._client, 2, timeout_s=2, boottime=boottime
+        )  # nobody keeps it alive
+        await holder.put("n/own", b"1", lease=lease)
         assert await take(events) == Put("n/own", b"1")
         await holder.__aexit__()
         assert await take(events, timeout_s=6) == Delete("n/own")

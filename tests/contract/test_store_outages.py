@@ -20,7 +20,7 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import eventually
 from tests.servers import PrivateServer, private_server
-from tests.store_outages import etcd_client, put_when_back, refreshed_once_more, take, when_back
+from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -289,8 +289,8 @@ async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) 
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
         await others_write(etcd_server.url, 5)
-        async with etcd_client(etcd_server.url) as client:
-            await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
+        client = store._client
+        await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
         assert await store.revoke(lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
 
