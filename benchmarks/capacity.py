@@ -7,7 +7,7 @@
 With --engine the same requests go to a vLLM engine core in this process, whose clock is its
 processor time: other processes on the machine hardly change it. With --against they are sent to a
 running graph, at their times. Both medians are printed. The graph must be idle, and of the timing
-file's model and --workers.
+file's model, --workers and thresholds.
 """
 
 import argparse
@@ -42,14 +42,18 @@ _VOCABULARY = 400
 
 
 def simulated(
-    requests: Sequence[TraceRequest], timing: Timing, workers: str, router: Any, queue_size: int
+    requests: Sequence[TraceRequest],
+    timing: Timing,
+    workers: str,
+    router: Any,
+    thresholds: DecisionThresholds,
 ) -> dict[str, Any]:
     """The summary of a run, with its cost."""
     counts = parse_counts(workers)
     options = GraphModelOptions(
         router=router,
-        thresholds=DecisionThresholds(max_prefill_queue_size=queue_size),
-        max_jobs=max(64, 2 * queue_size),
+        thresholds=thresholds,
+        max_jobs=max(64, 2 * thresholds.max_prefill_queue_size),
         block_tokens=BLOCK_TOKENS,
     )
     bounds = Bounds(least=parse_counts("0P1D"), most=2 * counts.total)
@@ -76,7 +80,8 @@ def speed(given: argparse.Namespace) -> dict[str, Any]:
     requests = generate(shape, block_tokens=BLOCK_TOKENS, seed=given.seed).requests
     rows: dict[str, Any] = {}
     for router in ("round-robin", "kv"):
-        run = simulated(requests, timing, given.workers, router, 4 * max(counts.prefill, 2))
+        thresholds = DecisionThresholds(max_prefill_queue_size=4 * max(counts.prefill, 2))
+        run = simulated(requests, timing, given.workers, router, thresholds)
         rows[router] = {
             key: run[key] for key in ("requests", "events", "cpu_s", "rss_mib", "cached_share")
         }
@@ -189,7 +194,11 @@ def against(given: argparse.Namespace) -> dict[str, Any]:
         real = on_engine(requests, given.engine_args)
     else:
         real = asyncio.run(replay(given.against, given.model or timing.model, requests))
-    run = simulated(requests, timing, workers, given.router, 8)
+    thresholds = DecisionThresholds(
+        max_local_prefill_length=given.max_local_prefill_length,
+        max_prefill_queue_size=given.max_prefill_queue_size,
+    )
+    run = simulated(requests, timing, workers, given.router, thresholds)
     print(f"{len(requests)} requests in {requests[-1].arrival_s:.0f} s, {workers}")
     for name in ("ttft_s", "request_itl_s", "total_s"):
         for rank in ("p50", "p95"):
@@ -219,6 +228,19 @@ def main() -> None:
     graph = parser.add_argument_group("with --against and --engine")
     graph.add_argument("--model", help="the served model's name; default: the timing's")
     graph.add_argument("--router", default="round-robin", help="of the graph (round-robin)")
+    default = DecisionThresholds()
+    graph.add_argument(
+        "--max-local-prefill-length",
+        type=int,
+        default=default.max_local_prefill_length,
+        help="of the graph (default %(default)s)",
+    )
+    graph.add_argument(
+        "--max-prefill-queue-size",
+        type=int,
+        default=default.max_prefill_queue_size,
+        help="of the graph (default %(default)s)",
+    )
     graph.add_argument("--rate", type=float, default=1.0, help="requests per second (default 1)")
     graph.add_argument("--seconds", type=float, default=90.0, help="of requests (default 90)")
     graph.add_argument("--prompt-tokens", type=int, default=600, help="median (default 600)")

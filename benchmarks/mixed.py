@@ -27,9 +27,9 @@ _TOKENS = 32
 #: Requests per second, as in a Poisson process, and the prompts that come at once half-way.
 _SHORT_PER_S, _LONG_PER_S, _BURST = 3.0, 0.5, 6
 #: Most plays before the first pair, in which the engine learns what prompts cost.
-_LEARNING = 10
-#: Share of the decisions by which the costs count as learned.
-_LEARNED = 0.5
+_LEARNING = 20
+#: Share of a play's decisions whose costs can be relied on, from which the costs count as known.
+_LEARNED = 0.9
 #: Plays on each side of a simulated pair, one after the other: those that teach the costs and do
 #: not count, and those that do. And the seconds between them.
 _TEACHING_PLAYS, _SIMULATED_PLAYS, _PAUSE_S = 4, 8, 5.0
@@ -38,10 +38,14 @@ _TEACHING_PLAYS, _SIMULATED_PLAYS, _PAUSE_S = 4, 8, 5.0
 SIDES = {"thresholds": "shadow", "cost": "cost"}
 #: The same in simulation, where nothing is learned for another play.
 _POLICIES: dict[str, PrefillPolicy] = {"thresholds": "thresholds", "cost": "cost"}
-_DECISIONS, _OPINIONS = (
+_DECISIONS, _OPINIONS, _COST, _REGRET = (
     "dynamo_lite_prefill_decisions_total",
     "dynamo_lite_prefill_opinions_total",
+    "dynamo_lite_prefill_cost_seconds_total",
+    "dynamo_lite_prefill_regret_seconds_total",
 )
+#: What the costs say where they can be relied on.
+_RELIABLE = ("local", "remote", "close")
 
 _ABOUT = f"""\
 One decode worker and one prefill worker with the tiny model. A play has, per second,
@@ -55,7 +59,8 @@ other tokens, so that no prefix cache has them:
 
 Every second pair begins with the other one. Before the pairs the graph is played in the shadow
 until the costs are known. Prints the ratios cost / thresholds of the mean times, and what was
-decided why.
+decided why. Of the pairs in which the costs were known: that ratio of the realised cost of a
+decision, and the regret of each side as a share of its cost.
 
 --simulated plays the same arrivals in `dynamo-lite simulate`'s engine model, where each engine has
 a core of its own. Each side of a pair is {_SIMULATED_PLAYS} plays one after the other, after
@@ -78,12 +83,20 @@ class Arrival:
 @dataclass
 class Play:
     """Seconds to the first token of short and of long prompts, and to the end of all. decisions:
-    `verdict/reason` to their number."""
+    `verdict/reason` to their number. cost_s, regret_s: sums of the decisions whose costs could be
+    relied on; reliable: their number. All three are 0 in simulation."""
 
     short_s: list[float] = field(default_factory=list)
     long_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
     decisions: dict[str, float] = field(default_factory=dict)
+    cost_s: float = 0.0
+    regret_s: float = 0.0
+    reliable: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self.reliable >= _LEARNED * len(self.total_s)
 
     @property
     def first_s(self) -> list[float]:
@@ -187,17 +200,16 @@ async def _learn(graph: RunningGraph, seconds: float) -> None:
     for number in range(_LEARNING):
         before = _counted(graph, _OPINIONS, "costs")
         await _play(graph, arrivals(seconds, -1 - number), random.Random())
-        said = Counter(_counted(graph, _OPINIONS, "costs"))
-        said.subtract(before)
-        known = said["local"] + said["remote"] + said["close"]
-        if known >= _LEARNED * said.total() > 0:
+        said = _since(before, _counted(graph, _OPINIONS, "costs"))
+        if sum(said[name] for name in _RELIABLE) >= _LEARNED * said.total() > 0:
             return
     sys.exit(f"the costs are not known after {_LEARNING} plays: {dict(said)}")
 
 
 async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random) -> Play:
     play, loop = Play(), asyncio.get_running_loop()
-    before, began = _counted(graph, _DECISIONS, "verdict", "reason"), loop.time()
+    before = _counters(graph)
+    began = loop.time()
 
     async def ask(arrival: Arrival, prompt: list[int]) -> None:
         await asyncio.sleep(began + arrival.at_s - loop.time())
@@ -207,13 +219,29 @@ async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random
     async with asyncio.TaskGroup() as group:
         for arrival in plan:
             group.create_task(ask(arrival, prompt_of(arrival.prompt_tokens, rng)))
-    made = Counter(_counted(graph, _DECISIONS, "verdict", "reason"))
-    made.subtract(before)
-    play.decisions = {name: count for name, count in made.items() if count}
+    decisions, opinions, cost, regret = map(_since, before, _counters(graph))
+    play.decisions = {name: count for name, count in decisions.items() if count}
+    play.reliable = sum(opinions[name] for name in _RELIABLE)
+    play.cost_s, play.regret_s = cost.total(), regret.total()
     return play
 
 
-def _counted(graph: RunningGraph, metric: str, *labels: str) -> dict[str, float]:
+def _counters(graph: RunningGraph) -> list[Counter[str]]:
+    return [
+        _counted(graph, _DECISIONS, "verdict", "reason"),
+        _counted(graph, _OPINIONS, "costs"),
+        _counted(graph, _COST, "verdict"),
+        _counted(graph, _REGRET, "verdict"),
+    ]
+
+
+def _since(before: Counter[str], now: Counter[str]) -> Counter[str]:
+    grown = Counter(now)
+    grown.subtract(before)
+    return grown
+
+
+def _counted(graph: RunningGraph, metric: str, *labels: str) -> Counter[str]:
     """The decode worker's samples of a metric: the values of these labels, joined by `/`."""
     found: Counter[str] = Counter()
     for name, value in graph.metrics("VllmWorker").items():
@@ -221,7 +249,7 @@ def _counted(graph: RunningGraph, metric: str, *labels: str) -> dict[str, float]
         if kind == metric:
             values = dict(part.split("=", 1) for part in rest.rstrip("}").split(","))
             found["/".join(values[label].strip('"') for label in labels)] += value
-    return dict(found)
+    return found
 
 
 def report(pairs: Sequence[Pair]) -> None:
@@ -230,19 +258,37 @@ def report(pairs: Sequence[Pair]) -> None:
         return
     print(f"cost / thresholds, mean of {len(pairs)} pairs (95 % confidence interval)")
     for name, times in ROWS.items():
-        ratio = intervals.of_ratio(ratios(pairs, times))
         means = [statistics.fmean(t for p in pairs for t in times(p[side])) for side in SIDES]
-        spread = f"{ratio.mean:.2f} x ({ratio.low:.2f} to {ratio.high:.2f})"
-        by = ", ".join(
-            f"{side} {1e3 * mean:.0f} ms" for side, mean in zip(SIDES, means, strict=True)
-        )
-        print(f"{name:20} {spread:26} {by}")
+        _print_ratio(name, ratios(pairs, times), means)
+    if known := [pair for pair in pairs if all(play.known for play in pair.values())]:
+        print(f"of {len(known)} pairs with known costs")
+        _report_costs(known)
     for side in SIDES:
         made: Counter[str] = Counter()
         for pair in pairs:
             made.update(pair[side].decisions)
         shown = ", ".join(f"{count:g} {name}" for name, count in made.most_common())
         print(f"{side:20} {shown}")
+
+
+def _report_costs(pairs: Sequence[Pair]) -> None:
+    plays = {side: [pair[side] for pair in pairs] for side in SIDES}
+    costs = {side: [play.cost_s / play.reliable for play in plays[side]] for side in SIDES}
+    each = [cost / other for cost, other in zip(costs["cost"], costs["thresholds"], strict=True)]
+    _print_ratio("cost of a decision", each, [statistics.fmean(costs[side]) for side in SIDES])
+    for side in SIDES:
+        share = intervals.of_mean([play.regret_s / play.cost_s for play in plays[side]])
+        spread = f"{share.mean:.1%} ({max(share.low, 0.0):.1%} to {share.high:.1%})"
+        count = sum(play.reliable for play in plays[side])
+        print(f"{'regret, ' + side:20} {spread} of the cost of {count:g} decisions")
+
+
+def _print_ratio(name: str, each: Sequence[float], means_s: Sequence[float]) -> None:
+    """each: cost / thresholds of each pair. means_s: of each side."""
+    ratio = intervals.of_ratio(each)
+    spread = f"{ratio.mean:.2f} x ({ratio.low:.2f} to {ratio.high:.2f})"
+    by = ", ".join(f"{side} {1e3 * mean:.0f} ms" for side, mean in zip(SIDES, means_s, strict=True))
+    print(f"{name:20} {spread:26} {by}")
 
 
 def ratios(pairs: Sequence[Pair], times: Callable[[Play], list[float]]) -> list[float]:
