@@ -5,7 +5,7 @@ import random
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
@@ -196,14 +196,14 @@ async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pa
 async def _learn(graph: RunningGraph, seconds: float) -> None:
     """Returns when the costs of most prompts are known. Exits if that takes too long."""
     await asyncio.to_thread(graph.set_options, "VllmWorker", prefill_policy="shadow")
-    said: Counter[str] = Counter()
+    said: dict[str, float] = {}
     for number in range(_LEARNING):
         before = _counted(graph, _OPINIONS, "costs")
         await _play(graph, arrivals(seconds, -1 - number), random.Random())
         said = _since(before, _counted(graph, _OPINIONS, "costs"))
-        if sum(said[name] for name in _RELIABLE) >= _LEARNED * said.total() > 0:
+        if _reliable(said) >= _LEARNED * sum(said.values()) > 0:
             return
-    sys.exit(f"the costs are not known after {_LEARNING} plays: {dict(said)}")
+    sys.exit(f"the costs are not known after {_LEARNING} plays: {said}")
 
 
 async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random) -> Play:
@@ -221,12 +221,12 @@ async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random
             group.create_task(ask(arrival, prompt_of(arrival.prompt_tokens, rng)))
     decisions, opinions, cost, regret = map(_since, before, _counters(graph))
     play.decisions = {name: count for name, count in decisions.items() if count}
-    play.reliable = sum(opinions[name] for name in _RELIABLE)
-    play.cost_s, play.regret_s = cost.total(), regret.total()
+    play.reliable = _reliable(opinions)
+    play.cost_s, play.regret_s = sum(cost.values()), sum(regret.values())
     return play
 
 
-def _counters(graph: RunningGraph) -> list[Counter[str]]:
+def _counters(graph: RunningGraph) -> list[dict[str, float]]:
     return [
         _counted(graph, _DECISIONS, "verdict", "reason"),
         _counted(graph, _OPINIONS, "costs"),
@@ -235,20 +235,23 @@ def _counters(graph: RunningGraph) -> list[Counter[str]]:
     ]
 
 
-def _since(before: Counter[str], now: Counter[str]) -> Counter[str]:
-    grown = Counter(now)
-    grown.subtract(before)
-    return grown
+def _reliable(opinions: Mapping[str, float]) -> float:
+    return sum(opinions.get(name, 0.0) for name in _RELIABLE)
 
 
-def _counted(graph: RunningGraph, metric: str, *labels: str) -> Counter[str]:
+def _since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+
+def _counted(graph: RunningGraph, metric: str, *labels: str) -> dict[str, float]:
     """The decode worker's samples of a metric: the values of these labels, joined by `/`."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     for name, value in graph.metrics("VllmWorker").items():
         kind, _, rest = name.partition("{")
         if kind == metric:
             values = dict(part.split("=", 1) for part in rest.rstrip("}").split(","))
-            found["/".join(values[label].strip('"') for label in labels)] += value
+            key = "/".join(values[label].strip('"') for label in labels)
+            found[key] = found.get(key, 0.0) + value
     return found
 
 

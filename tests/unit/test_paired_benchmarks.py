@@ -72,6 +72,22 @@ def test_a_mixed_pair_compares_means_by_kind_of_prompt():
     }
 
 
+def test_cost_and_regret_are_told_of_the_pairs_with_known_costs(capsys: pytest.CaptureFixture[str]):
+    pair, unknown = (
+        {side: mixed.Play([1.0], [2.0], [3.0, 4.0]) for side in mixed.SIDES} for _ in range(2)
+    )
+    for side, cost_s, regret_s in (("thresholds", 4.0, 1.0), ("cost", 2.0, 0.2)):
+        play = pair[side]
+        play.cost_s, play.regret_s, play.reliable = cost_s, regret_s, 2.0
+    unknown["cost"].cost_s, unknown["cost"].reliable = 100.0, 1.0
+    mixed.report([pair, unknown])
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "of 1 pairs with known costs" in said
+    assert "cost of a decision 0.50 x (0.00 to inf) thresholds 2000 ms, cost 1000 ms" in said
+    assert any(line.startswith("regret, thresholds 25.0%") for line in said)
+    assert any(line.startswith("regret, cost 10.0%") for line in said)
+
+
 def test_a_stalled_pair_compares_the_slowest_prompts():
     off, on = (
         stalled.Play([100.0] * 99 + [4000.0] * 2, 0.0),
