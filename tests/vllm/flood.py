@@ -12,6 +12,8 @@ from collections import Counter
 from urllib.parse import urlsplit
 
 _CHUNK = 64 << 10
+#: What is sent piece by piece.
+_IN_PIECES = ("slow", "length", "chunked")
 
 
 def body(kind: str, size: int) -> tuple[str, bytes]:
@@ -31,44 +33,48 @@ def body(kind: str, size: int) -> tuple[str, bytes]:
 
 async def ask(url: str, kind: str, size: int) -> str:
     """Sends until there is an answer. slow: a byte now and then; deaf: does not read; slow reader:
-    reads its tokens a byte now and then, so that the Frontend holds them."""
+    reads its tokens a byte now and then, so that the Frontend holds them.
+
+    Without asyncio's streams: after a failed write they drop what has come. A server that has
+    refused the rest resets the connection some seconds after its answer, which a process that gets
+    no processor for as long still finds in its socket.
+    """
     host = urlsplit(url)
+    address = host.hostname or "", host.port or 80
     if kind == "slow reader":
-        return await read_slowly(host.hostname or "", host.port or 80)
-    reader, writer = await asyncio.open_connection(host.hostname, host.port)
-    writer.transport.set_write_buffer_limits(0)
-    try:
-        if kind in ("slow", "length", "chunked"):
-            path, whole = "/v1/completions", b""
-        else:
-            path, whole = body("text" if kind == "deaf" else kind, size)
-        length = len(whole) or size
-        framing = "transfer-encoding: chunked" if kind == "chunked" else f"content-length: {length}"
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{framing}"
-        writer.write(f"{head}\r\n\r\n".encode())
-        sending = asyncio.create_task(send(writer, kind, whole, size))
+        return await read_slowly(address)
+    if kind in _IN_PIECES:
+        path, whole = "/v1/completions", b""
+    else:
+        path, whole = body("text" if kind == "deaf" else kind, size)
+    length = len(whole) or size
+    framing = "transfer-encoding: chunked" if kind == "chunked" else f"content-length: {length}"
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{framing}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, address)
+        sending = asyncio.create_task(send(sock, kind, head.encode() + whole, size))
         try:
             if kind == "deaf":
                 await sending
                 await asyncio.sleep(3600)
-            status = (await reader.readline()).split()
+            status = (await loop.sock_recv(sock, len("HTTP/1.1 413"))).split()
             return status[1].decode() if len(status) > 1 else "none"
+        except ConnectionError:
+            return "none"
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-    except ConnectionError:
-        return "none"
-    finally:
-        writer.transport.abort()
 
 
-async def read_slowly(host: str, port: int) -> str:
+async def read_slowly(address: tuple[str, int]) -> str:
     path, whole = body("slow reader", 0)
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the least that there is
-        await loop.sock_connect(sock, (host, port))
+        await loop.sock_connect(sock, address)
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(whole)}\r\n\r\n"
         await loop.sock_sendall(sock, head.encode() + whole)
@@ -78,17 +84,16 @@ async def read_slowly(host: str, port: int) -> str:
     return status
 
 
-async def send(writer: asyncio.StreamWriter, kind: str, whole: bytes, size: int) -> None:
-    if whole:
-        writer.write(whole)
-        return await writer.drain()
+async def send(sock: socket.socket, kind: str, begin: bytes, size: int) -> None:
+    """begin: the whole request, or its head, after which `size` bytes are sent in pieces."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(sock, begin)
+    if kind not in _IN_PIECES:
+        return
     chunk = b" " * (1 if kind == "slow" else _CHUNK)
-    sent = 0
-    while sent < size:
-        framed = b"%x\r\n%s\r\n" % (len(chunk), chunk) if kind == "chunked" else chunk
-        writer.write(framed)
-        sent += len(chunk)
-        await writer.drain()
+    framed = b"%x\r\n%s\r\n" % (len(chunk), chunk) if kind == "chunked" else chunk
+    for _ in range(0, size, len(chunk)):
+        await loop.sock_sendall(sock, framed)
         if kind == "slow":
             await asyncio.sleep(0.1)
 
