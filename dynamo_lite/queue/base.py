@@ -188,7 +188,8 @@ class PrefillQueue(Protocol):
         """Returns the next job, or None after `timeout_s`.
 
         lanes: the lanes to pull from; earlier ones first, see `policy/decision/lanes.py`. If the
-        queue has none of them, it waits until the timeout.
+        queue has none of them, it waits until the timeout. With replicas each lane shows a job some
+        milliseconds after its push was confirmed, so that one of a later lane may come before it.
         May be cancelled: a job that is being delivered is kept for the next pull.
         """
         ...

@@ -82,6 +82,8 @@ async def until_total(queue: PrefillQueue, total: int) -> None:
 
 
 async def until_depth(queue: PrefillQueue, *, waiting: int, in_flight: int) -> None:
+    """On several servers a lane may show a job some time after its push was confirmed."""
+
     async def reached() -> bool:
         depth = await queue.depth()
         return (depth.waiting, depth.in_flight) == (waiting, in_flight)
@@ -150,6 +152,7 @@ async def test_earlier_lanes_go_first_and_each_keeps_its_order(open_queue: Opene
         for lane in reversed(Lane)
     ]
     assert sequences == sorted(sequences)
+    await until_depth(queue, waiting=6, in_flight=0)
     jobs = [await pull(queue) for _ in sequences]
     assert [job.payload.decode() for job in jobs[:4]] == ["urgent1", "urgent2", "short1", "short2"]
     await until_depth(queue, waiting=0, in_flight=6)
@@ -160,6 +163,7 @@ async def test_a_long_job_is_not_passed_over_for_ever(open_queue: Opener):
     await push(queue, b"long")
     for _ in range(2 * PATIENCE):
         await push(queue, b"short", Lane.SHORT)
+    await until_depth(queue, waiting=2 * PATIENCE + 1, in_flight=0)
     taken = [(await pull(queue)).payload for _ in range(PATIENCE + 1)]
     assert taken == [b"short"] * PATIENCE + [b"long"]
 
