@@ -82,7 +82,7 @@ async def until_total(queue: PrefillQueue, total: int) -> None:
 
 
 async def until_depth(queue: PrefillQueue, *, waiting: int, in_flight: int) -> None:
-    """On several servers a lane may show a job some time after its push was confirmed."""
+    """On several servers a lane shows pushes and deletions some time after they were confirmed."""
 
     async def reached() -> bool:
         depth = await queue.depth()
@@ -223,7 +223,7 @@ async def test_a_pull_from_no_lane_that_there_is_ends_at_its_deadline(open_queue
     loop = asyncio.get_running_loop()
     began = loop.time()
     assert await queue.pull(timeout_s=0.05, lanes=(Lane.SHORT,)) is None
-    assert 0.04 < loop.time() - began < 0.2
+    assert 0.04 < loop.time() - began < 2.0
 
 
 async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
@@ -288,11 +288,11 @@ async def test_a_silent_holder_loses_its_job(open_queue: Opener):
 
 
 async def test_extending_keeps_a_job(open_queue: Opener):
-    queue = await open_queue(QueueConfig(ack_wait_s=0.4))
+    queue = await open_queue(QueueConfig(ack_wait_s=1.5))
     await push(queue, b"a")
     job = await pull(queue)
     for _ in range(6):
-        assert await queue.pull(timeout_s=0.1) is None
+        assert await queue.pull(timeout_s=0.4) is None
         await job.extend()
     await job.ack()
     assert await queue.pull(timeout_s=0.5) is None
@@ -361,11 +361,12 @@ async def test_an_old_job_is_dropped(open_queue: Opener):
 async def test_deleting_a_waiting_job(open_queue: Opener):
     queue = await open_queue(QueueConfig(max_jobs=1))
     sequence = await push(queue, b"a")
+    await until_total(queue, 1)
     assert await queue.delete(sequence)
     assert not await queue.delete(sequence)
     assert not await queue.delete(sequence + 1000)
-    assert await queue.pull(timeout_s=0.05) is None
     await until_total(queue, 0)
+    assert await queue.pull(timeout_s=0.05) is None
     await push(queue, b"b")
 
 
