@@ -30,6 +30,8 @@ _SHORT_PER_S, _LONG_PER_S, _BURST = 3.0, 0.5, 6
 _LEARNING = 20
 #: Share of a play's decisions whose costs can be relied on, from which the costs count as known.
 _LEARNED = 0.9
+#: In how many plays one after the other they have to be known before the first pair.
+_IN_A_ROW = 3
 #: Plays on each side of a simulated pair, one after the other: those that teach the costs and do
 #: not count, and those that do. And the seconds between them.
 _TEACHING_PLAYS, _SIMULATED_PLAYS, _PAUSE_S = 4, 8, 5.0
@@ -58,9 +60,9 @@ other tokens, so that no prefix cache has them:
   cost        prefill-policy: cost
 
 Every second pair begins with the other one. Before the pairs the graph is played in the shadow
-until the costs are known. Prints the ratios cost / thresholds of the mean times, and what was
-decided why. Of the pairs in which the costs were known: that ratio of the realised cost of a
-decision, and the regret of each side as a share of its cost.
+until the costs were known in {_IN_A_ROW} plays in a row. Prints the ratios cost / thresholds of the
+mean times, and what was decided why. Of the pairs in which the costs were known: that ratio of the
+realised cost of a decision, and the regret of each side as a share of its cost.
 
 --simulated plays the same arrivals in `dynamo-lite simulate`'s engine model, where each engine has
 a core of its own. Each side of a pair is {_SIMULATED_PLAYS} plays one after the other, after
@@ -132,11 +134,14 @@ def main() -> None:
     parser = parser_of("mixed", _ABOUT)
     parser.add_argument("--pairs", type=int, default=8, help="of plays (default 8)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a play (default 20)")
-    parser.add_argument("--quick", action="store_true", help="two pairs of 10 s")
+    parser.add_argument(
+        "--quick", action="store_true", help="two pairs of 10 s, after one play with known costs"
+    )
     parser.add_argument("--simulated", action="store_true", help="no graph: see above")
     options = begin(parser)
+    learned = _IN_A_ROW
     if options.quick:
-        options.pairs, options.seconds = 2, 10.0
+        options.pairs, options.seconds, learned = 2, 10.0, 1
     pairs: list[Pair] = []
     if options.simulated:
         with until_interrupted():
@@ -146,7 +151,7 @@ def main() -> None:
     else:
         with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
             with until_interrupted():
-                asyncio.run(measure(graph, options.pairs, options.seconds, pairs))
+                asyncio.run(measure(graph, options.pairs, options.seconds, learned, pairs))
     report(pairs)
     found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
     write_json(options.json, found)
@@ -181,9 +186,14 @@ def simulated(seconds: float, seed: int) -> Pair:
     return pair
 
 
-async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pair]) -> None:
-    """Appends each pair when it is whole."""
-    await _learn(graph, seconds)
+async def measure(
+    graph: RunningGraph, count: int, seconds: float, learned: int, into: list[Pair]
+) -> None:
+    """Appends each pair when it is whole.
+
+    learned: plays in a row in which the costs have to be known before.
+    """
+    await _learn(graph, seconds, learned)
     for number in range(count):
         pair: Pair = {}
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
@@ -193,15 +203,18 @@ async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pa
         _say(into, count)
 
 
-async def _learn(graph: RunningGraph, seconds: float) -> None:
+async def _learn(graph: RunningGraph, seconds: float, learned: int) -> None:
     """Returns when the costs of most prompts are known. Exits if that takes too long."""
     await asyncio.to_thread(graph.set_options, "VllmWorker", prefill_policy="shadow")
     said: dict[str, float] = {}
+    row = 0
     for number in range(_LEARNING):
         before = _counted(graph, _OPINIONS, "costs")
         await _play(graph, arrivals(seconds, -1 - number), random.Random())
         said = _since(before, _counted(graph, _OPINIONS, "costs"))
-        if _reliable(said) >= _LEARNED * sum(said.values()) > 0:
+        known = _reliable(said) >= _LEARNED * sum(said.values()) > 0
+        row = row + 1 if known else 0
+        if row == learned:
             return
     sys.exit(f"the costs are not known after {_LEARNING} plays: {said}")
 
