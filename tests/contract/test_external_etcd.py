@@ -139,7 +139,7 @@ async def test_a_token_is_renewed_when_etcd_forgets_it(
         url = etcd_url(server, certificates.query(), LOGIN)
         store = await stack.enter_async_context(EtcdStore(url))
         events = await stack.enter_async_context(store.watch("n/"))
-        lease = await stack.enter_async_context(store.lease(6))
+        lease = await stack.enter_async_context(store.lease(20))
         assert await anext(events) == Snapshot({})
         first = store._client.metadata
         await running.aclose()

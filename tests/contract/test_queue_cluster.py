@@ -5,6 +5,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ async def open_queue(
     async with AsyncExitStack() as stack:
 
         async def open_one(config: QueueConfig = test_queue.DEFAULT) -> PrefillQueue:
-            replicated = QueueConfig(**{**vars(config), "replicas": 3, "storage": request.param})
+            if config.push_timeout_s == test_queue.DEFAULT.push_timeout_s:
+                config = replace(config, push_timeout_s=test_queue.PUSH_TIMEOUT_S)
+            replicated = replace(config, replicas=3, storage=request.param)
             return await stack.enter_async_context(queue_of(cluster_url, namespace, replicated))
 
         yield open_one

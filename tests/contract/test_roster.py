@@ -14,6 +14,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record, key_of
+from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -109,6 +110,7 @@ async def test_two_waiters_see_the_same_change(store: Store, namespace: str) -> 
     assert [wait.result() for wait in waits] == [(member,), (member,)]
 
 
+@virtual
 async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data() -> None:
     store, prefix = MemoryStore(), endpoint_prefix("n", "Worker", "generate")
     members = [await put(store, "n", lease_id) for lease_id in (1, 2, 3)]

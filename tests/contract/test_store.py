@@ -111,7 +111,8 @@ async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str
         assert await take(events) == Delete(f"{namespace}/own")
         assert await lease.verify() is LeaseLoss.REVOKED
         assert await lease.lost() is LeaseLoss.REVOKED
-        assert time.monotonic() - started < 1.0
+        # Sooner than by the next refresh.
+        assert time.monotonic() - started < 2.5
         assert lease.remaining_s() == 0
         with pytest.raises(LeaseLost):
             await store.put(f"{namespace}/late", b"1", lease=lease)
@@ -128,7 +129,7 @@ async def test_a_revoked_lease_is_noticed_by_its_keepalive(store: Store) -> None
 
 
 async def test_a_lease_outlives_its_time_to_live(store: Store, namespace: str) -> None:
-    async with store.lease(1) as lease:
+    async with store.lease(3) as lease:
         await store.put(f"{namespace}/own", b"1", lease=lease)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(lease.ttl_s * 1.5):
@@ -308,7 +309,7 @@ async def test_a_hung_server_is_unavailable_in_time(etcd_server) -> None:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await store.get("k")
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < 3.0
         finally:
             etcd_server.thaw()
 

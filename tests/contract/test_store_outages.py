@@ -144,7 +144,7 @@ async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
     """Two thirds of a time-to-live; the same as 20 s of 30 s."""
     left: list[frozenset[int]] = []
     async with AsyncExitStack() as stack:
-        members = [Member(etcd_server.url, 6.0) for _ in range(4)]
+        members = [Member(etcd_server.url, 12.0) for _ in range(4)]
         for member in members:
             await member.open(stack)
         for member in members:
@@ -153,15 +153,15 @@ async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
         watcher = await stack.enter_async_context(EtcdStore(etcd_server.url))
         events = await stack.enter_async_context(watcher.watch("n/"))
         assert len((await take(events)).entries) == 4  # type: ignore[union-attr]
-        await outage(4.0)
+        await outage(8.0)
         back_at = time.monotonic()
         await refreshed(*(member.lease for member in members))
-        assert time.monotonic() - back_at < 1.0
+        assert time.monotonic() - back_at < 3.0
         await put_when_back(watcher, "n/end", b"")
         assert await take(events) == Put("n/end", b"")
         # A lease that etcd had not prolonged would end in this time, and be reported. It ends by
         # etcd's own clock.
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(4.0)
         for member in members:
             assert member.lease.loss is None
             assert len(member.roster.members) == 4

@@ -36,6 +36,7 @@ from tests.builders import (
 )
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode
 from tests.unit.prefill_rig import LEASE, Rig, working
+from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -219,6 +220,7 @@ async def test_a_worker_with_the_secret_writes_under_sealed_grants_only(tmp_path
         assert rig.engine.written == ["a1"]
 
 
+@virtual
 async def test_no_write_starts_after_a_grant_has_expired():
     wanted = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=10)
     async with working() as rig:

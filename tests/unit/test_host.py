@@ -201,7 +201,7 @@ async def test_a_revocation_is_noticed_though_its_keys_vanish_first() -> None:
 
 
 async def test_an_expired_lease_exits_75() -> None:
-    run = Run(lease_ttl_s=0.2)
+    run = Run(lease_ttl_s=1.0)
     exit_code = run.start()
     await run.until("ready")
     run.store.set_available(False)

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 ACCEPTED = encode(StayAccepted())
 NUMBER = 7
-TTL_S = 1.0
-PROMISE_S = 1.5
+TTL_S = 3.0
+PROMISE_S = 4.5
 
 
 class NotedFence(FenceHolder):

@@ -40,6 +40,7 @@ from tests.builders import (
 )
 from tests.unit import prefill_rig
 from tests.unit.prefill_rig import LEASE, POOL, Rig, ScriptedLinks
+from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -634,6 +635,7 @@ async def test_an_attempt_that_is_worked_on_is_not_begun_again():
         assert await rig.total() == 0
 
 
+@virtual
 async def test_a_long_job_stays_with_its_worker():
     async with working(ack_wait_s=0.6, redeliver_s=0.6) as rig:
         rig.engine.holds = True

@@ -342,7 +342,7 @@ async def test_processor_refuses_what_it_cannot_answer(front: Front, payload):
 
 async def test_processor_gives_up_in_time_and_aborts(front: Front):
     front.workers.hold = True
-    processor = Processor(ProcessorConfig(request_timeout_s=0.2), front.app.asgi)
+    processor = Processor(ProcessorConfig(request_timeout_s=2.0), front.app.asgi)
     error = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
     assert error["error"]["code"] == 504
     await front.workers.wait_aborted(1)

@@ -199,10 +199,10 @@ async def test_vllms_own_limit_is_its_503(model: Path):
 async def test_a_request_that_is_not_done_in_time_is_a_504(front: Front):
     front.workers.hold = True
     body = TEXT | {"n": 2, "temperature": 1}
-    answer = await front.post("/v1/completions", body, **{"x-request-timeout": "0.5"})
-    assert answer.status_code == 504 and "within its 0.5 s" in answer.json()["error"]["message"]
+    answer = await front.post("/v1/completions", body, **{"x-request-timeout": "2"})
+    assert answer.status_code == 504 and "within its 2 s" in answer.json()["error"]["message"]
     assert "retry-after" not in answer.headers
-    assert {0.4 < request.timeout_s <= 0.5 for _, request in front.workers.asked} == {True}
+    assert {0 < request.timeout_s <= 2 for _, request in front.workers.asked} == {True}
     await front.workers.wait_aborted(2)
     assert {r.request_id for _, r in front.workers.asked} == set(front.workers.aborted)
     await front.idle()
@@ -213,7 +213,7 @@ async def test_a_stream_that_is_not_done_in_time(front: Front, begun: bool):
     """An error event once it has begun; a status before."""
     front.workers.hold, front.workers.silent = True, not begun
     body = TEXT | {"stream": True}
-    answer = await front.post("/v1/completions", body, **{"x-request-timeout": "0.3"})
+    answer = await front.post("/v1/completions", body, **{"x-request-timeout": "2"})
     assert answer.status_code == (200 if begun else 504), answer.text
     error = (events(answer.text)[-1] if begun else answer.json())["error"]
     assert error["code"] == 504
@@ -242,9 +242,7 @@ async def test_a_timeout_that_is_none_is_a_400(front: Front, value: str):
 async def test_a_request_that_lost_its_worker_waits_no_longer_than_its_time(front: Front):
     workers: Workers = front.workers
     workers.hold = True
-    asking = asyncio.create_task(
-        front.post("/v1/completions", TEXT, **{"x-request-timeout": "0.4"})
-    )
+    asking = asyncio.create_task(front.post("/v1/completions", TEXT, **{"x-request-timeout": "2"}))
     await asyncio.wait_for(workers.first_token.wait(), 10)
     workers.members = []
     workers.lose([workers.asked[0][1].request_id], "connection reset")
