@@ -100,7 +100,7 @@ NULL = Kind(
     (
         *_OPTIONS,
         *("--Planner.tick-s=0.3", "--Planner.down-window-s=4", "--Planner.cooldown-s=1"),
-        *("--Planner.start-s=2", "--Planner.young-s=0.1", "--Graph.lease-ttl-s=2"),
+        *("--Planner.start-s=2", "--Planner.young-s=0.1", "--Graph.lease-ttl-s=10"),
         "--Graph.restart-max-s=1",
     ),
     plain=False,

@@ -18,6 +18,7 @@ from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.builders import eventually
 from tests.deploy.compose import Compose, compose_at, planes
 from tests.process.command import VLLM_PATIENCE_S, run
+from tests.process.null_decode import PUSH_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -117,8 +118,9 @@ async def test_each_service_has_its_own_rights(compose: Compose) -> None:
 
 
 async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compose) -> None:
+    config = QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
     decode, prefill = (
-        open_queue(nats_url(compose, name), NAMESPACE, QueueConfig(), None)
+        open_queue(nats_url(compose, name), NAMESPACE, config, None)
         for name in ("decode", "prefill")
     )
     log = compose.container("nats").root / "nats-server.log"

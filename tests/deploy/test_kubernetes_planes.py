@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ from dynamo_lite.serve.startup_checks import queue_options
 from tests.deploy.containers import make_secrets
 from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
 from tests.deploy.kustomize import Resource, build
+from tests.process.null_decode import PUSH_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -79,7 +81,7 @@ async def test_the_queue_is_in_files_of_three_servers(
 ) -> None:
     options = shipped_queue(overlay)
     assert (options.replicas, options.storage) == (3, "file")
-    config = QueueConfig.of(options)
+    config = replace(QueueConfig.of(options), push_timeout_s=PUSH_TIMEOUT_S)
     decode, prefill = (
         open_queue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config, None)
         for name in ("decode", "prefill")

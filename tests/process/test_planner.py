@@ -93,7 +93,7 @@ def test_a_step_of_the_load_is_followed_up_and_down(tmp_path: Path):
 
 def test_what_an_operator_sets_survives_kills_of_the_planner(tmp_path: Path):
     """Killed again and again, whatever it is about to do, it ends with exactly these numbers."""
-    with planned(tmp_path, "--Graph.lease-ttl-s=2") as graph:
+    with planned(tmp_path, "--Graph.lease-ttl-s=10") as graph:
         assert run("planner", "pause", *graph.place).returncode == 0
         for restarts, (prefill, decode) in enumerate([(3, 3), (1, 2)]):
             set_ = run("planner", "set", f"{P}={prefill}", f"{D}={decode}", *graph.place)

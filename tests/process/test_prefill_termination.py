@@ -24,7 +24,7 @@ its promise."""
 SHORT_GRACE_S = 4.0
 """Enough to begin to drain, and not enough for a job."""
 SLOW = (f"--Graph.lease-ttl-s={LEASE_TTL_S}", f"--PrefillWorker.write-s={WRITE_S}")
-ACK_WAIT_S = 2.0
+ACK_WAIT_S = 5.0
 _PATIENCE_S = 40.0
 
 

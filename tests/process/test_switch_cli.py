@@ -108,7 +108,7 @@ def test_a_successor_that_cannot_be_started_is_tried_again_in_its_new_role(tmp_p
         graph.wait_line("ready Caller-0")
         broken.touch()
         place = ("--state-dir", str(state))
-        late = run("switch", D, P, "--timeout", "6", *place)
+        late = run("switch", D, P, "--timeout", "15", *place)
         assert late.returncode == 1
         assert "FAILED" in late.stdout and "told to fail; it is tried again" in late.stdout
         assert "error: timeout; the supervisor goes on" in late.stderr
@@ -264,8 +264,8 @@ def test_the_planner_switches_a_worker_under_load_also_when_it_is_killed(kill: s
         switches = ask(graph, Counts()).switches
         return switches[0].phase if switches else ""
 
-    short = ("--Graph.lease-ttl-s=2", *files)
-    with serving(state, *flags, *load, *short, *DEVICES, *TWO_P, graph=PLANNED) as graph:
+    leases = ("--Graph.lease-ttl-s=10", *files)
+    with serving(state, *flags, *load, *leases, *DEVICES, *TWO_P, graph=PLANNED) as graph:
         graph.wait_line("ready Caller-0")
         occupied = Occupied(graph)
         if kill:

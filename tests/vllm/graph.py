@@ -64,7 +64,8 @@ AGG_OPTIONS = (
 
 #: Of vLLM's verdicts on arguments, whose parsers take seconds.
 CACHE = Path(".dynamo-lite/cache")
-_READY_S = 180.0
+#: Two engines of two ranks, or four engines, that start side by side on two busy cores.
+_READY_S = 480.0
 _STOP_S = 90.0
 _POLL_S = 0.05
 
