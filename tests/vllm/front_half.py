@@ -237,6 +237,7 @@ async def open_front(
     limits: Limits | None = None,
     client_priority: ClientPriority = "lower-only",
     max_body_bytes: int | None = None,
+    move_wait_s: float = 0.5,
     **times: float,
 ) -> AsyncIterator[Front]:
     """times: `default_timeout_s` and `max_timeout_s` of the app."""
@@ -248,7 +249,7 @@ async def open_front(
         picker=RoundRobin(),
         on_deltas=deliveries.on_deltas,
         on_ended=deliveries.on_ended,
-        move_wait_s=0.5,
+        move_wait_s=move_wait_s,
     ) as failover:
         intake = Intake(
             failover,
