@@ -239,7 +239,9 @@ async def test_a_timeout_that_is_none_is_a_400(front: Front, value: str):
     assert "expected seconds as a number greater than 0" in error["message"]
 
 
-async def test_a_request_that_lost_its_worker_waits_no_longer_than_its_time(model: Path):
+async def test_a_request_that_lost_its_worker_waits_no_longer_than_its_time(
+    model: Path, no_leaked_tasks
+):
     async with open_front(model, move_wait_s=20) as front:
         workers: Workers = front.workers
         workers.hold = True
