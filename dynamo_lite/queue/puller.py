@@ -13,7 +13,7 @@ from nats.aio.client import Client
 from dynamo_lite.policy.decision.lanes import LaneTurns
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.queue.job import JetStreamJob
-from dynamo_lite.queue.lane_pull import GRACE_S, LanePull, give_back, loop_time
+from dynamo_lite.queue.lane_pull import GRACE_S, LanePull, PullRequest, give_back, loop_time
 from dynamo_lite.queue.topology import Topology
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
@@ -97,7 +97,12 @@ class Puller:
     async def _wait_for_one(
         self, chosen: list[LanePull], deadline: float, *, asked: bool
     ) -> JetStreamJob | None:
-        """asked: whether the lanes were checked for waiting jobs before."""
+        """asked: whether the lanes were checked for waiting jobs before.
+
+        After the deadline it waits for the answers to its own requests only. Those of other pulls
+        may last longer, and a lane that none of them asks would be forgotten meanwhile.
+        """
+        own: dict[LanePull, PullRequest] = {}
         while not self._stopped:
             change = self._change
             if (job := self._pop_arrived(chosen)) is not None:
@@ -105,15 +110,21 @@ class Puller:
             now = loop_time()
             for asking in chosen:
                 asking.drop_unanswered(now)
-            unanswered = any(asking.requests for asking in chosen)
-            if now >= deadline and (asked or not self._ready) and not unanswered:
+            own = {asking: mine for asking, mine in own.items() if mine in asking.requests}
+            may_ask = not asked and any(map(self._may_ask, chosen))
+            if now >= deadline and not own and not may_ask:
                 return None
             if now >= deadline + GRACE_S:
                 return None
             for asking in chosen:
                 if self._may_ask(asking) and (not asked or now < deadline):
-                    asked = await asking.ask(deadline - now) is not None or asked
-            await self._wait(chosen, change, deadline)
+                    if (request := await asking.ask(deadline - now)) is not None:
+                        own[asking], asked = request, True
+            if now < deadline:
+                waited_for = [asking.requests[0] for asking in chosen if asking.requests]
+            else:
+                waited_for = list(own.values())
+            await self._wait(waited_for, change, deadline)
         return None
 
     def _may_ask(self, asking: LanePull) -> bool:
@@ -158,14 +169,19 @@ class Puller:
                 return job
         return None
 
+    @staticmethod
     async def _wait(
-        self, chosen: list[LanePull], change: asyncio.Future[None], deadline: float
+        requests: Sequence[PullRequest],
+        change: asyncio.Future[None],
+        deadline: float,
     ) -> None:
-        """Waits until a request is answered, a request times out, or the deadline."""
-        until, now = deadline, loop_time()
-        if overdue := [asking.requests[0].until for asking in chosen if asking.requests]:
-            until = min(overdue) if now >= deadline else min(deadline, *overdue)
-        await asyncio.wait({change}, timeout=max(until - now, 0.0))
+        """Waits until a request is answered, one of `requests` counts as lost, or the deadline if
+        that is still to come."""
+        now = loop_time()
+        ends = [request.until for request in requests]
+        if now < deadline or not ends:
+            ends.append(deadline)
+        await asyncio.wait({change}, timeout=max(min(ends) - now, 0.0))
 
     def _notify(self) -> None:
         if not self._change.done():

@@ -195,6 +195,22 @@ async def test_a_pull_may_leave_lanes_out(open_queue: Opener):
     assert (await pull(queue)).payload == b"long"
 
 
+async def test_a_pull_ends_at_its_deadline_while_another_one_waits_for_the_same_lanes(
+    open_queue: Opener,
+):
+    """Or the worker would ask for no long job until the other one ends."""
+    queue = await open_queue()
+    pulling = asyncio.create_task(queue.pull(timeout_s=20, lanes=(Lane.URGENT, Lane.SHORT)))
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            assert await queue.pull(timeout_s=0.1) is None
+        await push(queue, b"long")
+        assert (await pull(queue)).payload == b"long"
+    await push(queue, b"short", Lane.SHORT)
+    job = await pulling
+    assert job is not None and job.payload == b"short"
+
+
 async def test_a_waiting_pull_takes_from_any_lane(open_queue: Opener):
     queue = await open_queue()
     for lane in Lane:
