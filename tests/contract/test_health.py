@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -153,7 +152,7 @@ async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) ->
         assert [m.lease_id for m in graph.monitor.members_or_all] == [B]
         assert not graph.monitor.is_responsive(A) and graph.monitor.is_responsive(B)
         assert graph.monitor.silent_for(A) >= 0.4 > graph.monitor.silent_for(B)
-        assert re.fullmatch(r"no heartbeat for \d+\.\d s.*", graph.monitor.trouble(A))
+        assert graph.monitor.trouble(A).startswith("no heartbeat for 0.")
         assert graph.monitor.trouble(B) == ""
         assert graph.sample("dynamo_lite_workers_unresponsive") == 1
     assert await graph.next_turn() == (set(), {B})

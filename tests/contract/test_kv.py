@@ -391,7 +391,7 @@ async def test_a_restarted_router_routes_right_within_a_second(
                 NatsMessaging(nats_url) as own,
                 Router(own, store, namespace) as router,
             ):
-                await router.follower.settled(15.0)
+                await router.follower.settled(1.0)
                 picker = KvPicker(
                     router.follower, KvRoutingOptions(), now=lambda: 0.0, uniform=lambda: 0.0
                 )

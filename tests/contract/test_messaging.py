@@ -28,9 +28,6 @@ from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-#: A way back of which nothing waits for a pause as long as nats-py's own, 2 s.
-QUICK_S = 1.5
-
 
 @pytest.fixture(params=["memory", "nats", "authenticated nats"])
 async def messaging(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Messaging]:
@@ -305,7 +302,7 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
             await messaging.publish("s", b"")
         with pytest.raises(BrokerUnavailable):
             await messaging.request("s", b"", timeout_s=5)
-        assert loop_time() - started < 3
+        assert loop_time() - started < 0.5
         await nats_server.restart()
         await wait_for_connection(messaging, True)
         assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
@@ -331,7 +328,7 @@ async def test_the_way_back_is_quick_after_any_outage(nats_server: PrivateServer
                 await nats_server.restart()
                 began = loop_time()
                 await asyncio.gather(client.wait_connected(5), server.wait_connected(5))
-                assert loop_time() - began < QUICK_S
+                assert loop_time() - began < 0.5
                 assert await client.request("s", b"x", timeout_s=5) == b"echo x"
 
 
@@ -347,7 +344,7 @@ async def test_a_frozen_broker_is_noticed_and_the_way_back_is_quick(
         nats_server.thaw()
         began = loop_time()
         await messaging.wait_connected(5)
-        assert loop_time() - began < QUICK_S
+        assert loop_time() - began < 0.5
         assert await messaging.request("s", b"x", timeout_s=5) == b"echo x"
 
 

@@ -254,7 +254,7 @@ async def test_a_pull_from_no_lane_that_there_is_ends_at_its_deadline(open_queue
     queue = await open_queue(QueueConfig(order="fifo"))
     began = loop_time()
     assert await queue.pull(timeout_s=0.05, lanes=(Lane.SHORT,)) is None
-    assert 0.04 < loop_time() - began < 2.0
+    assert 0.04 < loop_time() - began < 0.2
 
 
 async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
@@ -644,8 +644,7 @@ async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
         await nats_server.kill()
         with pytest.raises((BrokerUnavailable, PushAmbiguous)):
             await push(queue, b"a")
-        # Less than the timeout of one call.
-        async with asyncio.timeout(0.4):
+        async with asyncio.timeout(0.2):
             with pytest.raises(BrokerUnavailable):
                 await push(queue, b"a")
             with pytest.raises(BrokerUnavailable):

@@ -217,11 +217,11 @@ async def test_without_the_broker_only_the_first_requests_wait_for_a_router(
             began = loop_time()
             await cluster.choose([5], f"a{number}")
         # Not yet noticed as disconnected when it is frozen: one request waits for its timeout.
-        assert loop_time() - began < 3 * ANSWER_S
+        assert loop_time() - began < ANSWER_S + 0.4
         began = loop_time()
         for name in ("b", "c", "d"):
             await cluster.choose([5], name)
-        assert loop_time() - began < 3 * ANSWER_S, "none has waited for its timeout"
+        assert loop_time() - began < 0.4
         assert cluster.fallbacks == 4
         if fault == "killed":
             await nats_server.restart()

@@ -111,8 +111,7 @@ async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str
         assert await take(events) == Delete(f"{namespace}/own")
         assert await lease.verify() is LeaseLoss.REVOKED
         assert await lease.lost() is LeaseLoss.REVOKED
-        # Sooner than by the next refresh.
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 1.0
         assert lease.remaining_s() == 0
         with pytest.raises(LeaseLost):
             await store.put(f"{namespace}/late", b"1", lease=lease)
@@ -309,7 +308,7 @@ async def test_a_hung_server_is_unavailable_in_time(etcd_server) -> None:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await store.get("k")
-            assert time.monotonic() - started < 3.0
+            assert time.monotonic() - started < 1.0
         finally:
             etcd_server.thaw()
 

@@ -64,8 +64,7 @@ AGG_OPTIONS = (
 
 #: Of vLLM's verdicts on arguments, whose parsers take seconds.
 CACHE = Path(".dynamo-lite/cache")
-#: Two engines of two ranks, or four engines, that start side by side on two busy cores.
-_READY_S = 480.0
+_READY_S = 180.0
 _STOP_S = 90.0
 _POLL_S = 0.05
 

@@ -48,4 +48,4 @@ def _all_follow(graph: Graph) -> None:
             if not process["follows"]
         ]
 
-    eventually(lambda: not lag(), timeout_s=60, what="all processes follow")
+    eventually(lambda: not lag(), timeout_s=10, what="all processes follow")

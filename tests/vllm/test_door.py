@@ -331,18 +331,18 @@ async def test_what_a_clients_priority_may_do(
 
 
 async def test_the_first_error_of_a_list_ends_its_validation(front: Front):
-    """All errors of all elements would be 2.5 million, which take 17 s of the event loop's time."""
+    """All errors of all elements would be 2.5 million, and hold the event loop for 17 s."""
     body = json.dumps(CHAT | {"messages": [{}] * 150_000}).encode()
-    began = time.process_time()
+    began = time.monotonic()
     answer = await post_bytes(front, "/v1/chat/completions", body)
-    assert answer.status_code == 400 and time.process_time() - began < 5
+    assert answer.status_code == 400 and time.monotonic() - began < 5
     error = answer.json()["error"]
     assert error["message"].startswith("15 validation errors") and "messages.0" in error["param"]
     responses = json.dumps({"model": "tiny", "input": [{}] * 100_000}).encode()
     for path, other in (("/v1/responses", responses), ("/invocations", body)):
-        began = time.process_time()
+        began = time.monotonic()
         answer = await post_bytes(front, path, other)
-        assert answer.status_code == 400 and time.process_time() - began < 5, path
+        assert answer.status_code == 400 and time.monotonic() - began < 5, path
 
 
 # Invocations

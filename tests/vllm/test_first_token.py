@@ -11,7 +11,6 @@ from tests.vllm.graph import Graph, PlainServer, eventually
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ARRIVED = "dynamo_lite_first_tokens_total"
-DROPPED = "dynamo_lite_dropped_messages_total"
 DIFFERENT = "dynamo_lite_first_token_differences_total"
 REMOTE = "dynamo_lite_remote_prefills_total"
 VLLM_ONLY = {"min_tokens", "repetition_penalty", "stop_token_ids"}
@@ -22,8 +21,7 @@ def arrivals(graph: Graph) -> Callable[[], dict[str, int]]:
     """A function that returns the outcomes of first tokens since."""
 
     def counted() -> dict[str, float]:
-        found = {o: graph.count("VllmWorker", ARRIVED, outcome=o) for o in ("sent", "late", "last")}
-        return found | {"ended": graph.count("VllmWorker", DROPPED, where="first_token")}
+        return {o: graph.count("VllmWorker", ARRIVED, outcome=o) for o in ("sent", "late", "last")}
 
     before = counted()
 
@@ -34,7 +32,7 @@ def arrivals(graph: Graph) -> Callable[[], dict[str, int]]:
 
 
 def arrived(since: Callable[[], dict[str, int]], number: int) -> dict[str, int]:
-    """The outcomes of that many first tokens. One may arrive after the end of its answer."""
+    """The outcomes of that many first tokens. The last may arrive after its answer."""
     eventually(lambda: sum(since().values()) == number, timeout_s=20, what="first tokens arrive")
     return since()
 

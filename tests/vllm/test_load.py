@@ -44,7 +44,8 @@ async def test_two_hundred_mixed_requests(disagg: Graph, reference: PlainServer)
     assert {"local/short", "remote/long"} <= kinds.keys(), decided
     assert sum(decided.values()) == REQUESTS
 
-    await disagg.settled(before.free_blocks)
+    (after,) = await disagg.pools()
+    assert (after.free_blocks, after.waiting, after.quarantined) == (before.free_blocks, 0, 0)
     eventually(lambda: _at_rest(disagg, before.free_blocks), timeout_s=10, what="metrics at rest")
 
 
