@@ -181,10 +181,10 @@ class LosesHeldDeltas(Shipped):
 #: By the name that the command line takes.
 CLIENT_MUTANTS: dict[str, Mutant] = {
     "redelivery-lost": Mutant(RedeliveryLost, "jobs on the queue", 23),
-    "late-resume": Mutant(LateResume, "the watch on", 241),
-    "lease-from-answer": Mutant(LeaseFromAnswer, "etcd has given up lease"),
+    "late-resume": Mutant(LateResume, "the watch on", 332),
+    "lease-from-answer": Mutant(LeaseFromAnswer, "etcd has given up lease", 32),
     "waits-for-broker": Mutant(WaitsForBroker, "for a worker, and all were up"),
-    "moves-from-its-start": Mutant(MovesFromItsStart, "is wrong", 3),
+    "moves-from-its-start": Mutant(MovesFromItsStart, "is wrong", 2),
     "heard-after-a-move": Mutant(HeardAfterAMove, "is wrong", 76),
     "loses-held-deltas": Mutant(LosesHeldDeltas, "tokens instead of", 16),
 }

@@ -145,7 +145,7 @@ OPERATION_MUTANTS: dict[str, Mutant] = {
     "done-twice": Mutant(DoneTwice, "and the operation wanted", 139),
     "two-operations": Mutant(TwoOperations, "has two operations", 29),
     "orders-before-its-record": Mutant(OrdersBeforeItsRecord, "no record of an operation", 19),
-    "forgets-operations": Mutant(ForgetsOperations, "has two operations", 239),
+    "forgets-operations": Mutant(ForgetsOperations, "has two operations", 29),
     "goes-back": Mutant(GoesBack, "goes back from", 59),
     "deletes-additions": Mutant(DeletesAdditions, "still starts, and its record is deleted", 49),
     "deletes-removals": Mutant(DeletesRemovals, "still drains, and its record is deleted", 29),

@@ -252,12 +252,12 @@ class ReversesAtOnce(PlannerMutant):
 PLANNER_MUTANTS: dict[str, Mutant] = {
     "kills-on-idle-alone": Mutant(KillsOnIdleAlone, "it may still be written into", 89),
     "kills-with-claims": Mutant(KillsWithClaims, "may still be written by it", 99),
-    "acts-without-leadership": Mutant(ActsWithoutLeadership, "it does not lead", 69),
+    "acts-without-leadership": Mutant(ActsWithoutLeadership, "it does not lead", 19),
     "acts-in-dry-run": Mutant(ActsInDryRun, "it is in a dry run", 49),
     "draining-costs-nothing": Mutant(DrainingCostsNothing, "occupied, and the budget is", 29),
     "removes-the-last": Mutant(RemovesTheLast, "removed, and it is the last one", 89),
     "stale-counts-as-zero": Mutant(StaleCountsAsZero, "was decided without NATS", 1129),
     "ignores-the-maximum": Mutant(IgnoresTheMaximum, "are the most", 49),
-    "ignores-the-minimum": Mutant(IgnoresTheMinimum, "are fewer than", 9),
+    "ignores-the-minimum": Mutant(IgnoresTheMinimum, "are fewer than", 229),
     "reverses-at-once": Mutant(ReversesAtOnce, "a reversal after", 199),
 }

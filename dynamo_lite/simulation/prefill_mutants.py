@@ -186,7 +186,7 @@ class HoldsTooManyJobs(_Mutant):
 #: By the name that the command line takes.
 PREFILL_MUTANTS: dict[str, Mutant] = {
     "ack-on-dequeue": Mutant(AckOnDequeue, "still waits for a claim"),
-    "no-fence": Mutant(NoFence, "which is not the attempt's", 405),
+    "no-fence": Mutant(NoFence, "which is not the attempt's", 566),
     "no-permit": Mutant(NoPermit, "which is not the attempt's"),
     "no-grant-check": Mutant(NoGrantCheck, "which is not the attempt's"),
     "metadata-by-address": Mutant(MetadataByAddress, "which is not the attempt's"),

@@ -186,7 +186,7 @@ SWITCH_MUTANTS: dict[str, Mutant] = {
     "switches-before-its-record": Mutant(SwitchesBeforeItsRecord, "and the record says", 19),
     "cancels-before-its-record": Mutant(CancelsBeforeItsRecord, "and the record is", 19),
     "switches-twice": Mutant(SwitchesTwice, "twice", 19),
-    "switches-over-another": Mutant(SwitchesOverAnother, "another one is recorded", 219),
+    "switches-over-another": Mutant(SwitchesOverAnother, "another one is recorded", 529),
     "switches-beyond-the-maximum": Mutant(SwitchesBeyondTheMaximum, "are more than", 239),
     "switches-the-last": Mutant(SwitchesTheLast, "switched, and it is the last one", 269),
     "adds-during-a-switch": Mutant(AddsDuringASwitch, "occupied after a switch", 169),
