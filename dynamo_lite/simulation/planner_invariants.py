@@ -190,7 +190,7 @@ class PlannerJudge:
             if engine.setup.address != slot.name:
                 if lease_id in writers:
                     return f"{engine.setup.address} may still be written by it"
-            elif engine.core.scheduler.requests:
+            elif engine.core.is_wanted:
                 return "it has requests"
             elif writers:
                 return "it may still be written into"

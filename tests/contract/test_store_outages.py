@@ -284,6 +284,25 @@ async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) 
             assert await lease.verify() is None
 
 
+async def test_a_lease_without_keys_survives_a_wipe_that_repeats_its_mark(
+    etcd_server: PrivateServer,
+) -> None:
+    """The mark is the first key of the store, and is put first again."""
+    async with EtcdStore(etcd_server.url) as store:
+        await store.put("n/other", b"x")
+        await store.put("n/gone", b"x")
+        await store.delete("n/gone")
+        # No refresh of its own falls into this test.
+        async with store.lease(60) as lease:
+            await etcd_server.kill()
+            await etcd_server.restart(wiped=True)
+            async with EtcdStore(etcd_server.url) as other:
+                await other.put("n/other", b"x")
+            assert await lease.verify() is None
+            assert await store.revoke(lease.id)
+            assert await lease.verify() is LeaseLoss.REVOKED
+
+
 async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) -> None:
     """The place in history where the lease was last seen is forgotten, but it is the same."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:

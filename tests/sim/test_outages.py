@@ -436,6 +436,20 @@ async def test_a_lease_without_keys_is_not_taken_for_revoked_by_a_wiped_store_th
         await it_lives_until_it_is_revoked(lease, cluster)
 
 
+async def test_a_lease_is_not_taken_for_revoked_where_another_key_is_back_at_its_revision(
+    cluster: Cluster, store: EtcdStore
+):
+    """Its mark was the first key of the store, and is put first again."""
+    await store.put("n/other", b"1")
+    await store.put("n/gone", b"1")
+    await store.delete("n/gone")
+    async with store.lease(10) as lease:
+        cluster.etcd.kill()
+        cluster.start_etcd(wiped=True, same_cluster=True)
+        cluster.etcd_server.put("n/other", b"1")
+        await it_lives_until_it_is_revoked(lease, cluster)
+
+
 async def test_a_lease_is_not_taken_for_revoked_by_a_store_that_is_wiped_twice(
     cluster: Cluster, store: EtcdStore
 ):

@@ -52,7 +52,8 @@ class EtcdLease:
         self._id: int = granted.ID
         self._ttl_s = min(ttl_s, granted.TTL)
         self._deadline = granted_at + self._ttl_s
-        self._witness: tuple[bytes, int] | None = None  # a key, and when it was put
+        #: What to read of the past, and the key and revision that were read there.
+        self._witness: tuple[Any, tuple[bytes, int]] | None = None
         self._granted_again = False
         self._had_keys = False
         #: It was granted again, and its owner has not put a key back since.
@@ -110,33 +111,26 @@ class EtcdLease:
 
     def holds(self, key: bytes, revision: int) -> None:
         """`key` was put under this lease at `revision`: a mark in the store's history."""
-        self._witness = (key, revision)
+        self._witness = (_key_at(key, revision), (key, revision))
         self._had_keys, self._keys_lost = True, False
         self._revision = max(self._revision, revision)
 
     async def mark(self) -> None:
-        """Remembers the newest key of the store as a mark in its history.
+        """Remembers which key is the newest of the store now, as a mark in its history.
 
         It serves until the lease has a key of its own (`holds`). Without a mark, a wiped store
         that is already past the lease's revision looks like one in which the lease was revoked.
         """
         # The newest key: a backup from before the grant does not contain it.
-        request = rpc.RangeRequest(
-            key=b"\0",
-            range_end=b"\0",
-            limit=1,
-            keys_only=True,
-            sort_order=rpc.RangeRequest.DESCEND,
-            sort_target=rpc.RangeRequest.MOD,
-        )
         try:
-            reply = await self._range(request)
+            reply = await self._range(_newest_at(0))
         except _OUT_OF_REACH as exc:
             logger.debug("lease %x has no mark in the store's history: %s", self._id, exc)
             return
         for kv in reply.kvs:
             if self._witness is None and reply.header.revision >= self._revision:
-                self._witness = (kv.key, kv.mod_revision)
+                then = _newest_at(reply.header.revision)
+                self._witness = (then, (kv.key, kv.mod_revision))
 
     async def keep_alive(self) -> None:
         """Refreshes until the lease is lost; the body of the task that owns it."""
@@ -212,10 +206,9 @@ class EtcdLease:
         if self._keys_lost:
             return True
         went_back = header.cluster_id != self._cluster or header.revision < self._revision
-        key, revision = self._witness or (b"\0", self._revision)
-        request = rpc.RangeRequest(key=key, revision=revision, keys_only=True)
+        witness = self._witness
         try:
-            reply = await self._range(request)
+            reply = await self._range(witness[0] if witness else _key_at(b"\0", self._revision))
         except rpc.AioRpcError as exc:
             match status(exc):
                 case rpc.StatusCode.OUT_OF_RANGE:  # not yet written, or compacted
@@ -224,16 +217,36 @@ class EtcdLease:
                     return went_back
                 case _:
                     raise
-        if self._witness is None:
+        if witness is None:
             # The store was empty at the grant. One that was wiped just now may be wiped again.
             return header.cluster_id != self._cluster or self._granted_again
-        return [kv.mod_revision for kv in reply.kvs] != [revision]
+        return [(kv.key, kv.mod_revision) for kv in reply.kvs] != [witness[1]]
 
     async def _range(self, request: Any) -> Any:
         client = self._client
         return await client.call(
             lambda: client.kvstub.Range(request, timeout=self._timeout_s, metadata=client.metadata)
         )
+
+
+def _key_at(key: bytes, revision: int) -> Any:
+    return rpc.RangeRequest(key=key, revision=revision, keys_only=True)
+
+
+def _newest_at(revision: int) -> Any:
+    """The newest key of a revision; 0: of the present one.
+
+    Other puts repeat its name and revision more easily than that there was no newer key later.
+    """
+    return rpc.RangeRequest(
+        key=b"\0",
+        range_end=b"\0",
+        revision=revision,
+        limit=1,
+        keys_only=True,
+        sort_order=rpc.RangeRequest.DESCEND,
+        sort_target=rpc.RangeRequest.MOD,
+    )
 
 
 async def grant_lease(
