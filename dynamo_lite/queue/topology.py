@@ -41,6 +41,8 @@ _NO_PEERS = 10005
 #: How long the new leader of a stream may take until it has what was acknowledged before.
 _CATCH_UP_S = 1.0
 _DUPLICATE_WINDOW_S = 120.0
+#: More jobs than can be pushed between two answers that one process gets about the stream.
+_MOST_UNSEEN = 1_000_000_000
 #: Timeout of one request to JetStream's API.
 API_TIMEOUT_S = 2.0
 
@@ -262,8 +264,9 @@ class Topology:
             max_age=config.max_age_s,
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
             # A broker that lost its memory would count from 1 again, and a late
-            # ack or delete of a lost job would hit a new one.
-            first_seq=max(int(self._wall() * 1e6), newest + 1),
+            # ack or delete of a lost job would hit a new one. Others may have pushed since
+            # `newest`, and the clock that the lost stream began with may be hours ahead.
+            first_seq=max(int(self._wall() * 1e6), newest + _MOST_UNSEEN),
             metadata=shared_settings(config),
         )
 

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
@@ -714,6 +715,24 @@ async def test_a_deleted_stream_is_created_again(nats_server: PrivateServer, nam
         async with asyncio.timeout(10):
             await push(queue, b"a")
             assert (await pulling).payload == b"a"
+
+
+async def test_no_sequence_is_assigned_twice_where_clocks_differ(
+    nats_server: PrivateServer, namespace: str
+):
+    """The one that creates the stream again has a clock behind that of the first one, and has
+    not seen the last job."""
+    async with (
+        jetstream(nats_server, namespace, wall=lambda: time.time() + 86_400) as ahead,
+        jetstream(nats_server, namespace) as behind,
+    ):
+        lost = await push(ahead, b"lost")
+        held = await pull(ahead)
+        await delete_stream(nats_server.url, namespace)
+        assert await push(behind, b"new") > lost
+        await held.ack()
+        assert not await ahead.delete(lost)
+        assert (await behind.depth()).total == 1
 
 
 async def test_a_queue_that_others_made_again_is_noticed_without_an_outage(
