@@ -12,6 +12,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, SwitchRecord
 from dynamo_lite.services.planner.connector import COMPONENTS
+from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.engine.halves import DecodeHalves
 from dynamo_lite.simulation.graph_supervisor import SimSupervisor
 from dynamo_lite.simulation.graph_switches import SimSwitch
@@ -24,6 +25,7 @@ from dynamo_lite.simulation.switch_invariants import SwitchJudge
 
 #: How old an order may be when it arrives: its numbers and members are this old.
 _ORDER_S = 3.0
+_DECODE = "VllmWorker", "generate"
 
 
 @dataclass
@@ -57,6 +59,8 @@ class PlannerJudge:
     changed_at: float = -1e9
     wiped_at: float = -1e9
     _left_at: dict[str, float] = field(default_factory=dict[str, float])
+    #: Keys of the decode workers that are registered.
+    _listed: set[str] = field(default_factory=set[str])
     #: Devices that were occupied when the last switch was ordered.
     _occupied: int = 0
 
@@ -188,13 +192,19 @@ class PlannerJudge:
                 continue
             writers = halves.writers()
             if engine.setup.address != slot.name:
-                if lease_id in writers:
+                # A planner cannot ask one that has lost its lease, whose own deadlines keep the
+                # blocks.
+                if lease_id in writers and self._is_listed(engine):
                     return f"{engine.setup.address} may still be written by it"
             elif engine.core.is_wanted:
                 return "it has requests"
             elif writers:
                 return "it may still be written into"
         return ""
+
+    def _is_listed(self, engine: SimEngineProcess) -> bool:
+        lease_id = engine.setup.engine_config.lease_id
+        return names.endpoint_key(self.namespace, *_DECODE, lease_id) in self._listed
 
     # Records
 
@@ -203,9 +213,11 @@ class PlannerJudge:
         prefix = names.planner_prefix(self.namespace)
         for event in events:
             key = event.kv.key.decode()
+            value = event.kv.value if event.type == rpc.Event.PUT else None
+            if key.startswith(names.endpoint_prefix(self.namespace, *_DECODE)):
+                (self._listed.discard if value is None else self._listed.add)(key)
             if not key.startswith(prefix):
                 continue
-            value = event.kv.value if event.type == rpc.Event.PUT else None
             if key == names.planner_leader_key(self.namespace):
                 self._leads(value)
             elif key.startswith(names.planner_operations_prefix(self.namespace)):
@@ -219,6 +231,7 @@ class PlannerJudge:
     def wiped(self) -> None:
         """etcd has lost its data."""
         self.wiped_at = self.judge.now()
+        self._listed.clear()
         self._leads(None)
         self._operations.wiped()
         self._switches.wiped()

@@ -677,6 +677,18 @@ async def test_an_end_that_cannot_be_told_or_answered_leaves_the_job_to_redelive
         assert await rig.total() == 1
 
 
+async def test_a_written_job_that_comes_again_is_told_again_and_not_written_again():
+    """A second grant could be given before the engine has noticed the first write, and be used when
+    it computes with the blocks already."""
+    async with working() as rig:
+        for _ in range(2):
+            await rig.push(prefill_job())
+        await rig.answered("ack", "ack")
+        assert rig.told == [("a1", "written"), ("a1", "written")]
+        assert len(rig.claims) == 1 and rig.engine.attempts == ["a1"]
+        assert (rig.counted("written"), rig.counted("refused")) == (1, 1)
+
+
 # Links
 
 

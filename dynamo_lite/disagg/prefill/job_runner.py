@@ -33,6 +33,9 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
+#: How many written attempts are remembered, in case that the queue delivers their jobs again.
+_MOST_WRITTEN = 1024
+
 
 @dataclass(frozen=True)
 class JobEnd:
@@ -76,6 +79,8 @@ class JobRunner:
         self._abandoned: set[str] = set()
         #: By attempt.
         self._computations: dict[str, Computation] = {}
+        #: The last attempts that were written.
+        self._written: dict[str, None] = {}
         self._engine_died = False
 
     async def run(self, job: Job, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
@@ -106,6 +111,11 @@ class JobRunner:
         if request.wire_version != WIRE_VERSION:
             why = unsupported(request.wire_version)
             return await self._hand_back(request, "failed", why, "malformed")
+        if request.attempt in self._written:
+            # Not claimed again: the decode engine may compute with what was written, and soon use
+            # its blocks for others.
+            await self._report_end(request, AttemptOutcome(request.attempt, "written"))
+            return JobEnd("refused", "it was written already")
         if job.deliveries_left < 0:
             end = JobEnd("retry", "its last worker died or was disconnected")
         else:
@@ -203,6 +213,10 @@ class JobRunner:
             logger.warning(
                 "request %s: attempt %s: %s: %s", *_ids(request), ended.outcome, ended.detail
             )
+        else:
+            self._written[request.attempt] = None
+            if len(self._written) > _MOST_WRITTEN:
+                del self._written[next(iter(self._written))]
         reported = await self._claims.report_end(
             request.engine_id, request.request_id, ended, granted
         )
