@@ -121,7 +121,7 @@ class EtcdLease:
         It serves until the lease has a key of its own (`holds`). Without a mark, a wiped store
         that is already past the lease's revision looks like one in which the lease was revoked.
         """
-        # The newest key: a backup from before the grant does not contain it.
+        # A backup from before the grant lacks the revision, or has another newest key there.
         try:
             reply = await self._range(_newest_at(0))
         except _OUT_OF_REACH as exc:
