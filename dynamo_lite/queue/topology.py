@@ -263,9 +263,8 @@ class Topology:
             max_msgs=config.max_jobs,
             max_age=config.max_age_s,
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
-            # A broker that lost its memory would count from 1 again, and a late
-            # ack or delete of a lost job would hit a new one. Others may have pushed since
-            # `newest`, and the clock that the lost stream began with may be hours ahead.
+            # A broker that lost its memory would count from 1 again, and the end of a lost job
+            # would hit a new one. Others may have pushed since, or begun by a clock that is ahead.
             first_seq=max(int(self._wall() * 1e6), newest + _MOST_UNSEEN),
             metadata=shared_settings(config),
         )
