@@ -1,3 +1,3 @@
 """dynamo_lite: queue-driven conditional disaggregation for LLM serving on stock vLLM."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -37,13 +37,19 @@ from dynamo_lite.cli.arguments import (
 )
 from dynamo_lite.cli.exits import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, interruptible
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.serve.removed import removed_command
 
 
 class _Commands(TyperGroup):
-    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs.
+    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs, and commands that are gone.
 
     A running graph has its own signal handlers.
     """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if gone := removed_command(args[0]):
+            raise ConfigError([f"{args[0]}: {gone}"])
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         for kind in (signal.SIGTERM, signal.SIGHUP):

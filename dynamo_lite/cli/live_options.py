@@ -28,6 +28,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store
 from dynamo_lite.serve.fields import unknown_key
+from dynamo_lite.serve.removed import removed_option
 
 Record = LiveOptionsRecord[Any]
 #: Option (kebab-case) to its value; UNSET: back to the file.
@@ -112,7 +113,8 @@ def split_key(key: str) -> tuple[str, str]:
     """Raises ConfigError when the key names no live option."""
     component, _, option = key.partition(".")
     if component not in LIVE_OPTIONS or option not in options_of(component):
-        raise ConfigError([f"{key}: {unknown_key(key, keys())}"])
+        message = removed_option(component, option) or unknown_key(key, keys())
+        raise ConfigError([f"{key}: {message}"])
     return component, option
 
 

@@ -23,6 +23,7 @@ peer would misread a new one):
    a decode engine accepts no notification without it.
 7: messages over NATS that the graph's secret authenticates have a nonce, so that no reply answers
    two requests (`runtime/authenticated.py`).
+8: without what 0.3.0 took away: link tests, changes of role, backlogs among engines.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

@@ -17,6 +17,7 @@ from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
+from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.server_urls import check_document
 from dynamo_lite.services.services import Graph, Service
 
@@ -202,7 +203,8 @@ def _reject_foreign(service: Service, document: Document, options: dict[str, Any
     own = field_keys(service.config)
     for key in options:
         if key not in own:
-            message = unknown_key(str(key), accepted_keys(service))
+            gone = removed_option(service.name, str(key))
+            message = gone or unknown_key(str(key), accepted_keys(service))
             document.complain((service.name, str(key)), message)
 
 
@@ -214,7 +216,9 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
     flags: dict[str, Any] = {}
     for key, value in given.items():
         where = (service.name, str(key))
-        if key in service.reserved:
+        if gone := removed_option(*where):
+            document.complain(where, gone)
+        elif key in service.reserved:
             document.complain(where, service.reserved[key])
         elif str(key) != kebab(str(key)):
             document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from dynamo_lite.serve.document import Document, KeyPath
+from dynamo_lite.serve.removed import removed_option
 
 
 def kebab(name: str) -> str:
@@ -73,7 +74,8 @@ def _snake(
     for key, value in given.items():
         name = accepted.get(str(key))
         if name is None:
-            document.complain((*path, str(key)), unknown_key(str(key), accepted))
+            gone = removed_option(*path, str(key))
+            document.complain((*path, str(key)), gone or unknown_key(str(key), accepted))
         else:
             result[name] = _snake_value(document, (*path, str(key)), hints[name], value)
     return result

@@ -167,7 +167,7 @@ FULL_REQUEST = GenerateRequest(
     timeout_s=0.5,
     moved=True,
     session="t",
-    wire_version=7,
+    wire_version=8,
 )
 DELTAS = Deltas(
     deltas=[
@@ -220,7 +220,7 @@ FULL_JOB = RemotePrefillRequest(
         last_token_id=9,
         cached_tokens=32,
     ),
-    wire_version=7,
+    wire_version=8,
 )
 STATUS = EngineStatus(
     metadata=ENGINE,
@@ -324,13 +324,13 @@ GOLDEN = [
         b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
         b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p"
         b"\xacasked_tokens\xce\x00\x01\x15X\xafoverflow_tokens\xcd\x01,\xa5hel"
-        b"lo\xc2\xa7leaving\xc2\xacwire_version\x07",
+        b"lo\xc2\xa7leaving\xc2\xacwire_version\x08",
     ),
     (
         backlog.QueueReading(engine_id="e1", jobs=3, identity="2026 x", age_s=0.25),
         backlog.decode_queue_reading,
         b"\x85\xa9engine_id\xa2e1\xa4jobs\x03\xa8identity\xa62026 x\xa5age_s"
-        b"\xcb?\xd0\x00\x00\x00\x00\x00\x00\xacwire_version\x07",
+        b"\xcb?\xd0\x00\x00\x00\x00\x00\x00\xacwire_version\x08",
     ),
     (
         decisions.Explain(request_id="cmpl-1", last=20),
@@ -390,7 +390,7 @@ GOLDEN = [
         kv.decode_kv_notice,
         b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\x03\x04\x05\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
-        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x07",
+        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x08",
     ),
     (
         routing.PickRequest(
@@ -403,7 +403,7 @@ GOLDEN = [
         ),
         routing.decode_pick_request,
         b"\x87\xa6client\x0a\xaarequest_id\xa1r\xb0prompt_token_ids\x91\x01\xaacandidates\x91\x02"
-        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x07",
+        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x08",
     ),
     (
         routing.Chosen(lease_id=2, reason="load"),
@@ -418,7 +418,7 @@ GOLDEN = [
     (
         routing.RequestOutcomes(client=10, answered=["a"], released=["b"]),
         routing.decode_fates,
-        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x07",
+        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x08",
     ),
     (
         kv.KvSnapshotRequest(part=1, parts=2),
@@ -439,12 +439,12 @@ GOLDEN = [
         kv.decode_kv_snapshot,
         b"\x89\xa8lease_id\x0a\xa6number\x03\xa4part\x01\xa5parts\x02\xb1block_size_tokens \xa4load"
         b"\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\x04\x05\xa4held\x91\x01\xa3cut\x91\x03"
-        b"\xacwire_version\x07",
+        b"\xacwire_version\x08",
     ),
     (
         health.Heartbeat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_heartbeat,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x07",
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x08",
     ),
     (
         REQUEST,
@@ -454,7 +454,7 @@ GOLDEN = [
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x07",
+        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x08",
     ),
     (
         FULL_REQUEST,
@@ -465,7 +465,7 @@ GOLDEN = [
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
         b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xa7session\xa1t"
-        b"\xacwire_version\x07",
+        b"\xacwire_version\x08",
     ),
     (
         Accepted(),
@@ -481,7 +481,7 @@ GOLDEN = [
     (
         Hello(client_id="c1"),
         generate.decode_client_frame,
-        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x07",
+        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x08",
     ),
     (
         Welcome(),
@@ -540,7 +540,7 @@ GOLDEN = [
         b"\xa9block_ids\x92\x04\x05\xb0prefix_block_ids\x91\x03"
         b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
         b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xabfirst_token\xc0"
-        b"\xacwire_version\x07",
+        b"\xacwire_version\x08",
     ),
     (
         FULL_JOB,
@@ -552,7 +552,7 @@ GOLDEN = [
         b"\xabfirst_token\x83\xa8sampling\x85\xabtemperature\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\xa5top_p\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa5top_k\x05"
         b"\xa5min_p\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa4seed\xf8"
-        b"\xadlast_token_id\x09\xadcached_tokens\x20\xacwire_version\x07",
+        b"\xadlast_token_id\x09\xadcached_tokens\x20\xacwire_version\x08",
     ),
     (
         Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),

@@ -1,0 +1,27 @@
+"""Options and commands that the release before this one had, and what to use instead.
+
+Each is refused with this one line, for one release; then its row goes.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+#: `Section.key` of the configuration file to what to use instead.
+REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType({})
+
+#: `command` or `command option` to what to use instead.
+REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType({})
+
+
+def removed_option(*path: str) -> str | None:
+    """What to tell somebody who sets this option; None if there never was such an option."""
+    return _sentence(REMOVED_OPTIONS.get(".".join(path)))
+
+
+def removed_command(*words: str) -> str | None:
+    """What to tell somebody who gives this command or option of a command."""
+    return _sentence(REMOVED_COMMANDS.get(" ".join(words)))
+
+
+def _sentence(instead: str | None) -> str | None:
+    return None if instead is None else f"removed in 0.3.0: {instead}"
