@@ -6,14 +6,16 @@ CONFIG ?= configs/disagg.yaml
 GRAPH ?= graphs.disagg:Frontend
 ARGS ?=
 
-.PHONY: help setup serve test check bench
+.PHONY: help setup serve check test test-all soak bench
 
 help:
-	@echo 'make setup   virtual environment, dependencies, tiny model'
-	@echo 'make serve   start $(GRAPH) with $(CONFIG) (ARGS="--Frontend.port=8080")'
-	@echo 'make test    all checks and tests'
-	@echo 'make check   lint, format and types only'
-	@echo 'make bench   the benchmarks'
+	@echo 'make setup     virtual environment, dependencies, tiny model'
+	@echo 'make serve     start $(GRAPH) with $(CONFIG) (ARGS="--Frontend.port=8080")'
+	@echo 'make check     lint, format, types, and the tests of pages and layers'
+	@echo 'make test      the checks and the core of the tests'
+	@echo 'make test-all  the checks and all tests'
+	@echo 'make soak      20,000 seeds, ten minutes of faults, several hosts, a GPU: hours'
+	@echo 'make bench     the benchmarks'
 
 setup:
 	@scripts/setup $(PYTHON)
@@ -26,6 +28,12 @@ check: setup
 
 test: check
 	scripts/test $(ARGS)
+
+test-all: check
+	scripts/test --all
+
+soak: setup
+	scripts/soak
 
 bench: setup
 	scripts/bench $(ARGS)

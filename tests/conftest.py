@@ -5,7 +5,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -21,16 +21,20 @@ pytest_plugins = ("tests.heap", "tests.loops")
 
 #: Files that take minutes, longest first. One that began last would leave cores without work.
 _LONGEST = (
+    "sim/test_many_seeds.py",
     "hosts/test_hosts.py",
     "sim/test_mutants.py",
-    "sim/test_seeds.py",
     "process/test_benchmarks.py",
+    "process/test_planner.py",
+    "process/test_rights.py",
     "process/test_termination.py",
     "process/test_secret_rotation.py",
-    "process/test_stranger.py",
-    "process/test_rights.py",
     "process/test_package.py",
+    "process/test_serve_cli.py",
 )
+
+#: A test that takes longer belongs into a file that is marked `heavy`.
+_LONGEST_TEST_S = 15.0
 
 
 def pytest_configure() -> None:
@@ -41,6 +45,22 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = {str(Path(__file__).parent / name): turn for turn, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: turns.get(str(item.path), len(turns)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test of the core that takes too long fails."""
+    report = yield
+    if report.passed and call.duration > _LONGEST_TEST_S and call.when == "call":
+        if item.get_closest_marker("heavy") is None:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"took {call.duration:.0f} s, and a test that is not marked `heavy` has"
+                f" {_LONGEST_TEST_S:.0f} s: make it shorter, or mark its file"
+            )
+    return report
 
 
 class HasUrl(Protocol):

@@ -180,11 +180,11 @@ class LosesHeldDeltas(Shipped):
 
 #: By the name that the command line takes.
 CLIENT_MUTANTS: dict[str, Mutant] = {
-    "redelivery-lost": Mutant(RedeliveryLost, "jobs on the queue", 23),
-    "late-resume": Mutant(LateResume, "the watch on", 332),
-    "lease-from-answer": Mutant(LeaseFromAnswer, "etcd has given up lease", 32),
+    "redelivery-lost": Mutant(RedeliveryLost, "jobs on the queue"),
+    "late-resume": Mutant(LateResume, "the watch on"),
+    "lease-from-answer": Mutant(LeaseFromAnswer, "etcd has given up lease"),
     "waits-for-broker": Mutant(WaitsForBroker, "for a worker, and all were up"),
-    "moves-from-its-start": Mutant(MovesFromItsStart, "is wrong", 2),
-    "heard-after-a-move": Mutant(HeardAfterAMove, "is wrong", 76),
-    "loses-held-deltas": Mutant(LosesHeldDeltas, "tokens instead of", 16),
+    "moves-from-its-start": Mutant(MovesFromItsStart, "is wrong"),
+    "heard-after-a-move": Mutant(HeardAfterAMove, "is wrong"),
+    "loses-held-deltas": Mutant(LosesHeldDeltas, "tokens instead of"),
 }

@@ -159,10 +159,10 @@ class _SendsAll(FirstTokens):
 DECODE_MUTANTS: dict[str, Mutant] = {
     "no-claim": Mutant(NoClaim, "which is not the attempt's"),
     "no-quarantine": Mutant(NoQuarantine, "which is not the attempt's"),
-    "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for", 82),
+    "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for"),
     "steals-claimed": Mutant(StealsClaimed, "which is not the attempt's"),
     "ungranted-commits": Mutant(UngrantedCommits, "is wrong"),
-    "no-attempt-id": Mutant(NoAttemptId, "are taken", 24),
+    "no-attempt-id": Mutant(NoAttemptId, "are taken"),
     "no-deadline": Mutant(NoDeadline, "still waits for remote KV"),
     "first-token-twice": Mutant(FirstTokenTwice, "tokens instead of"),
 }

@@ -12,5 +12,3 @@ class Mutant:
     parts: type[Shipped]
     #: In the text of the violation that it causes: the safety keeps this invariant.
     violates: str
-    #: A seed that finds it, for those that few seeds find.
-    seed: int | None = None

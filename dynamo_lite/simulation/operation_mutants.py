@@ -142,11 +142,11 @@ class DeletesRemovals(PlannerMutant):
 
 #: By the name that the command line takes.
 OPERATION_MUTANTS: dict[str, Mutant] = {
-    "done-twice": Mutant(DoneTwice, "and the operation wanted", 139),
-    "two-operations": Mutant(TwoOperations, "has two operations", 29),
-    "orders-before-its-record": Mutant(OrdersBeforeItsRecord, "no record of an operation", 19),
-    "forgets-operations": Mutant(ForgetsOperations, "has two operations", 29),
-    "goes-back": Mutant(GoesBack, "goes back from", 59),
-    "deletes-additions": Mutant(DeletesAdditions, "still starts, and its record is deleted", 49),
-    "deletes-removals": Mutant(DeletesRemovals, "still drains, and its record is deleted", 29),
+    "done-twice": Mutant(DoneTwice, "and the operation wanted"),
+    "two-operations": Mutant(TwoOperations, "has two operations"),
+    "orders-before-its-record": Mutant(OrdersBeforeItsRecord, "no record of an operation"),
+    "forgets-operations": Mutant(ForgetsOperations, "has two operations"),
+    "goes-back": Mutant(GoesBack, "goes back from"),
+    "deletes-additions": Mutant(DeletesAdditions, "still starts, and its record is deleted"),
+    "deletes-removals": Mutant(DeletesRemovals, "still drains, and its record is deleted"),
 }

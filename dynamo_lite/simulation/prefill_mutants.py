@@ -186,11 +186,11 @@ class HoldsTooManyJobs(_Mutant):
 #: By the name that the command line takes.
 PREFILL_MUTANTS: dict[str, Mutant] = {
     "ack-on-dequeue": Mutant(AckOnDequeue, "still waits for a claim"),
-    "no-fence": Mutant(NoFence, "which is not the attempt's", 566),
+    "no-fence": Mutant(NoFence, "which is not the attempt's"),
     "no-permit": Mutant(NoPermit, "which is not the attempt's"),
     "no-grant-check": Mutant(NoGrantCheck, "which is not the attempt's"),
     "metadata-by-address": Mutant(MetadataByAddress, "which is not the attempt's"),
-    "silently-used-up": Mutant(SilentlyUsedUp, "still waits for a claim", 54),
+    "silently-used-up": Mutant(SilentlyUsedUp, "still waits for a claim"),
     "wall-clock-deadline": Mutant(WallClockDeadline, "still waits for a claim"),
     "holds-too-many-jobs": Mutant(HoldsTooManyJobs, "jobs at a time"),
 }

@@ -182,12 +182,12 @@ class AddsDuringASwitch(PlannerMutant):
 
 #: By the name that the command line takes.
 SWITCH_MUTANTS: dict[str, Mutant] = {
-    "forgets-a-switch": Mutant(ForgetsASwitch, "another one is recorded", 69),
-    "switches-before-its-record": Mutant(SwitchesBeforeItsRecord, "and the record says", 19),
-    "cancels-before-its-record": Mutant(CancelsBeforeItsRecord, "and the record is", 19),
-    "switches-twice": Mutant(SwitchesTwice, "twice", 19),
-    "switches-over-another": Mutant(SwitchesOverAnother, "another one is recorded", 529),
-    "switches-beyond-the-maximum": Mutant(SwitchesBeyondTheMaximum, "are more than", 239),
-    "switches-the-last": Mutant(SwitchesTheLast, "switched, and it is the last one", 269),
-    "adds-during-a-switch": Mutant(AddsDuringASwitch, "occupied after a switch", 169),
+    "forgets-a-switch": Mutant(ForgetsASwitch, "another one is recorded"),
+    "switches-before-its-record": Mutant(SwitchesBeforeItsRecord, "and the record says"),
+    "cancels-before-its-record": Mutant(CancelsBeforeItsRecord, "and the record is"),
+    "switches-twice": Mutant(SwitchesTwice, "twice"),
+    "switches-over-another": Mutant(SwitchesOverAnother, "another one is recorded"),
+    "switches-beyond-the-maximum": Mutant(SwitchesBeyondTheMaximum, "are more than"),
+    "switches-the-last": Mutant(SwitchesTheLast, "switched, and it is the last one"),
+    "adds-during-a-switch": Mutant(AddsDuringASwitch, "occupied after a switch"),
 }

@@ -17,7 +17,7 @@ from tests.clusters import EtcdCluster, etcd_cluster
 from tests.servers import PrivateServer
 from tests.store_outages import put_when_back
 
-pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("no_leaked_tasks")]
 
 _TTL_S = 12.0
 _SETTLED_S = 30.0

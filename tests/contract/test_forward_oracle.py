@@ -25,6 +25,8 @@ from tests.ports import reserved_port
 from tests.scripted import CHAT as CHATS
 from tests.scripted import MESSAGES, RESPONSES, Fault, Leg
 
+pytestmark = pytest.mark.heavy
+
 _PROGRAMS = Path(__file__).parents[2] / ".dynamo-lite" / "routers" / "bin"
 _READY_S = 80.0
 #: vllm-router sends engines this key and not the client's.

@@ -29,7 +29,7 @@ from tests.contract.test_queue import pull, push, push_again, push_when_there_is
 from tests.servers import PrivateServer, jetstream_of
 from tests.sim import contract
 
-pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("no_leaked_tasks")]
 
 globals().update(contract.tests_of(test_queue, "open_queue"))
 # Here there is room some time after an ack: the servers have to agree.

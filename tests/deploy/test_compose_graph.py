@@ -22,7 +22,7 @@ from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
 from tests.process.null_decode import ENGINE, decode_engine
 from tests.process.null_graph import answer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 GRAPH = "tests.process.rights_graph:Disagg"
 NAMESPACE = "dynamo"

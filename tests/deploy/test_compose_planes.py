@@ -20,7 +20,7 @@ from tests.deploy.compose import Compose, compose_at, planes
 from tests.process.command import VLLM_PATIENCE_S, run
 from tests.process.null_decode import PUSH_TIMEOUT_S
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 NAMESPACE = "dynamo"
 #: The services of compose that are members of the graph, and the operator.

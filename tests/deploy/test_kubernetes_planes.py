@@ -27,7 +27,7 @@ from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret
 from tests.deploy.kustomize import Resource, build
 from tests.process.null_decode import PUSH_TIMEOUT_S
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 NAMESPACE = "dynamo"
 

@@ -21,6 +21,8 @@ from tests.hosts.network import Host, hosts, unavailable
 from tests.lacking import lacking
 from tests.process.command import ROOT
 
+pytestmark = pytest.mark.heavy
+
 LEASE_TTL_S = 6.0
 #: Also for NIXL's libraries, on a busy machine.
 _PATIENCE_S = 60.0

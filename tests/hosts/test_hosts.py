@@ -14,7 +14,7 @@ from tests.lacking import lacking
 #: How far the wall clocks of two of the hosts are apart, at least, as their records say.
 MINUTES_S = 300
 
-pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("no_leaked_tasks")]
 
 
 @pytest.mark.timeout(600)

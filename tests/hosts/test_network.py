@@ -10,6 +10,8 @@ from tests.hosts.wiretap import Wiretap
 from tests.lacking import lacking
 from tests.process.command import ROOT
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(autouse=True, scope="module")
 def hosts_can_be_made() -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.hosts.wall import build, no_compiler, shifted
 from tests.lacking import lacking
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(autouse=True, scope="module")
 def a_compiler() -> None:

@@ -2,7 +2,11 @@
 
 from collections import Counter
 
+import pytest
+
 from tests.hosts.kv import Writes
+
+pytestmark = pytest.mark.heavy
 
 _UNGRANTED = 'dropped_messages{where="ungranted"}'
 

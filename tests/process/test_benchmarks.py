@@ -17,7 +17,7 @@ from tests.process.command import ROOT
 #: `runtime` starts its systems one after the other, each with processes that import vLLM.
 _PATIENCE_S = 360.0
 
-pytestmark = pytest.mark.timeout(_PATIENCE_S + 60)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(_PATIENCE_S + 60)]
 
 
 def bench(name: str, *arguments: str) -> str:

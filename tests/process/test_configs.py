@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.process.asking_graph import answer
 from tests.process.command import VLLM_PATIENCE_S, Serving, eventually, serving
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 GRAPH = "tests.process.asking_graph:Frontend"
 #: About 5 and 2,100 tokens.

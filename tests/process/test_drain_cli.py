@@ -37,6 +37,7 @@ def phases(output: str) -> list[str]:
     ]
 
 
+@pytest.mark.heavy
 def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: Path):
     """Its requests of twelve seconds, which have just begun, continue at the other worker, and it
     ends long before they do."""

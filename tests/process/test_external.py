@@ -14,6 +14,8 @@ import pytest
 from tests.external import LOGIN, USERS, Certificates, etcd, etcd_url, nats, nats_tls, nats_url
 from tests.process.command import ROOT, STUB, run, serving
 
+pytestmark = pytest.mark.heavy
+
 _NAMESPACE = ("--namespace", "n")  # where etcd's user may write
 
 

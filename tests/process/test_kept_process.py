@@ -3,11 +3,15 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from dynamo_lite.protocol.planner import Counts
 from tests.process.command import eventually, run, serving
 from tests.process.test_drain_cli import phases, results
 from tests.process.test_scaling import ask
 from tests.process.test_switch_cli import KEPT, D, P, ready
+
+pytestmark = pytest.mark.heavy
 
 TWO_P = (f"--{P}.ServiceArgs.workers=2",)
 

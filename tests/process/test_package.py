@@ -17,6 +17,8 @@ from tests.process.command import ROOT, VLLM_PATIENCE_S, serving
 from tests.process.null_graph import answer
 from tests.process.wheels import Installation, build, source
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:

@@ -21,6 +21,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.run_state import read_run
 from tests.process.command import Serving, eventually, run, serving
 
+pytestmark = pytest.mark.heavy
+
 GRAPH = "tests.process.planned:Planned"
 D, P = "VllmWorker", "PrefillWorker"
 QUICK = {

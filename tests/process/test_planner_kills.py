@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.timeout(900)
 def test_no_request_is_lost_and_no_role_falls_below_its_minimum(tmp_path: Path):

@@ -16,6 +16,8 @@ from tests.process.null_decode import PUSH_TIMEOUT_S, decode_engine
 from tests.process.pods import Cluster, Pod, cluster
 from tests.process.prefill_load import Jobs
 
+pytestmark = pytest.mark.heavy
+
 GRAPH = "tests.process.rights_graph:Backs"
 LEASE_TTL_S = 10.0
 WRITE_S = 12.0

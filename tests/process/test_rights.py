@@ -36,7 +36,7 @@ from tests.process.null_decode import ENGINE, decode_engine
 from tests.process.null_graph import answer
 from tests.scripted import Fleet, ScriptedEngine, nixl
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 NAMESPACE = "n-1"
 BACKS = "tests.process.rights_graph:Backs"

@@ -1,6 +1,7 @@
 """`scripts/test`, with a program in pytest's place."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import pytest
 
 from tests.process.command import eventually
 
-#: Says what it was asked for. A part ends with the code in PLAIN or ENGINES; with HANGS it
-#: waits for Ctrl-C, and then ends by itself, as pytest does. NO_HOSTS: why hosts cannot be made.
+#: Says what it was asked for. A part ends with the code in PLAIN, WITH_VLLM or ENGINES; with HANGS
+#: it waits for Ctrl-C, and then ends by itself, as pytest does. NO_HOSTS: why hosts cannot be made.
 PYTEST = """#!/usr/bin/env python3
 import os, signal, sys
 if "tests.hosts.network" in sys.argv:
@@ -19,7 +20,8 @@ if "tests.hosts.network" in sys.argv:
     sys.exit()
 with open("asked", "a") as asked:
     print(*sys.argv[1:], file=asked)
-part = "PLAIN" if "not vllm" in sys.argv else "ENGINES"
+part = "PLAIN" if "--ignore=tests/vllm" in sys.argv else "ENGINES"
+part = "WITH_VLLM" if "tests/vllm/without_engines" in sys.argv else part
 if "HANGS" in os.environ:
     try:
         signal.pause()
@@ -27,8 +29,11 @@ if "HANGS" in os.environ:
         sys.exit(2)
 sys.exit(int(os.environ.get(part, "0")))
 """
-PLAIN = "-m pytest -m not vllm --numprocesses 4 --dist loadfile --no-loadscope-reorder"
-ENGINES = "-m pytest -m vllm"
+PLAIN = "--ignore=tests/vllm --numprocesses 3 --dist loadfile --no-loadscope-reorder"
+WITH_VLLM = "tests/vllm/without_engines --numprocesses 2 --dist loadfile"
+ENGINES = "tests/vllm --ignore=tests/vllm/without_engines"
+CORE = [f"-m pytest -m not heavy {part}" for part in (PLAIN, WITH_VLLM, ENGINES)]
+ALL = [f"-m pytest {part}" for part in (PLAIN, WITH_VLLM, ENGINES)]
 
 
 @pytest.fixture
@@ -51,21 +56,32 @@ def asked(script: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("codes", "exit_code", "ends"),
     [
-        ({}, 0, ("passed in", "passed in")),
-        ({"PLAIN": "1"}, 1, ("FAILED after", "passed in")),
-        ({"ENGINES": "1"}, 1, ("passed in", "FAILED after")),
-        ({"PLAIN": "5", "ENGINES": "2"}, 1, ("FAILED after", "FAILED after")),
+        ({}, 0, ("passed in", "passed in", "passed in")),
+        ({"PLAIN": "1"}, 1, ("FAILED after", "passed in", "passed in")),
+        ({"ENGINES": "1"}, 1, ("passed in", "passed in", "FAILED after")),
+        ({"PLAIN": "5", "WITH_VLLM": "2"}, 1, ("FAILED after", "FAILED after", "passed in")),
     ],
 )
-def test_both_parts_run_and_the_last_lines_say_how_they_ended(
-    script: Path, codes: dict[str, str], exit_code: int, ends: tuple[str, str]
+@pytest.mark.parametrize(("arguments", "parts"), [([], CORE), (["--all"], ALL)])
+def test_all_parts_run_and_the_last_lines_say_how_they_ended(
+    script: Path,
+    arguments: list[str],
+    parts: list[str],
+    codes: dict[str, str],
+    exit_code: int,
+    ends: tuple[str, ...],
 ):
-    ran = subprocess.run([script], env={**os.environ, **codes}, capture_output=True, text=True)
-    assert asked(script) == [PLAIN, ENGINES]
+    ran = subprocess.run(
+        [script, *arguments], env={**os.environ, **codes}, capture_output=True, text=True
+    )
+    assert asked(script) == parts
     assert ran.returncode == exit_code
-    first, second = ran.stdout.splitlines()[-2:]
-    assert first.startswith(f"part 1, tests without engines: {ends[0]}")
-    assert second.startswith(f"part 2, tests with engines: {ends[1]}")
+    names = ("tests without vLLM", "tests of what imports vLLM", "tests with engines")
+    for number, line in enumerate(ran.stdout.splitlines()[-3:]):
+        says = (
+            rf"part {number + 1}, {names[number]}: {ends[number]} \d+ s \(\d+ s of processor time"
+        )
+        assert re.match(says, line)
 
 
 def test_what_is_skipped_is_said_at_the_end(script: Path):
@@ -73,27 +89,28 @@ def test_what_is_skipped_is_said_at_the_end(script: Path):
         (script.parent / name).write_text('#!/bin/sh\n[ -z "$NO_DOWNLOADS" ]\n')
         (script.parent / name).chmod(0o755)
 
-    def before_the_ends(**environment: str) -> list[str]:
+    def before_the_ends(*arguments: str, **environment: str) -> list[str]:
         env = {**os.environ, "NO_DOWNLOADS": "", "NO_HOSTS": "", **environment}
-        ran = subprocess.run([script], env=env, capture_output=True, text=True)
+        ran = subprocess.run([script, *arguments], env=env, capture_output=True, text=True)
         assert ran.returncode == 0
         lines = ran.stdout.splitlines()
-        return lines[len(lines) - 1 - lines[::-1].index("") + 1 : -2]
+        return lines[len(lines) - 1 - lines[::-1].index("") + 1 : -3]
 
-    assert before_the_ends() == []
-    assert before_the_ends(NO_HOSTS="needs root") == ["tests/hosts is SKIPPED: needs root"]
-    assert before_the_ends(NO_DOWNLOADS="1") == [
-        "the tests of the Rust edge are SKIPPED: no vllm-rs",
+    no_edge = "the tests of the Rust edge are SKIPPED: no vllm-rs"
+    assert before_the_ends() == before_the_ends("--all") == []
+    assert before_the_ends(NO_DOWNLOADS="1", NO_HOSTS="needs root") == [no_edge]
+    assert before_the_ends("--all", NO_DOWNLOADS="1", NO_HOSTS="needs root") == [
+        no_edge,
         "the comparisons with routers are SKIPPED: no vllm-router, no sglang-router",
+        "tests/hosts is SKIPPED: needs root",
     ]
 
 
 def test_arguments_go_to_one_run(script: Path):
-    ran = subprocess.run(
-        [script, "tests/unit", "-k", "not vllm"], env={**os.environ, "ENGINES": "3"}
-    )
+    arguments = ["tests/unit", "-k", "not vllm"]
+    ran = subprocess.run([script, *arguments], env={**os.environ, "ENGINES": "3"})
     assert asked(script) == ["-m pytest tests/unit -k not vllm"]
-    assert ran.returncode == 0
+    assert ran.returncode == 3, "the code of pytest"
 
 
 def test_ctrl_c_ends_it_at_once(script: Path):
@@ -111,4 +128,4 @@ def test_ctrl_c_ends_it_at_once(script: Path):
         os.killpg(running.pid, signal.SIGINT)
         output, _ = running.communicate(timeout=10)
     assert running.returncode == 130
-    assert asked(script) == [PLAIN] and "part 1" not in output
+    assert asked(script) == CORE[:1] and "part 1" not in output

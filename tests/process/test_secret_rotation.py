@@ -23,6 +23,8 @@ from tests.process.null_decode import ENGINE, PUSH_TIMEOUT_S, decode_engine
 from tests.process.pods import Cluster, Pod, cluster
 from tests.process.prefill_load import Jobs
 
+pytestmark = pytest.mark.heavy
+
 BACKS = "tests.process.rights_graph:Backs"
 FRONT = "tests.process.rights_graph:Front"
 SERVICES = ("Router", "PrefillWorker", "VllmWorker", "Frontend")

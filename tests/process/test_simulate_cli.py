@@ -11,6 +11,8 @@ import pytest
 
 from tests.process.command import PATIENCE_S, ROOT, run
 
+pytestmark = pytest.mark.heavy
+
 LOAD = ("--load", "sine", "--rate", "1", "--duration", "60")
 
 

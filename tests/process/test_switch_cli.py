@@ -16,6 +16,8 @@ from tests.process.command import Serving, eventually, run, serving
 from tests.process.test_drain_cli import DECODING, phases, results
 from tests.process.test_scaling import ask, lease_of, variable
 
+pytestmark = pytest.mark.heavy
+
 SWITCHING = "tests.process.switch_graph:Switching"
 #: Its workers keep their engine.
 KEPT = "tests.process.switch_graph:Kept"

@@ -9,6 +9,8 @@ import pytest
 
 from tests.process.pods import Cluster, Pod, cluster
 
+pytestmark = pytest.mark.heavy
+
 FRONTEND = "tests.process.null_graph:Frontend"
 WORKER = "tests.process.null_graph:Worker"
 CLIENTS = 6

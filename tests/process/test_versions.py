@@ -20,6 +20,8 @@ from tests.process.command import Serving, run, serving
 from tests.process.dispatcher import dispatching
 from tests.process.wheels import Installation, build, source
 
+pytestmark = pytest.mark.heavy
+
 WORKER = "tests.process.null_graph:Worker"
 INSTALLED_WORKER = "null_graph:Worker"
 

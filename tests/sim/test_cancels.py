@@ -12,6 +12,8 @@ from dynamo_lite.simulation.play import play_scenario
 from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario
 from dynamo_lite.simulation.tally import Tally
 
+pytestmark = pytest.mark.heavy
+
 CANCELS, PER_SEED = 500, 25
 #: In each state of the ledger, at least; and seeds, at most.
 IN_EACH_STATE, MOST_SEEDS = 10, 100

@@ -1,8 +1,12 @@
 """A seed is a run: the same one in every interpreter, watched or not."""
 
+import pytest
+
 from dynamo_lite.simulation.loop.trace import Trace
 from dynamo_lite.simulation.play import play
 from tests.sim.interpreters import printed
+
+pytestmark = pytest.mark.heavy
 
 SEEDS = range(6)
 

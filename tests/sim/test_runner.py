@@ -13,6 +13,8 @@ from dynamo_lite.simulation.play import play
 from dynamo_lite.simulation.runner import Lost, play_many
 from dynamo_lite.simulation.tally import Played
 
+pytestmark = pytest.mark.heavy
+
 SEEDS = range(3, 24)
 
 

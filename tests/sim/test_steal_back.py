@@ -14,6 +14,8 @@ from dynamo_lite.simulation.loop.trace import Trace
 from dynamo_lite.simulation.play import play_scenario
 from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
+pytestmark = pytest.mark.heavy
+
 #: Shorter than the time after which it counts as unresponsive.
 STANDS_S = 3.5
 #: In which no engine looks twice: its looks are at least 0.1 s apart. Those of all engines come

@@ -15,7 +15,7 @@ from tests.least_rights import LeastRights, least_rights
 from tests.vllm.asking import ask, prompt_ids
 from tests.vllm.graph import NAMESPACE, UNCOMPILED, Graph, eventually, together
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 _WORKERS = ("VllmWorker", "PrefillWorker")
 

@@ -14,7 +14,7 @@ from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import Graph, eventually
 from tests.vllm.live import live_options
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 limits = pytest.mark.usefixtures("limited")
 
 REFUSED = "dynamo_lite_requests_refused_total"

@@ -5,7 +5,7 @@ import pytest
 from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.test_answers import CHATS, COMPLETIONS, compare, streaming
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
 
 def test_it_answers_like_plain_vllm(agg: Graph, reference: PlainServer):

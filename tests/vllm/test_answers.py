@@ -8,7 +8,7 @@ import pytest
 from tests.vllm.asking import ask, assert_same, prompt_ids, prose
 from tests.vllm.graph import Graph, PlainServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SHORT = [{"role": "user", "content": "What is on the plain?"}]
 #: Well over the 512 tokens up to which a prompt is prefilled where it is decoded.

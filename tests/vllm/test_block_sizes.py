@@ -12,7 +12,7 @@ from tests.vllm.graph import Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT
 from tests.vllm.test_parallel import Joined, failures, reasons
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 #: Full and begun blocks of either size, one chunk and several.
 LENGTHS = (LIMIT + 1, LIMIT + 33, 1037, 2081)

@@ -19,7 +19,7 @@ from tests.chaos.storm import storm
 from tests.vllm.graph import PlainServer
 
 pytestmark = [
-    pytest.mark.vllm,
+    pytest.mark.heavy,
     pytest.mark.timeout(400),
     pytest.mark.asyncio(loop_scope="module"),
 ]

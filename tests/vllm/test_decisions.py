@@ -13,7 +13,7 @@ from tests.vllm.asking import ask, assert_same, client, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
 from tests.vllm.live import command, explained, live_options, version_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 #: max-local-prefill-length of configs/disagg.yaml.
 LIMIT = 512

@@ -17,7 +17,7 @@ from dynamo_lite.runtime.address import is_loopback
 from tests.vllm.asking import ask
 from tests.vllm.graph import Graph, eventually
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 GIB = 1 << 30
 IDLE_S = 5.0

@@ -29,7 +29,7 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.vllm.asking import ask, assert_same, prompt_ids
 from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}

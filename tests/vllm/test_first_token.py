@@ -8,7 +8,7 @@ import pytest
 from tests.vllm.asking import ask, assert_same, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 ARRIVED = "dynamo_lite_first_tokens_total"
 DIFFERENT = "dynamo_lite_first_token_differences_total"

@@ -13,7 +13,7 @@ from tests.vllm.live import command
 from tests.vllm.stock import Forwarded, forwarding
 from tests.vllm.test_answers import CHATS, COMPLETIONS, GREEDY, assert_same, streaming
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
 
 #: Several sequences cannot be handed over.
 ALONE = {"two choices", "several prompts", "echo"}

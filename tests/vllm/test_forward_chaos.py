@@ -12,7 +12,7 @@ from tests.chaos.stock_engines import StockCluster
 from tests.vllm.graph import PlainServer, descendants_of
 from tests.vllm.stock import CONNECTORS, PAIR_LEASE_S, StockEngine, StockPair, forwarding
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
 BACK_S = 300.0
 STEADY_S = 3.0

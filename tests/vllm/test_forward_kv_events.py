@@ -11,7 +11,7 @@ from tests.vllm.conftest import Stage
 from tests.vllm.graph import Graph, eventually
 from tests.vllm.stock import FORWARD, StockEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.vllm.graph import PlainServer, eventually
 from tests.vllm.stock import Forwarded, forwarded
 from tests.vllm.test_answers import CHATS, COMPLETIONS, assert_same, streaming
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.vllm.conftest import Stage
 from tests.vllm.graph import Command, eventually, sample_sum
 from tests.vllm.stock import StockEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("stock")]
 
 
 class Sidecar(Command):

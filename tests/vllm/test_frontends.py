@@ -20,7 +20,7 @@ from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together
 from tests.vllm.live import command
 from tests.vllm.test_unresponsive import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
 #: That all of them go to one of two processes has a chance of 2 ** -23.
 CONNECTIONS = 24

@@ -6,7 +6,7 @@ from tests.vllm.asking import ask, prompt_ids
 from tests.vllm.graph import Graph, eventually
 from tests.vllm.test_decisions import LIMIT, completion, counting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 BLOCK = 32
 CHOICES = "dynamo_lite_router_choices_total"

@@ -9,7 +9,7 @@ from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually
 from tests.vllm.test_decisions import counting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 REQUESTS = 200
 CONCURRENCY = 16

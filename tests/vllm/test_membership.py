@@ -19,7 +19,7 @@ from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually, sample_
 from tests.vllm.live import live_options
 from tests.vllm.test_decisions import REMOTE, counting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.takes_workers]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400), pytest.mark.takes_workers]
 
 JOBS = "dynamo_lite_prefill_jobs_total"
 

@@ -18,7 +18,7 @@ from tests.vllm.asking import assert_same, joined, prompt_ids, prose
 from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually
 from tests.vllm.test_membership import revoke
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 #: The path, and the body without what makes it a stream.
 Request = tuple[str, dict[str, Any]]
@@ -181,6 +181,7 @@ async def test_a_killed_decode_worker_costs_no_answer(
     await pair.settled()
 
 
+@pytest.mark.heavy
 async def test_a_drain_beyond_its_grace_moves_the_rest(
     pair: Graph, reference: PlainServer, tmp_path: Path
 ):
@@ -202,6 +203,7 @@ async def test_a_drain_beyond_its_grace_moves_the_rest(
     await pair.settled()
 
 
+@pytest.mark.heavy
 async def test_a_drain_moves_what_another_worker_finishes_sooner(
     pair: Graph, reference: PlainServer, tmp_path: Path
 ):

@@ -17,7 +17,7 @@ from tests.vllm.models import model_of
 from tests.vllm.test_decisions import BLOCK_BYTES, DECISIONS, LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 #: vLLM's CPU kernels for MLA take blocks of 16 tokens and no other size; the other backend
 #: of the CPU build runs on processors with AMX only.

@@ -7,7 +7,7 @@ from tests.vllm.graph import Graph, PlainServer, eventually
 from tests.vllm.test_decisions import LIMIT, REMOTE, completion
 from tests.vllm.test_discovery import links_tried
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
 
 def test_a_prefill_engine_with_another_rope_scaling_is_not_used(

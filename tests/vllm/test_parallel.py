@@ -17,7 +17,7 @@ from tests.vllm.graph import MODEL, UNCOMPILED, Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 #: Prompts of each round: full and begun blocks, one chunk and several.
 LENGTHS = (LIMIT + 1, LIMIT + 32, 1037, 2081)

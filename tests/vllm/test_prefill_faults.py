@@ -12,9 +12,7 @@ from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
 from tests.vllm.live import command
 from tests.vllm.slow import (
-    CLAIMS,
     LEASE_S,
-    QUEUE_SIZE,
     SLOW_OPTIONS,
     longs,
     outcomes,
@@ -24,7 +22,7 @@ from tests.vllm.slow import (
 from tests.vllm.test_decisions import counting
 from tests.vllm.test_prefix_read import COMPUTED, READS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 JOBS = "dynamo_lite_prefill_jobs_total"
 UNUSABLE = "dynamo_lite_prefill_workers_unusable"
@@ -35,39 +33,6 @@ RESUMES = "dynamo_lite_remote_prefill_resumes_total"
 @pytest.fixture
 def graph(slow: Graph) -> Graph:
     return slow
-
-
-async def test_a_hung_engine_costs_waiting_but_no_answer(graph: Graph, reference: PlainServer):
-    """The worker is alive and claims, but nothing is computed. It reports itself as unhealthy,
-    and no request waits for it any more. The blocks of its claimed attempts stay in quarantine
-    until the engine has reported that it will not write."""
-    waiting, more = longs(QUEUE_SIZE, seed=400), longs(1, seed=401)
-    expected = await tokens_of(reference.url, [*waiting, *more])
-    await graph.settled()
-    free = (await graph.pools())[0].free_blocks
-    silent, nobody = outcomes(graph, "writer_silent"), outcomes(graph, "no_writer")
-    since = counting(graph)
-    engine = graph.engine_pid("PrefillWorker")
-    os.kill(engine, signal.SIGSTOP)
-    try:
-        stuck = asyncio.create_task(tokens_of(graph.url, waiting))
-        await until(graph, lambda pool: pool.waiting == pool.queue_jobs == QUEUE_SIZE)
-        assert await stuck == expected[:QUEUE_SIZE]
-        assert outcomes(graph, "writer_silent") == silent + CLAIMS
-        assert outcomes(graph, "no_writer") == nobody + QUEUE_SIZE - CLAIMS
-        assert await tokens_of(graph.url, more) == expected[QUEUE_SIZE:]
-        assert since() == {"remote/long": QUEUE_SIZE, "local/no_prefill_worker": 1}
-        (pool,) = await graph.pools()
-        assert pool.quarantined == CLAIMS and pool.free_blocks < free
-        eventually(
-            lambda: graph.count("VllmWorker", "dynamo_lite_quarantined_attempts") == CLAIMS,
-            timeout_s=10,
-            what="the quarantine shows in the metrics",
-        )
-    finally:
-        os.kill(engine, signal.SIGCONT)
-    await graph.settled(free)
-    await works_remotely(graph, reference, seed=402)
 
 
 async def test_a_stopped_worker_leaves_the_graph_and_comes_back(

@@ -6,7 +6,7 @@ from tests.vllm.asking import ask, assert_same, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
 from tests.vllm.test_decisions import LIMIT, completion, counting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 BLOCK = 32
 READS = "dynamo_lite_prefix_reads_total"

@@ -18,7 +18,7 @@ from tests.vllm.conftest import Stage
 from tests.vllm.graph import NAMESPACE, PAIR_OPTIONS, Graph, PlainServer, sample_sum
 from tests.vllm.test_membership import load, under_load
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(450)]
 
 D, P = "VllmWorker", "PrefillWorker"
 OPTIONS = (*PAIR_OPTIONS, *(f"--{name}.switchable=true" for name in (D, P)))

@@ -61,7 +61,7 @@ NEEDS_BINARY = pytest.mark.skipif(
 )
 
 pytestmark = [
-    pytest.mark.vllm,
+    pytest.mark.heavy,
     pytest.mark.timeout(400),
     pytest.mark.usefixtures("agg"),
     NEEDS_BINARY,

@@ -13,7 +13,7 @@ from tests.vllm.test_edge import BAD_REQUESTS, post
 from tests.vllm.test_first_token import DIFFERENT, arrivals, arrived, handed_over
 from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY, ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), NEEDS_BINARY]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("disagg"), NEEDS_BINARY]
 
 
 @pytest.fixture(scope="module")

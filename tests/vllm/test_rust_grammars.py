@@ -10,7 +10,7 @@ from tests.vllm.test_edge import BAD_REQUESTS, post
 from tests.vllm.test_rust_edge import BINARY, CASES, CHAT, NEEDS_BINARY, ask
 from tests.vllm.test_rust_edge_remote import FOUND_BEHIND_IT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), NEEDS_BINARY]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300), NEEDS_BINARY]
 
 SCHEMA = {
     **CHAT,

@@ -11,7 +11,7 @@ from tests.vllm.graph import PAIR_OPTIONS, Graph, PlainServer, together
 from tests.vllm.models import model_of
 from tests.vllm.test_unresponsive import responsive, stopped, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
 CANARIES = "dynamo_lite_canaries_total"
 PARSER = "deepseek_r1"

@@ -24,7 +24,7 @@ from tests.vllm.slow import (
 from tests.vllm.test_decisions import counting
 from tests.vllm.test_prefix_read import COMPUTED
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.usefixtures("slow")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("slow")]
 
 LATE = "dynamo_lite_late_notices_total"
 MISMATCHES = "dynamo_lite_commit_mismatches_total"

@@ -25,7 +25,7 @@ from tests.vllm.slow import longs, outcomes, throttled, works_remotely
 from tests.vllm.test_decisions import counting
 from tests.vllm.test_slow_prefill import MISMATCHES
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 WRITES = "dynamo_lite_kv_transfer_seconds_count"
 _LISTEN_S = 10.0

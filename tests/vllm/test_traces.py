@@ -11,7 +11,7 @@ from tests.collector import Collector, Seen
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import Graph, eventually
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 #: Name, of which component, below which: all of a remote prefill.
 REMOTE = {

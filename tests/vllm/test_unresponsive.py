@@ -14,7 +14,7 @@ from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.test_decisions import REMOTE, counting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 MOVED = "dynamo_lite_requests_moved_total"
 UNRESPONSIVE = "dynamo_lite_workers_unresponsive"

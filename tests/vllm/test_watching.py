@@ -13,7 +13,7 @@ from tests.lacking import lacking
 from tests.vllm.asking import ask, prompt_ids
 from tests.vllm.graph import Graph
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PATIENCE_MS = 60_000
 

@@ -19,7 +19,7 @@ from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.vllm import first_token, requests
 from dynamo_lite.vllm.first_token import FirstTokenRules, stop_tokens
 from tests.builders import engine_metadata, prefill_job
-from tests.unit.test_requests import MODEL, message
+from tests.vllm.without_engines.test_requests import MODEL, message
 
 LIMIT = MODEL.max_model_len
 

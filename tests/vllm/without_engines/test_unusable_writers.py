@@ -26,8 +26,8 @@ from dynamo_lite.vllm.engine.fingerprint import check_peer
 from tests.builders import ENGINE, NAMESPACE, process_spec
 from tests.unit.decode_engine import WRITER, prompt
 from tests.unit.decode_session import OTHER, OtherEngine, Scene
-from tests.unit.test_fingerprint import engine
 from tests.unit.virtual import virtual
+from tests.vllm.without_engines.test_fingerprint import engine
 
 THIRD = 0xC
 

@@ -29,7 +29,7 @@ from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 from dynamo_lite.vllm.first_token import FirstTokenRules
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 from tests.builders import engine_metadata, eventually, prefill_job
-from tests.unit.test_requests import MODEL, message
+from tests.vllm.without_engines.test_requests import MODEL, message
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

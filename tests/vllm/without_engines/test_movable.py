@@ -67,7 +67,7 @@ def test_each_of_several_choices_has_a_seed_of_its_own():
     """vLLM gives child i of a seeded request the seed plus i: each replays by itself."""
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
-    from tests.unit.test_requests import core_request
+    from tests.vllm.without_engines.test_requests import core_request
 
     parent = ParentRequest(core_request(SamplingParams(temperature=1, n=3, seed=7)))
     children = [parent.get_child_info(index)[1] for index in range(3)]

@@ -21,7 +21,7 @@ from tests.unit.frontend_core import CoreScene, RecordingFailover
 from tests.vllm.graph import MODEL
 from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120), NEEDS_BINARY]
+pytestmark = [pytest.mark.timeout(120), NEEDS_BINARY]
 
 JSON = {"content-type": "application/json"}
 TEXT = {"model": "tiny", "prompt": [70, 71], "max_tokens": 4}

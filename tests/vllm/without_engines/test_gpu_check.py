@@ -25,6 +25,8 @@ from gpu_check.parts import PARTS, Part
 from gpu_check.report import CheckFailed, Outcome, Result, Skip, as_json, exit_code, line, summary
 from gpu_check.runner import run_apart, run_part
 
+pytestmark = pytest.mark.heavy
+
 CPU = Bench("cpu", "host memory", 1)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -240,7 +242,7 @@ def test_without_a_gpu_it_says_so_and_tries_nothing_on_it(capsys):
 
 @NO_GPU
 def test_the_command_prints_json():
-    script = Path(__file__).parents[2] / "scripts" / "gpu_check"
+    script = Path(__file__).parents[3] / "scripts" / "gpu_check"
     said = subprocess.run(
         [script, "--json", "--only", "write", "descriptors"],
         capture_output=True,
