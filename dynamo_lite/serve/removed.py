@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 #: `Section.key` of the configuration file to what to use instead.
-REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType({})
+REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "Frontend.canary": "nothing: heartbeats report an engine that does not work",
+    }
+)
 
 #: `command` or `command option` to what to use instead.
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType({})
