@@ -32,9 +32,6 @@ class PrefillOptions:
     #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
     #: is read from there; a shorter one is computed. More than the longest prompt: never read.
     min_prefix_read_length: PositiveOption = 128
-    #: Whether each layer's blocks are written as soon as a step has run the layer, not after the
-    #: step; only with vLLM's `enforce-eager`.
-    stream_layers: bool = False
 
 
 class DecodeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,6 +9,7 @@ from types import MappingProxyType
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
         "Frontend.canary": "nothing: heartbeats report an engine that does not work",
     }
 )

@@ -5,8 +5,7 @@ that needs a part of them; each write carries a notification. The last write int
 is the commit. Writes are not ordered, so it starts only when all earlier ones have ended.
 Writes are started and polled only while the fence is open. They are started only after the
 attempt's claim was granted, since the prompt is computed while the claim is on its way.
-`staging.py` converts blocks for peers with other blocks, `layer_stream.py` writes layers
-before the end of their step.
+`staging.py` converts blocks for peers with other blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 
 from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, Counters
 from dynamo_lite.disagg.messages import NOT_GRANTED, BlockWrite
-from dynamo_lite.disagg.prefill.layer_stream import LayerStream
 from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, split
@@ -23,7 +21,6 @@ from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.transfer.base import Mover, Transfer
-from dynamo_lite.transfer.block_map import BlockMap
 
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
@@ -57,9 +54,6 @@ class BlockWrites:
         self._stats, self._times = stats, times
         self._alive, self._verdict, self._grant_of, self._now = alive, verdict, grant_of, now
         self._attempts: dict[str, OutgoingAttempt] = {}
-        self._layers = LayerStream(
-            self._attempts, peers, self._is_granted, alive, self._start_layer
-        )
 
     def __bool__(self) -> bool:
         """Whether any attempt is left."""
@@ -83,15 +77,8 @@ class BlockWrites:
         attempt.queue += [(part, ready) for part in parts]
         attempt.local_ids.update(enumerate(write.local_ids, write.first))
 
-    def layer(self, writes: Sequence[BlockWrite], layer: str, ready: Ready) -> None:
-        """The step with these writes has launched this layer. ready: see `LayerStream.ran`."""
-        for write in writes:
-            self._open(write)
-        self._layers.ran(writes, layer, ready)
-
     def pump(self) -> None:
         """Starts what can start, and sees what has ended."""
-        self._layers.pump()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):
@@ -102,7 +89,6 @@ class BlockWrites:
         """Starts no write of the attempt any more."""
         if (attempt := self._attempts.get(attempt_id)) is not None:
             self._clear(attempt)
-            self._layers.forget(attempt_id)
 
     def unfinished(self, attempt_id: str) -> bool:
         """Whether any of its writes is in flight or waits."""
@@ -111,7 +97,6 @@ class BlockWrites:
 
     def close(self, attempt_id: str) -> str | None:
         """Forgets an attempt whose writes have all ended. Returns why not all was written."""
-        self._layers.forget(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return None
@@ -127,7 +112,6 @@ class BlockWrites:
         TransferError after 30 s.
         """
         deadline = self._now() + _PREEMPTION_DRAIN_S
-        self._layers.forget(*preempted)
         for attempt in [self._attempts[a] for a in preempted if a in self._attempts]:
             if any(write.last for write, _ in attempt.queue):
                 # The scheduler half counts the job as complete, and will not repeat the write.
@@ -156,7 +140,7 @@ class BlockWrites:
         write, ready = attempt.queue[0]
         if attempt.failure is None and not self._is_granted(attempt):
             return False
-        alone = write.last or attempt.again or self._layers.begun(write)
+        alone = write.last or attempt.again
         if attempt.failure is None and (not ready() or (alone and attempt.in_flight)):
             return False
         try:
@@ -202,8 +186,7 @@ class BlockWrites:
                 self._stats.add(FENCED)
                 break
             last = write.last and peer is peers[-1]
-            rest = self._layers.rest(write, peer)
-            transfer = self._write(attempt, write, peer, rest, notify=True)
+            transfer = self._write(attempt, write, peer)
             attempt.in_flight.append(InFlightWrite(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
@@ -228,28 +211,10 @@ class BlockWrites:
         while attempt.in_flight and self._now() < until:
             self._poll(attempt)
 
-    def _start_layer(
-        self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank, blocks: BlockMap
-    ) -> None:
-        started = self._now()
-        try:
-            layer = self._write(attempt, write, peer, blocks, notify=False)
-            attempt.in_flight.append(InFlightWrite(layer, started, last=False, slot=None))
-        except (TransferError, ValueError) as exc:
-            self._fail(attempt, exc)
-
-    def _write(
-        self,
-        attempt: OutgoingAttempt,
-        write: BlockWrite,
-        peer: RemoteRank,
-        where: BlockMap,
-        *,
-        notify: bool,
-    ) -> Transfer:
+    def _write(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer:
         local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
-        local_side, remote_side = where.descriptors(local_ids, write.remote_ids)
-        notice = self._notices.of(write, peer, attempt) if notify else b""
+        local_side, remote_side = peer.blocks.descriptors(local_ids, write.remote_ids)
+        notice = self._notices.of(write, peer, attempt)
         if attempt.slot is not None:
             local_side[:, 0] += np.uint64(attempt.slot.address)
         self._stats.add(BYTES, int(local_side[:, 1].sum()))

@@ -26,8 +26,7 @@ class InFlightWrite:
     last: bool
     #: The staging slot that it reads from; None if it reads blocks.
     slot: StagingSlot | None
-    #: None for a write of a single layer.
-    of: BlockWrite | None = None
+    of: BlockWrite
 
 
 @dataclass
@@ -89,7 +88,7 @@ class WriteTimes:
             return
         if flight.last:
             self._stats.add_stage("write", at - flight.started)
-        if flight.of is not None and flight.of.trace is not None:
+        if flight.of.trace is not None:
             note_child(
                 self._stats, "transfer", flight.of.trace, flight.started, at, _attributes(flight.of)
             )

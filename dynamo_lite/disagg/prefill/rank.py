@@ -99,12 +99,6 @@ class PrefillRank:
                 self._writes.stop(attempt_id)
         self._pump()
 
-    def layer(self, step: PrefillStep, layer: str, ready: Ready) -> None:
-        """The step has launched this layer; `step` follows. ready: see `LayerStream.ran`."""
-        self._peers.update(step)
-        self._writes.layer(step.writes, layer, ready)
-        self._pump()
-
     def drain_preempted(self, step: PrefillStep) -> None:
         """Ends all writes from blocks of preempted attempts; see `BlockWrites.drain`."""
         self._writes.drain(step.preempted)

@@ -12,7 +12,7 @@ from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, Scratch
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.block_map import BlockMap, LayerMaps
+from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.block_slices import parts_of
 from dynamo_lite.transfer.sharding import ShardMapping, join, writers
 from dynamo_lite.transfer.transpose import Layout
@@ -39,8 +39,6 @@ class RemoteRank:
     writers: int
     #: Regions of its blocks in a staging slot at address 0; empty without staging.
     slot_regions: list[KvRegion]
-    #: `blocks` by layer.
-    maps: LayerMaps
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,6 @@ class RemoteRanks:
         #: This engine's and the other engine's ranks, by connected engine.
         self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
         self._sources: dict[str, list[Source]] = {}
-
-    def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._connected
 
     def of(self, engine_id: str) -> list[RemoteRank]:
         """The ranks to write to; none if other ranks write everything. Raises TransferError."""
@@ -180,7 +175,6 @@ class RemoteRanks:
                     parts=parts_of(found),
                     writers=writers(lanes, index),
                     slot_regions=slot,
-                    maps=LayerMaps(found, devices),
                 )
             )
         self._connected[engine_id] = ranks
