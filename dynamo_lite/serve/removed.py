@@ -9,8 +9,9 @@ from types import MappingProxyType
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
         "Frontend.canary": "nothing: heartbeats report an engine that does not work",
+        "PrefillWorker.kv-checksum-rate": "nothing: contents of blocks are not compared",
+        "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
     }
 )
 

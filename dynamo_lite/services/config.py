@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import annotated_types as at
 
-from dynamo_lite.disagg.engine_config import PrefillOptions
 from dynamo_lite.policy.decision.lanes import ClientPriority
 from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.limits import contradictions
@@ -124,9 +123,12 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillWorkerConfig(PrefillOptions):
+class PrefillWorkerConfig:
     """The prefill worker."""
 
+    #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
+    #: is read from there; a shorter one is computed. More than the longest prompt: never read.
+    min_prefix_read_length: PositiveOption = 128
     #: Jobs that it holds at a time.
     concurrency: PositiveOption = 2
     #: Number of short and urgent jobs beside these (`queue.order: short-first`).

@@ -9,6 +9,7 @@ attempt's claim was granted, since the prompt is computed while the claim is on 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from dynamo_lite.disagg.messages import NOT_GRANTED, BlockWrite
 from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, split
-from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.transfer.base import Mover, Transfer
 
@@ -30,28 +32,27 @@ _COMMIT_POLL_S = 0.002
 
 
 class BlockWrites:
-    """memory: kind of the rank's memory. alive: whether the fence is open. verdict: whether the
-    claim of an attempt was granted, by its permit. grant_of: then, the id of the grant. now:
-    monotonic."""
+    """memory: kind of the rank's memory. rank: its index. alive: whether the fence is open.
+    verdict: whether the claim of an attempt was granted, by its permit. grant_of: then, the id of
+    the grant. now: monotonic."""
 
     def __init__(
         self,
         mover: Mover,
         memory: str,
+        rank: int,
         peers: RemoteRanks,
         staging: Staging,
-        notices: WriteNotifications,
         stats: Counters,
-        times: WriteTimes,
         *,
         alive: Callable[[], bool],
         verdict: Callable[[Permit], PermitVerdict],
         grant_of: Callable[[Permit], int],
         now: Callable[[], float],
     ):
-        self._mover, self._memory, self._peers = mover, memory, peers
-        self._staging, self._notices = staging, notices
-        self._stats, self._times = stats, times
+        self._mover, self._memory, self._rank = mover, memory, rank
+        self._peers, self._staging = peers, staging
+        self._stats, self._times = stats, WriteTimes(stats, rank)
         self._alive, self._verdict, self._grant_of, self._now = alive, verdict, grant_of, now
         self._attempts: dict[str, OutgoingAttempt] = {}
 
@@ -71,11 +72,14 @@ class BlockWrites:
 
     def add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started by `pump` as soon as it may start."""
-        attempt = self._open(write)
+        attempt = self._attempts.setdefault(
+            write.attempt, OutgoingAttempt(write.target_engine, write.permit)
+        )
+        if attempt.failure is None:
+            attempt.failure = self._peers.ensure_connected(write.target_engine)
         layout = self._peers.layout(write.target_engine)
         parts = [write] if layout is None else split(write, layout)
         attempt.queue += [(part, ready) for part in parts]
-        attempt.local_ids.update(enumerate(write.local_ids, write.first))
 
     def pump(self) -> None:
         """Starts what can start, and sees what has ended."""
@@ -126,14 +130,6 @@ class BlockWrites:
                         f"a write of a preempted job does not end within {_PREEMPTION_DRAIN_S:g} s",
                     )
                 self._poll(attempt)
-
-    def _open(self, write: BlockWrite) -> OutgoingAttempt:
-        attempt = self._attempts.setdefault(
-            write.attempt, OutgoingAttempt(write.target_engine, write.permit)
-        )
-        if attempt.failure is None:
-            attempt.failure = self._peers.ensure_connected(write.target_engine)
-        return attempt
 
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now; returns whether it was taken."""
@@ -214,13 +210,26 @@ class BlockWrites:
     def _write(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer:
         local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
         local_side, remote_side = peer.blocks.descriptors(local_ids, write.remote_ids)
-        notice = self._notices.of(write, peer, attempt)
         if attempt.slot is not None:
             local_side[:, 0] += np.uint64(attempt.slot.address)
         self._stats.add(BYTES, int(local_side[:, 1].sum()))
         self._stats.add(DESCRIPTORS, len(local_side))
         memory = (self._memory, peer.memory)
+        notice = self._notice(attempt, write, peer)
         return self._mover.write(peer.name, local_side, remote_side, memory=memory, notice=notice)
+
+    def _notice(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> bytes:
+        """The notification that the write carries."""
+        share: dict[str, Any] = {
+            "attempt": write.attempt,
+            "rank": self._rank,
+            "writers": peer.writers,
+            "parts": peer.parts,
+            "grant": attempt.grant,
+        }
+        if write.last:
+            return encode_sealed(Committed(num_blocks=write.num_blocks, **share))
+        return encode_sealed(Landed(first=write.first, num_blocks=len(write.remote_ids), **share))
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
         if not self._alive():

@@ -42,12 +42,8 @@ class OutgoingAttempt:
     #: Writes that were not started.
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     in_flight: list[InFlightWrite] = field(default_factory=list)
-    #: Local block by position in the attempt; if blocks of both engines have the same size.
-    local_ids: dict[int, int] = field(default_factory=dict)
     #: The staging slot of the first write in `queue`, if it has one.
     slot: StagingSlot | None = None
-    #: Running checksum by peer; written by `WriteNotifications`.
-    checksums: dict[str, int] = field(default_factory=dict)
     #: The next write repeats blocks of earlier writes, and must start after they have ended.
     again: bool = False
     #: Monotonic time when a write was last seen to have ended; written by `WriteTimes`.
