@@ -34,7 +34,7 @@ _SIZES = (32 * _KIB, 8 << 20)
 _DRAM = ("DRAM", "DRAM")
 _WRITE_S = 30.0
 _PEER = "target"
-#: Longer than most: attempt, grant, sampled blocks and their checksum.
+#: Longer than most.
 _NOTICE = bytes(300)
 
 

@@ -1,18 +1,15 @@
-"""Parts `transposition` and `checksums`: copies within one device."""
+"""Part `transposition`: copies within one device."""
 
 import random
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.transfer.digest import Span, checksum
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout, units_of
-from dynamo_lite.vllm.engine.device_reads import GatheredReads, memory_reader
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
 from gpu_check.bench import Bench
 from gpu_check.memory import regions
@@ -20,8 +17,6 @@ from gpu_check.report import CheckFailed, Figures
 
 _LAYERS, _HEADS, _VALUES = 3, 4, 128
 _SLOT_BYTES = 8 << 20
-#: Clock cycles of a kernel that keeps the device busy, about 0.4 s.
-_BUSY_CYCLES = 800_000_000
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,7 @@ def _transposed(case: _Case, bench: Bench) -> Iterator[tuple[str, bytes, bytes, 
     transposer = TorchTransposer([t.untyped_storage() for t in pool], _SLOT_BYTES)
     kernel, strided = transposer._copy, transposer._strided_copy
     copies = {"torch": strided} if kernel == strided else {"triton": kernel, "torch": strided}
-    spans = [
-        (transposer.address + region.base, count * region.block_bytes) for region in layout.regions
-    ]
+    slices = [slice(r.base, r.base + count * r.block_bytes) for r in layout.regions]
     for name, copy in copies.items():
         transposer._copy = copy
         took_s = 0.0
@@ -95,7 +88,8 @@ def _transposed(case: _Case, bench: Bench) -> Iterator[tuple[str, bytes, bytes, 
             while not filled():
                 pass
             took_s = time.perf_counter() - started
-        yield name, b"".join(transposer.read(spans)), expected, took_s
+        staged = transposer._staging.cpu().numpy()
+        yield name, b"".join(staged[part].tobytes() for part in slices), expected, took_s
 
 
 def _layer(
@@ -132,62 +126,6 @@ def _by_hand(
     if heads_first:
         blocks = blocks.transpose(1, 2)
     return blocks.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def checksums(bench: Bench) -> Figures:
-    """A checksum on the device must equal that of a copy on the host.
-
-    It must not wait for running kernels.
-    """
-    device = torch.device(bench.here)
-    layers, blocks = 36, 64
-    memory = torch.randint(
-        0, 256, (layers * blocks * 16384,), dtype=torch.uint8, device=device
-    ).view(torch.int16)
-    pool = memory.view(layers, blocks, 4, 16, 128)
-    where = [region for layer in range(layers) for region in regions(str(layer), pool[layer])]
-    storage = memory.untyped_storage()
-    read = memory_reader([storage]) if bench.on_gpu else GatheredReads([storage])
-    copy = memory.cpu().view(torch.uint8).numpy()
-    base = memory.data_ptr()
-
-    def on_host(spans: Sequence[Span]) -> Iterator[bytes]:
-        for address, length in spans:
-            yield copy[address - base : address - base + length].tobytes()
-
-    ids = random.Random(1).sample(range(blocks), 26)
-    expected = checksum(where, ids, on_host)
-    found = checksum(where, ids, read)
-    if found != expected:
-        raise CheckFailed(f"{found:08x} on the device, {expected:08x} on the host")
-    _wait(device)
-    busy = _busy_event(device)
-    started = time.perf_counter()
-    again = checksum(where, ids, read)
-    seconds = time.perf_counter() - started
-    if again != expected:
-        raise CheckFailed(f"{again:08x} while a kernel runs, {expected:08x} before it")
-    if busy is not None and busy.query():
-        raise CheckFailed("the checksum waited for kernels of another stream")
-    size = len(ids) * layers * 16384
-    return {"MiB": size / (1 << 20), "ms": seconds * 1e3, "CRC-32 alone ms": _crc_ms(size)}
-
-
-def _busy_event(device: torch.device) -> "torch.cuda.Event | None":
-    """An event after a long kernel on the current stream; None on the CPU."""
-    if device.type == "cpu":
-        return None
-    torch.cuda._sleep(_BUSY_CYCLES)
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def _crc_ms(size: int) -> float:
-    data = bytes(size)
-    started = time.perf_counter()
-    zlib.crc32(data)
-    return (time.perf_counter() - started) * 1e3
 
 
 def _wait(device: torch.device) -> None:

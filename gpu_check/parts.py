@@ -39,7 +39,6 @@ PARTS: Sequence[Part] = (
         "gpu_check.kernels",
         "blocks are rearranged for another layout",
     ),
-    Part("checksums", "gpu_check.kernels", "checksums on the device equal those on the host"),
     Part(
         "descriptors",
         "gpu_check.descriptors",

@@ -104,7 +104,7 @@ def _timed(link: PoolLink, number: int) -> float:
 def events(bench: Bench) -> Figures:
     """A prefill rank's write must wait for the kernels that compute its blocks."""
     with Peer(bench.there) as peer, Pool(_name(), bench.here) as pool:
-        rank = PrefillRank(pool.mover, pool.rank, 0, _always, checksum_rate=1.0, read=pool.read)
+        rank = PrefillRank(pool.mover, pool.rank, 0, _always)
         blocks = list(range(16))
         pool.fill(seed=1)
         old = pool.checksum(blocks)

@@ -7,34 +7,17 @@ credentials and engines log their configuration. vLLM's configuration names the 
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import annotated_types as at
 import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.protocol.options import DisaggOptions, PositiveOption
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
 ENGINE_CONFIG_FILE = "dynamo_lite_engine_config"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillOptions:
-    """How a prefill engine does its jobs."""
-
-    #: Share of each job's blocks whose contents the decode worker checks before use, 0 to 1.
-    kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
-    #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
-    #: is read from there; a shorter one is computed. More than the longest prompt: never read.
-    min_prefix_read_length: PositiveOption = 128
-    #: Whether each layer's blocks are written as soon as a step has run the layer, not after the
-    #: step; only with vLLM's `enforce-eager`.
-    stream_layers: bool = False
 
 
 class DecodeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,7 +37,7 @@ class PrefillEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     #: The file of the lease's fence (`runtime/fence.py`).
     fence_path: str
-    options: PrefillOptions
+    min_prefix_read_length: int
     queue: QueueConfig
 
 

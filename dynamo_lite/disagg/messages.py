@@ -121,7 +121,7 @@ class RankResults:
     sent: set[str] = field(default_factory=set)
     #: Their KV has arrived.
     received: set[str] = field(default_factory=set)
-    #: Their KV will not arrive, or is not what was sent: the engine must compute it.
+    #: Their KV will not arrive, or its commits do not fit: the engine must compute it.
     lost: set[str] = field(default_factory=set)
 
 

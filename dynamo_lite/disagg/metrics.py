@@ -116,7 +116,7 @@ _METRICS = {
     counters.MISMATCH: partial(
         Counter,
         "dynamo_lite_commit_mismatches",
-        "Commits whose blocks did not hold what their writer sent; they are computed locally",
+        "Attempts whose commits did not fit their blocks; they are computed locally",
     ),
     counters.FLIGHT_WAIT: partial(
         Counter,

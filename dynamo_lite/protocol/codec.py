@@ -23,7 +23,8 @@ peer would misread a new one):
    a decode engine accepts no notification without it.
 7: messages over NATS that the graph's secret authenticates have a nonce, so that no reply answers
    two requests (`runtime/authenticated.py`).
-8: without what 0.3.0 took away: link tests, changes of role, backlogs among engines.
+8: without what 0.3.0 took away: link tests, changes of role, backlogs among engines,
+   checksums of blocks.
 """
 
 import hashlib

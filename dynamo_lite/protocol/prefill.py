@@ -228,9 +228,6 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: First of the attempt's blocks that were written.
     first: Natural
     num_blocks: Natural
-    #: Positions in the attempt.
-    sampled: list[Natural] = []
-    checksum: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
     writers: Positive = 1
     parts: list[Part] = []
     grant: GrantId = 0
@@ -244,10 +241,6 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: Annotated[int, msgspec.Meta(ge=0)]
     #: Blocks of the attempt that it has written.
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
-    #: Positions among these blocks whose contents, in these parts, `checksum` covers (see
-    #: `transfer/digest.py`); empty: unchecked.
-    sampled: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    checksum: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
     #: How many ranks write into this decode rank. Its KV is complete when all have committed.
     writers: Annotated[int, msgspec.Meta(gt=0)] = 1
     #: The bytes of each block that this rank writes.

@@ -40,8 +40,6 @@ _CLOCK_SLACK_S = 0.1
 
 #: Takes the id of a request that gets no further delta, and the error that ended it.
 OnEnded = Callable[[str, DynamoLiteError], None]
-#: Takes the lease id of a worker that gave tokens, and whether first tokens were among them.
-OnTokens = Callable[[int, bool], None]
 
 
 class FailoverClient:
@@ -51,8 +49,6 @@ class FailoverClient:
     members: returns the workers that may be picked.
     on_deltas: takes deltas under the requests' own ids.
     on_ended: see OnEnded; it may call `abort`.
-    on_tokens: called with the lease id of a worker whenever it gives tokens, and with whether
-        first tokens of a request were among them.
     max_moves: losses of a worker that a request survives.
     move_wait_s: how long a request that lost its worker waits for another one.
     costs: measures the requests, for the choice of those that move off a leaving worker.
@@ -66,7 +62,6 @@ class FailoverClient:
         picker: Picker | WorkerSelector,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
-        on_tokens: OnTokens = lambda lease_id, first: None,
         max_moves: int = 3,
         move_wait_s: float = 15.0,
         costs: FlightCosts | None = None,
@@ -74,7 +69,6 @@ class FailoverClient:
         self.stats = FailoverStats()
         self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
-        self._on_tokens = on_tokens
         self._on_ended = on_ended
         self._max_moves = max_moves
         self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
@@ -197,7 +191,6 @@ class FailoverClient:
     def take_deltas(self, deltas: list[TokenDelta]) -> None:
         taken: list[TokenDelta] = []
         ended: list[tuple[MigratingRequest, DynamoLiteError]] = []
-        self._report_tokens(deltas)
         for delta in deltas:
             flight = self._attempts.get(delta.request_id)
             if flight is None or flight.holds_back(delta):
@@ -224,14 +217,6 @@ class FailoverClient:
             self._on_deltas(taken)
         for flight, error in ended:
             self._end(flight, error)
-
-    def _report_tokens(self, deltas: list[TokenDelta]) -> None:
-        flights = (self._attempts.get(delta.request_id) for delta in deltas)
-        worker = next(
-            (f.member for f in flights if f and f.member is not None and f.held is None), None
-        )
-        if worker is not None:  # the same for all deltas: they came on one connection
-            self._on_tokens(worker.lease_id, any(delta.prefill is not None for delta in deltas))
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 #: `Section.key` of the configuration file to what to use instead.
-REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType({})
+REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "Frontend.canary": "nothing: heartbeats report an engine that does not work",
+        "PrefillWorker.kv-checksum-rate": "nothing: contents of blocks are not compared",
+        "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
+    }
+)
 
 #: `command` or `command option` to what to use instead.
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType({})

@@ -25,7 +25,7 @@ def check_switchable(config: GraphConfig) -> None:
             ]
         )
     decode, prefill = found
-    if mistakes := [*_differences(decode, prefill), *_not_served(decode, prefill)]:
+    if mistakes := [*_differences(decode, prefill), *_not_served(decode)]:
         raise ConfigError(mistakes)
 
 
@@ -52,17 +52,12 @@ def _differences(decode: ServiceConfig, prefill: ServiceConfig) -> list[str]:
     ]
 
 
-def _not_served(decode: ServiceConfig, prefill: ServiceConfig) -> list[str]:
+def _not_served(decode: ServiceConfig) -> list[str]:
     mistakes: list[str] = []
     if not decode.options.get("remote_prefill"):
         mistakes.append(
             f"{decode.service.name}.remote-prefill is false: an engine without remote prefills has"
             " no connector, and cannot be switchable"
-        )
-    if prefill.options.get("stream_layers") and not prefill.flags.get("enforce-eager"):
-        mistakes.append(
-            f"{prefill.service.name}.stream-layers needs enforce-eager: true, for both roles of"
-            " switchable workers"
         )
     return mistakes
 

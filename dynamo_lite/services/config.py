@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import annotated_types as at
 
-from dynamo_lite.disagg.engine_config import PrefillOptions
 from dynamo_lite.policy.decision.lanes import ClientPriority
 from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.limits import contradictions
@@ -42,21 +41,6 @@ class KvRouterOptions(KvRoutingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CanaryOptions:
-    """Canaries: requests that the Frontend sends to idle workers, to test them."""
-
-    #: A worker that has answered no request for this long is sent a canary; 0: never.
-    interval_s: Annotated[float, at.Ge(0)] = 0.0
-    #: Timeout of the canary's answer. After it the canary is aborted, and the worker leaves the
-    #: rotation.
-    timeout_s: SecondsOption = 10.0
-    #: Length of the answer, in tokens.
-    max_tokens: Annotated[int, at.Gt(0), at.Le(64)] = 1
-    #: Limit on the canaries of all workers together.
-    max_per_minute: Annotated[int, at.Gt(0), at.Le(600)] = 30
-
-
-@dataclass(frozen=True, kw_only=True)
 class FrontendConfig(AdmissionOptions):
     """The HTTP edge: vLLM's OpenAI app in Python, or vLLM's frontend in Rust."""
 
@@ -73,7 +57,6 @@ class FrontendConfig(AdmissionOptions):
     router: Literal["round-robin", "random", "kv", "component"] = "round-robin"
     #: Used with `router: kv`.
     kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
-    canary: CanaryOptions = field(default_factory=CanaryOptions)
     #: How long a worker may take to accept a request.
     request_timeout_s: SecondsOption = 5.0
     #: Time limit of a request, from its headers to its last token, unless it has the header
@@ -140,9 +123,12 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillWorkerConfig(PrefillOptions):
+class PrefillWorkerConfig:
     """The prefill worker."""
 
+    #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
+    #: is read from there; a shorter one is computed. More than the longest prompt: never read.
+    min_prefix_read_length: PositiveOption = 128
     #: Jobs that it holds at a time.
     concurrency: PositiveOption = 2
     #: Number of short and urgent jobs beside these (`queue.order: short-first`).

@@ -8,7 +8,6 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
-    PrefillOptions,
 )
 from dynamo_lite.protocol.options import DisaggOptions, subset
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig, QueueOptions
@@ -128,7 +127,7 @@ def decode_role(config: VllmWorkerConfig, component: str) -> DecodeEngineConfig:
 def prefill_role(config: PrefillWorkerConfig, *, fence_path: str) -> PrefillEngineConfig:
     return PrefillEngineConfig(
         fence_path=fence_path,
-        options=subset(PrefillOptions, config),
+        min_prefix_read_length=config.min_prefix_read_length,
         queue=QueueConfig.of(config.queue),
     )
 

@@ -97,8 +97,6 @@ class Intruder:
             self._rng.choice(self._commits),
             attempt=job.attempt,
             num_blocks=len(job.block_ids),
-            sampled=[],
-            checksum=0,
         )
         self._send(target, encode_sealed(commit))
 

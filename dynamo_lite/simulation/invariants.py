@@ -227,7 +227,7 @@ class Judge:
     def count_engine(self, counts: Mapping[str, Any]) -> None:
         for name, value in counts.items():
             if name == MISMATCH:
-                self.violate(f"{value} commits did not hold")
+                self.violate(f"{value} commits did not fit")
             if isinstance(value, int):  # seconds are no counts
                 self.counts[name] += value
             elif name == "ended":

@@ -103,11 +103,6 @@ class Scenario:
     planner: PlannerScenario | None = None
 
     @property
-    def kv_checksum_rate(self) -> float:
-        """0 in every other run: a checksum hides wrong KV from the client."""
-        return 0.5 * (self.seed % 2)
-
-    @property
     def max_deliver(self) -> int:
         """In one run of three a job is used up after one delivery."""
         return 1 + self.seed // 3 % 3

@@ -40,7 +40,6 @@ def prefill_options(scenario: Scenario) -> dict[str, Any]:
     return msgspec.to_builtins(
         PrefillWorkerConfig(
             queue=_queue_options(scenario),
-            kv_checksum_rate=scenario.kv_checksum_rate,
             min_prefix_read_length=_READ_TOKENS,
         )
     )

@@ -4,13 +4,12 @@ A map is made once per peer, so that a job takes a few array operations and no l
 layers and blocks.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamo_lite.protocol.records import KvRegion
-from dynamo_lite.transfer.sharding import ShardMapping
 
 #: Shape (n, 3): address, length in bytes, device index. The i-th local descriptor is
 #: copied to the i-th remote one.
@@ -87,28 +86,6 @@ class BlockMap:
         local[..., 1] = remote[..., 1] = size * counts
         local[..., 2], remote[..., 2] = self._devices
         return local.reshape(-1, 3), remote.reshape(-1, 3)
-
-
-class LayerMaps:
-    """Block maps of single layers, made on first use.
-
-    lanes: to the peer. devices: as for `BlockMap`.
-    """
-
-    def __init__(self, lanes: Sequence[ShardMapping], devices: tuple[int, int]):
-        self._lanes, self._devices = lanes, devices
-        self.layers = frozenset(lane.local.layer for lane in lanes)
-        self._maps: dict[frozenset[str], BlockMap] = {}
-
-    def of(self, layers: Set[str]) -> BlockMap:
-        """Returns the block map of `layers` (must not be empty)."""
-        wanted = frozenset(layers)
-        found = self._maps.get(wanted)
-        if found is None:
-            mine = [lane for lane in self._lanes if lane.local.layer in wanted]
-            found = BlockMap([(lane.local, lane.remote) for lane in mine], self._devices)
-            self._maps[wanted] = found
-        return found
 
 
 def _joined(

@@ -6,10 +6,9 @@ blocks.
 
 from collections.abc import Iterable, Sequence
 
-from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import KvRegion
-from dynamo_lite.transfer.sharding import ShardMapping, cut
+from dynamo_lite.transfer.sharding import ShardMapping
 
 
 def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
@@ -26,26 +25,13 @@ def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
     return parts
 
 
-def regions_of_parts(regions: Sequence[KvRegion], parts: Iterable[Part]) -> list[KvRegion]:
-    """Returns the rank's regions cut to the parts, in their order. Raises ProtocolError."""
-    found: list[KvRegion] = []
-    for part in parts:
-        if part.first + part.count > len(regions):
-            raise ProtocolError(f"{part}: there are only {len(regions)} regions")
-        for region in regions[part.first : part.first + part.count]:
-            if part.offset + part.length > region.block_bytes:
-                raise ProtocolError(f"{part}: blocks have only {region.block_bytes} bytes")
-            found.append(cut(region, part.offset, part.length))
-    return found
-
-
 def hole(regions: Sequence[KvRegion], parts: Iterable[Part]) -> str | None:
-    """Returns what the parts miss of the rank's blocks or name twice; None if nothing.
-
-    The parts must have passed `regions_of_parts`.
-    """
+    """Returns what the parts miss of the rank's blocks, name twice or have outside of them; None
+    if nothing."""
     spans: list[list[tuple[int, int]]] = [[] for _ in regions]
     for part in parts:
+        if part.first + part.count > len(regions):
+            return f"{part}: there are only {len(regions)} regions"
         for index in range(part.first, part.first + part.count):
             spans[index].append((part.offset, part.offset + part.length))
     for region, brought in zip(regions, spans, strict=True):

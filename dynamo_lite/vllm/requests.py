@@ -64,21 +64,6 @@ def generate_request(
     return message, migration_plan(params, causal=causal)
 
 
-def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateRequest:
-    """A request for any model. Its prompt is too short to be cached or prefilled remotely."""
-    params = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-    )
-    return GenerateRequest(
-        request_id=request_id,
-        client_id="",  # filled in by the transport
-        prompt_token_ids=[1, 2, 3],
-        sampling=sampling_to_bytes(params),
-        arrival_time=time.time(),
-        timeout_s=timeout_s,
-    )
-
-
 def _sampling(request: EngineCoreRequest) -> SamplingParams:
     """The sampling parameters of a supported request. Raises VLLMValidationError."""
     params = request.sampling_params

@@ -116,7 +116,6 @@ def main() -> None:
                 engine.ranks[index],
                 index,
                 lambda: True,
-                checksum_rate=1.0,
                 open_transposer=engine.transposer(index),
                 scratch=engine.scratch[index],
             )

@@ -177,7 +177,8 @@ async def test_the_healthy_ones_are_looked_through_only_after_a_change(graph: Gr
         graph.monitor.shows_life(A)
         assert await graph.next_turn() == ({A}, set())
         assert graph.responsive() == [A, B]
-        graph.monitor.mark_unhealthy(A, "a canary failed")
+        await graph.beat(A, 1000, ok=False)
+        assert await graph.next_turn() == (set(), {A})
         assert graph.responsive() == [B]
         await graph.leave(A)
         assert graph.responsive() == [B]

@@ -20,7 +20,6 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
-    PrefillOptions,
     write_engine_config,
 )
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
@@ -154,7 +153,7 @@ class Roles:
 
     def prefill(self, **changes: Any) -> EngineConfig:
         role = PrefillEngineConfig(
-            fence_path=str(self._fence.path), options=PrefillOptions(), queue=QueueConfig()
+            fence_path=str(self._fence.path), min_prefix_read_length=128, queue=QueueConfig()
         )
         return self.decode(role=role, **changes)
 

@@ -28,7 +28,6 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.fence import FenceReader
-from dynamo_lite.transfer.digest import read_dram
 from dynamo_lite.transfer.nixl import NixlMover
 from tests.contract.zombie_peer import (
     BLOCK_BYTES,
@@ -183,7 +182,7 @@ class GrantingTarget(Target):
 
     def __init__(self):
         super().__init__()
-        self.rank = DecodeRank(self.mover, self._rank, read_dram)
+        self.rank = DecodeRank(self.mover, self._rank)
         self.received: list[str] = []
         self.lost: list[str] = []
         self.heard = 0

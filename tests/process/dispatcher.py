@@ -12,7 +12,9 @@ from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -23,24 +25,38 @@ from tests.process.null_graph import FIRST_TOKEN, LETTERS
 TOKENS = 30
 
 
+class _CountingClient(RemoteGenerateClient):
+    def __init__(self, client_id: str, on_deltas: OnDeltas, on_lost: OnLost):
+        super().__init__(client_id, self._count, on_lost)
+        self._then = on_deltas
+        #: Lease of a worker to the steps in which it gave tokens.
+        self.gave: Counter[int] = Counter()
+        self._workers: dict[str, int] = {}
+
+    async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
+        self._workers[request.request_id] = member.lease_id
+        await super().submit(member, request)
+
+    def _count(self, deltas: list[TokenDelta]) -> None:
+        self.gave[self._workers[deltas[0].request_id]] += 1  # all deltas are of one worker
+        self._then(deltas)
+
+
 class Dispatcher:
     """Use `dispatching`."""
 
     def __init__(self, roster: Roster):
         self.roster = roster
-        #: Lease of a worker to the steps in which it gave tokens.
-        self.gave: Counter[int] = Counter()
         self.answers = 0
         self._numbers = itertools.count()
         self._tokens: dict[str, list[int]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
         self.client = FailoverClient(
-            lambda on_deltas, on_lost: RemoteGenerateClient("front", on_deltas, on_lost),
+            self._transport,
             members=lambda: roster.members,
             picker=RoundRobin(),
             on_deltas=self._on_deltas,
             on_ended=self._on_ended,
-            on_tokens=lambda lease_id, _: self.gave.update([lease_id]),
         )
         roster.on_change(lambda *_: self.client.transport.retain(roster.members))
 
@@ -62,6 +78,11 @@ class Dispatcher:
         """Requests one after another, until it is cancelled."""
         while True:
             await self.generate()
+
+    def _transport(self, on_deltas: OnDeltas, on_lost: OnLost) -> RemoteGenerateClient:
+        transport = _CountingClient("front", on_deltas, on_lost)
+        self.gave = transport.gave
+        return transport
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -14,7 +14,6 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
-    PrefillOptions,
 )
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
@@ -153,9 +152,7 @@ class Pair:
         assert self.decode.metadata is not None
         key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
         await store.put(key, encode_engine(self.decode.metadata))
-        role = PrefillEngineConfig(
-            fence_path="", options=PrefillOptions(min_prefix_read_length=4), queue=QUEUE
-        )
+        role = PrefillEngineConfig(fence_path="", min_prefix_read_length=4, queue=QUEUE)
         self.prefill = await self.engine("prefill", role)
         self.jobs = PrefillJobs(
             namespace="t",

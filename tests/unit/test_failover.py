@@ -55,22 +55,6 @@ async def test_a_killed_worker_s_request_goes_on_exactly(plan: MigrationPlan):
         assert fake.running() == {}
 
 
-@virtual
-async def test_who_gives_tokens_is_told():
-    told: list[tuple[int, bool]] = []
-
-    def on_tokens(lease_id: int, first: bool) -> None:
-        told.append((lease_id, first))
-
-    async with cluster(on_tokens=on_tokens) as (fake, client):
-        await client.submit(A, movable=CONTINUE)
-        await steps(3)
-        assert told == [(1, True), (1, False), (1, False)]
-        fake.kill(1)
-        await to_the_end(client)
-        assert told[3] == (2, True) and set(told[4:]) == {(2, False)}
-
-
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
 @virtual
 async def test_what_is_said_once_per_request_is_told_once(plan: MigrationPlan):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.bridge import OpenSession
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig, PrefillOptions
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
     PrefillStep,
     PrefixRead,
@@ -222,9 +222,7 @@ class Half:
             lease_ttl_s=5.0,
             nats_url="",
             etcd_url="",
-            role=PrefillEngineConfig(
-                fence_path="", options=PrefillOptions(min_prefix_read_length=8), queue=QueueConfig()
-            ),
+            role=PrefillEngineConfig(fence_path="", min_prefix_read_length=8, queue=QueueConfig()),
         )
         self.half = PrefillScheduler(
             link,

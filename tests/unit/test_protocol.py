@@ -643,15 +643,13 @@ GOLDEN = [
             attempt="a1",
             rank=1,
             num_blocks=63,
-            sampled=[2],
-            checksum=7,
             writers=2,
             parts=[Part(0, 4, 64, 128)],
             grant=7,
         ),
         prefill.decode_notice,
-        b"\x89\xa4type\xa9Committed\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?"
-        b"\xa7sampled\x91\x02\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80\xa5grant\x07",
+        b"\x87\xa4type\xa9Committed\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?"
+        b"\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80\xa5grant\x07",
     ),
     (
         Landed(
@@ -659,15 +657,13 @@ GOLDEN = [
             rank=1,
             first=16,
             num_blocks=8,
-            sampled=[20],
-            checksum=7,
             writers=2,
             parts=[Part(0, 4, 64, 128)],
             grant=7,
         ),
         prefill.decode_notice,
-        b"\x8a\xa4type\xa6Landed\xa7attempt\xa2a1\xa4rank\x01\xa5first\x10\xaanum_blocks\x08"
-        b"\xa7sampled\x91\x14\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80\xa5grant\x07",
+        b"\x88\xa4type\xa6Landed\xa7attempt\xa2a1\xa4rank\x01\xa5first\x10\xaanum_blocks\x08"
+        b"\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80\xa5grant\x07",
     ),
     (
         STATUS,

@@ -9,7 +9,6 @@ import pytest
 
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.services.config import (
-    CanaryOptions,
     FrontendConfig,
     KvRouterOptions,
     PrefillWorkerConfig,
@@ -23,7 +22,6 @@ REFERENCE = Path("docs/configuration.md")
 TABLES = {
     "## `Frontend`": FrontendConfig,
     "`kv-router`, as in": KvRouterOptions,
-    "`canary`, as in": CanaryOptions,
     "## `Processor`": ProcessorConfig,
     "## `VllmWorker`": VllmWorkerConfig,
     "## `PrefillWorker`": PrefillWorkerConfig,

@@ -12,7 +12,7 @@ FLAGS = {"model": "m", "max-num-seqs": 8, "enforce-eager": True}
 
 
 def service(name: str, **changes: Any) -> Any:
-    options = {"switchable": True, "remote_prefill": True, "stream_layers": False}
+    options = {"switchable": True, "remote_prefill": True}
     given = {
         "flags": FLAGS,
         "later_env": {"A": "1"},
@@ -42,7 +42,7 @@ def test_the_same_arguments_are_accepted():
 
 
 def test_both_roles_must_be_switchable():
-    off = {"switchable": False, "remote_prefill": True, "stream_layers": False}
+    off = {"switchable": False, "remote_prefill": True}
     (mistake,) = mistakes(graph(PrefillWorker={"options": off}))
     assert mistake.startswith("VllmWorker.switchable: ")
     check_switchable(graph(VllmWorker={"options": off}, PrefillWorker={"options": off}))
@@ -79,8 +79,3 @@ def test_options_of_a_role_that_the_engine_cannot_serve():
     no_remote = {"switchable": True, "remote_prefill": False}
     (mistake,) = mistakes(graph(VllmWorker={"options": no_remote}))
     assert mistake.startswith("VllmWorker.remote-prefill is false")
-    streams = {"switchable": True, "stream_layers": True}
-    flags = {"model": "m"}
-    lazy = {"options": streams, "flags": flags}
-    (mistake,) = mistakes(graph(VllmWorker={"flags": flags}, PrefillWorker=lazy))
-    assert mistake.startswith("PrefillWorker.stream-layers needs enforce-eager")

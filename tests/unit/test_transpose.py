@@ -100,8 +100,8 @@ def test_every_token_of_every_head_lies_where_the_receiver_has_it(write):
         for region, lane in zip(layout.regions, mine, strict=True):
             for position, block in enumerate(remote_ids):
                 at = transposer.address + region.base + position * region.stride_bytes
-                copied = b"".join(transposer.read([(at, region.block_bytes)]))
-                assert copied == b"".join(transposer.read([(at + slot, region.block_bytes)]))
+                copied = ctypes.string_at(at, region.block_bytes)
+                assert copied == ctypes.string_at(at + slot, region.block_bytes)
                 to = lane.remote.base + block * lane.remote.stride_bytes
                 ctypes.memmove(to, copied, len(copied))
     for shard in [shard for rank in target.shards for shard in rank]:

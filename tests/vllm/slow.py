@@ -20,13 +20,12 @@ QUEUE_SIZE, MAX_JOBS = 4, 8
 CLAIMS = 2 + 1
 LEASE_S = 5
 #: Impatient, and quick to notice the dead. Chunks of one block: a prefill is under way long
-#: enough to be caught half-way. The broker takes few jobs, and every block is checked.
+#: enough to be caught half-way. The broker takes few jobs.
 SLOW_OPTIONS = (
     f"--Graph.lease-ttl-s={LEASE_S}",
     f"--Common.queue.max-jobs={MAX_JOBS}",
     "--PrefillWorker.max-num-batched-tokens=32",
     "--PrefillWorker.max-num-seqs=4",
-    "--PrefillWorker.kv-checksum-rate=1",
     "--VllmWorker.remote-prefill-timeout-s=20",
     f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
     # Queued jobs must stay on the queue while the worker is stopped.

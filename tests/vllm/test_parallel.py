@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_lite.policy.attempts.instructions import Outcome
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import MODEL, UNCOMPILED, Graph, PlainServer, together
+from tests.vllm.graph import UNCOMPILED, Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
@@ -31,7 +31,6 @@ TENSOR: dict[str, Any] = {
     "tensor-parallel-size": 2,
     **{f"ServiceArgs.env.{key}": value for key, value in UNCOMPILED.items()},
 }
-EARLY: dict[str, Any] = {"stream-layers": True}
 #: vLLM's CPU build runs stages behind the first only after its warm-up for compiled models.
 PIPELINE: dict[str, Any] = {
     "pipeline-parallel-size": 2,
@@ -80,15 +79,12 @@ async def test_answers_are_the_same_across_parallelism(
     """The decode worker of two ranks is written to by the graph's own prefill worker, by one of
     two ranks, and, when that has left, by one of two stages. Idle ranks poll: more of them at a
     time would leave other processes of a small machine without its cores for seconds."""
-    tensor = Joined(tmp_path / "tensor", disagg, "PrefillWorker", TENSOR | EARLY)
+    tensor = Joined(tmp_path / "tensor", disagg, "PrefillWorker", TENSOR)
     pipeline = Joined(tmp_path / "pipeline", disagg, "PrefillWorker", PIPELINE)
     decode = Joined(tmp_path / "decode", disagg, "VllmWorker", TENSOR)
     before = failures(disagg)
     with together([tensor, decode]):
         await _ask_until([tensor, decode], disagg, reference)
-        writes = tensor.count("PrefillWorker", "dynamo_lite_kv_transfer_seconds_count")
-        layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
-        assert writes >= SHARE * layers
         tensor.stop()
         with together([pipeline]):
             await _ask_until([pipeline], disagg, reference)

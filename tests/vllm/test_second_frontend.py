@@ -1,6 +1,5 @@
-"""A second Frontend joins the shared graph: it parses reasoning, and tries idle workers."""
+"""A second Frontend joins the shared graph: it parses reasoning."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,19 +8,12 @@ import pytest
 from tests.vllm.asking import ask, assert_same, prose
 from tests.vllm.graph import PAIR_OPTIONS, Graph, PlainServer, together
 from tests.vllm.models import model_of
-from tests.vllm.test_unresponsive import responsive, stopped, until
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
-CANARIES = "dynamo_lite_canaries_total"
 PARSER = "deepseek_r1"
 #: `</think>`, made likely enough to occur within an answer.
 END_OF_REASONING = {"511": 4.0}
-INTERVAL_S, TIMEOUT_S = 0.5, 1.0
-#: So often is looked who is due, and so often is tried again who has failed.
-LOOK_S, RETRY_S = 1.0, 2.0
-#: For the Frontend's own work, on a machine that others use.
-SLACK_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +25,6 @@ def both(stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Grap
         *pair.servers,
         f"--Frontend.reasoning-parser={PARSER}",
         f"--Frontend.tokenizer={tokenizer}",
-        f"--Frontend.canary.interval-s={INTERVAL_S}",
-        f"--Frontend.canary.timeout-s={TIMEOUT_S}",
-        "--Frontend.canary.max-per-minute=600",
     ]
     directory = tmp_path_factory.mktemp("second")
     frontend = Graph(directory / "frontend", options=options, service="Frontend")
@@ -88,30 +77,3 @@ def test_reasoning_is_split_off_as_by_vllms_own_server(
     assert split >= 4, "some answers have both"
     hidden = CHATS[0] | {"extra_body": {"include_reasoning": False}}
     assert_same(ask(frontend.url, "chat", hidden), ask(plain.url, "chat", hidden))
-
-
-async def test_a_canary_finds_an_idle_engine_that_stands_still(
-    pair: Graph, both: tuple[Graph, PlainServer]
-):
-    frontend, _ = both
-
-    def tried(outcome: str) -> float:
-        return frontend.count("Frontend", CANARIES, outcome=outcome)
-
-    good, failed = tried("ok"), tried("failed")
-    await until(lambda: tried("ok") >= good + 2, 10, "idle workers are tried")
-    assert responsive(frontend) == 2
-    worker = pair.process("VllmWorker", 0)
-    began = time.monotonic()
-    async with stopped(pair.engine_pid("VllmWorker", 0)):
-        await until(lambda: responsive(frontend) == 1, 10, "the worker is out of rotation")
-        took_s = time.monotonic() - began
-        assert took_s < INTERVAL_S + LOOK_S + 2 * TIMEOUT_S + SLACK_S
-        assert tried("failed") > failed
-    said = f"worker {worker.lease} is unhealthy: a canary failed: timeout after {TIMEOUT_S:g} s"
-    assert said in frontend.log_of("Frontend")
-    good = tried("ok")
-    await until(lambda: responsive(frontend) == 2, RETRY_S + 10, "the worker is back")
-    assert tried("ok") > good
-    await until(lambda: responsive(pair) == 2, 10, "for the first Frontend, too")
-    await pair.settled()

@@ -2,18 +2,15 @@
 
 Every write but the last has a notification that names its blocks and arrives with the
 data. Writes may arrive in any order. So the blocks that count are those from the first one
-up to the first gap, over all writers. Their contents are checked only if a writer is lost; those of
-a complete attempt are checked in `rank.py`.
+up to the first gap, over all writers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import Committed, Landed, Part
+from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.protocol.records import KvRegion
-from dynamo_lite.transfer.block_slices import hole, regions_of_parts
-from dynamo_lite.transfer.digest import ReadMemory, checksum
+from dynamo_lite.transfer.block_slices import hole
 
 #: For how many grants of an attempt, besides its own, notifications are kept.
 _MAX_OTHER_GRANTS = 4
@@ -87,67 +84,31 @@ class GrantedCommits:
             self.dropped += commits.notices
 
 
-def whole_blocks(
-    notices: PartialCommits, blocks: Sequence[int], regions: Sequence[KvRegion], read: ReadMemory
-) -> int:
+def whole_blocks(notices: PartialCommits, num_blocks: int, regions: Sequence[KvRegion]) -> int:
     """How many of the attempt's blocks, from the first one on, are known to hold their KV."""
-    writers: list[Committed | Landed] = [*notices.commits.values()]
-    writers += [
-        next(iter(landed.values()))
-        for rank, landed in notices.landed.items()
-        if rank not in notices.commits
-    ]
-    if not writers or len(writers) < max(notice.writers for notice in writers):
+    firsts: dict[int, Committed | Landed | None] = {
+        rank: landed.get(0) for rank, landed in notices.landed.items()
+    }
+    firsts |= notices.commits
+    writers = [first for first in firsts.values() if first is not None]
+    if not writers or len(writers) < max(len(firsts), *(first.writers for first in writers)):
         return 0
-    try:
-        if hole(regions, [part for notice in writers for part in _checked(regions, notice)]):
-            return 0
-        return min(_run(notices, notice.rank, blocks, regions, read) for notice in writers)
-    except ProtocolError:
+    if hole(regions, [part for first in writers for part in first.parts]):
         return 0
+    return min(_run(notices, rank, num_blocks) for rank in firsts)
 
 
-def share_error(
-    notice: Committed | Landed,
-    blocks: Sequence[int],
-    regions: Sequence[KvRegion],
-    read: ReadMemory,
-) -> str | None:
-    """How the contents differ from one writer's notification; None if they do not. Raises
-    ProtocolError."""
-    if any(position >= len(blocks) for position in notice.sampled):
-        return f"sampled blocks {notice.sampled} of {len(blocks)}"
-    brought = regions_of_parts(regions, notice.parts)
-    sampled = [blocks[position] for position in notice.sampled]
-    found = checksum(brought, sampled, read)
-    if sampled and found != notice.checksum:
-        return f"checksum {found:08x} of blocks {sampled}, not {notice.checksum:08x}"
-    return None
-
-
-def _checked(regions: Sequence[KvRegion], notice: Committed | Landed) -> list[Part]:
-    regions_of_parts(regions, notice.parts)
-    return notice.parts
-
-
-def _run(
-    notices: PartialCommits,
-    rank: int,
-    blocks: Sequence[int],
-    regions: Sequence[KvRegion],
-    read: ReadMemory,
-) -> int:
+def _run(notices: PartialCommits, rank: int, num_blocks: int) -> int:
     """How many blocks one writer has brought, from the first one up to the first gap."""
     commit = notices.commits.get(rank)
     if commit is not None:
-        holds = commit.num_blocks == len(blocks)
-        return len(blocks) if holds and not share_error(commit, blocks, regions, read) else 0
+        return num_blocks if commit.num_blocks == num_blocks else 0
     landed, end = notices.landed[rank], 0
     while end in landed:
         step = landed[end]
-        if step.num_blocks == 0 or end + step.num_blocks > len(blocks):
+        if step.num_blocks == 0 or end + step.num_blocks > num_blocks:
             break
-        if step.parts != landed[0].parts or share_error(step, blocks, regions, read):
+        if step.parts != landed[0].parts:
             break
         end += step.num_blocks
     return end

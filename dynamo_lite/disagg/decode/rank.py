@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from dynamo_lite.disagg.counters import LATE, MISMATCH, Counters
-from dynamo_lite.disagg.decode.partial_commits import GrantedCommits, share_error, whole_blocks
+from dynamo_lite.disagg.decode.partial_commits import GrantedCommits, whole_blocks
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import decode_notice
@@ -20,7 +20,6 @@ from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_slices import hole
-from dynamo_lite.transfer.digest import ReadMemory, read_dram
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +37,24 @@ class _Awaited:
 
 
 class DecodeRank:
-    """own: this rank's memory. read: reads from it. max_early: for how many unknown attempts
+    """own: this rank's memory. max_early: for how many unknown attempts
     notifications are kept; the step that names them may still come. max_ended: how many ended
     attempts are remembered, so that their late notifications are counted.
 
-    A commit counts as lost if the blocks do not hold what its writer sent, or if a part of
-    the blocks is missing.
+    An attempt counts as lost if the commits of its writers do not bring each byte of its blocks
+    once.
     """
 
     def __init__(
         self,
         mover: Mover,
         own: RankMetadata | None = None,
-        read: ReadMemory = read_dram,
         *,
         max_early: int = _MAX_EARLY,
         max_ended: int = _MAX_ENDED,
     ):
         self._max_early, self._max_ended = max_early, max_ended
-        self._mover, self._own, self._read = mover, own, read
+        self._mover, self._own = mover, own
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
         self._early: OrderedDict[str, GrantedCommits] = OrderedDict()
@@ -143,7 +141,7 @@ class DecodeRank:
             self._ended.popitem(last=False)
 
     def _finish(self, attempt: str, awaited: _Awaited) -> None:
-        """All writers have committed. Checks the KV before it is used."""
+        """All writers have committed."""
         self._close(attempt, awaited)
         mismatch = None if self._own is None else self._mismatch(self._own.regions, awaited)
         if mismatch is None:
@@ -151,7 +149,7 @@ class DecodeRank:
             return
         self.stats.add(MISMATCH)
         logger.error(
-            "request %s: attempt %s: KV does not match its commit, it is computed locally: %s",
+            "request %s: attempt %s: its commits do not fit its blocks, it is computed locally: %s",
             awaited.request_id,
             attempt,
             mismatch,
@@ -162,20 +160,14 @@ class DecodeRank:
         self._landed[awaited.request_id] = 0
 
     def _mismatch(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
-        """What does not agree with the commits; None if everything does."""
+        """What is wrong with the commits; None if nothing is."""
         commits = list(awaited.notices.counting.commits.values())
         for commit in commits:
-            try:
-                if commit.num_blocks != len(awaited.blocks):
-                    return f"{commit.num_blocks} blocks, not {len(awaited.blocks)}"
-                error = share_error(commit, awaited.blocks, regions, self._read)
-            except ProtocolError as exc:
-                error = str(exc)
-            if error is not None:
-                return f"rank {commit.rank}: {error}"
+            if commit.num_blocks != len(awaited.blocks):
+                return f"rank {commit.rank}: {commit.num_blocks} blocks, not {len(awaited.blocks)}"
         return hole(regions, [part for commit in commits for part in commit.parts])
 
     def _complete_blocks(self, awaited: _Awaited) -> int:
         if self._own is None:
             return 0
-        return whole_blocks(awaited.notices.counting, awaited.blocks, self._own.regions, self._read)
+        return whole_blocks(awaited.notices.counting, len(awaited.blocks), self._own.regions)

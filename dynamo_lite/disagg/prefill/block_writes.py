@@ -5,25 +5,24 @@ that needs a part of them; each write carries a notification. The last write int
 is the commit. Writes are not ordered, so it starts only when all earlier ones have ended.
 Writes are started and polled only while the fence is open. They are started only after the
 attempt's claim was granted, since the prompt is computed while the claim is on its way.
-`staging.py` converts blocks for peers with other blocks, `layer_stream.py` writes layers
-before the end of their step.
+`staging.py` converts blocks for peers with other blocks.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, Counters
 from dynamo_lite.disagg.messages import NOT_GRANTED, BlockWrite
-from dynamo_lite.disagg.prefill.layer_stream import LayerStream
 from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, split
-from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.transfer.base import Mover, Transfer
-from dynamo_lite.transfer.block_map import BlockMap
 
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
@@ -33,33 +32,29 @@ _COMMIT_POLL_S = 0.002
 
 
 class BlockWrites:
-    """memory: kind of the rank's memory. alive: whether the fence is open. verdict: whether the
-    claim of an attempt was granted, by its permit. grant_of: then, the id of the grant. now:
-    monotonic."""
+    """memory: kind of the rank's memory. rank: its index. alive: whether the fence is open.
+    verdict: whether the claim of an attempt was granted, by its permit. grant_of: then, the id of
+    the grant. now: monotonic."""
 
     def __init__(
         self,
         mover: Mover,
         memory: str,
+        rank: int,
         peers: RemoteRanks,
         staging: Staging,
-        notices: WriteNotifications,
         stats: Counters,
-        times: WriteTimes,
         *,
         alive: Callable[[], bool],
         verdict: Callable[[Permit], PermitVerdict],
         grant_of: Callable[[Permit], int],
         now: Callable[[], float],
     ):
-        self._mover, self._memory, self._peers = mover, memory, peers
-        self._staging, self._notices = staging, notices
-        self._stats, self._times = stats, times
+        self._mover, self._memory, self._rank = mover, memory, rank
+        self._peers, self._staging = peers, staging
+        self._stats, self._times = stats, WriteTimes(stats, rank)
         self._alive, self._verdict, self._grant_of, self._now = alive, verdict, grant_of, now
         self._attempts: dict[str, OutgoingAttempt] = {}
-        self._layers = LayerStream(
-            self._attempts, peers, self._is_granted, alive, self._start_layer
-        )
 
     def __bool__(self) -> bool:
         """Whether any attempt is left."""
@@ -77,21 +72,17 @@ class BlockWrites:
 
     def add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started by `pump` as soon as it may start."""
-        attempt = self._open(write)
+        attempt = self._attempts.setdefault(
+            write.attempt, OutgoingAttempt(write.target_engine, write.permit)
+        )
+        if attempt.failure is None:
+            attempt.failure = self._peers.ensure_connected(write.target_engine)
         layout = self._peers.layout(write.target_engine)
         parts = [write] if layout is None else split(write, layout)
         attempt.queue += [(part, ready) for part in parts]
-        attempt.local_ids.update(enumerate(write.local_ids, write.first))
-
-    def layer(self, writes: Sequence[BlockWrite], layer: str, ready: Ready) -> None:
-        """The step with these writes has launched this layer. ready: see `LayerStream.ran`."""
-        for write in writes:
-            self._open(write)
-        self._layers.ran(writes, layer, ready)
 
     def pump(self) -> None:
         """Starts what can start, and sees what has ended."""
-        self._layers.pump()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):
@@ -102,7 +93,6 @@ class BlockWrites:
         """Starts no write of the attempt any more."""
         if (attempt := self._attempts.get(attempt_id)) is not None:
             self._clear(attempt)
-            self._layers.forget(attempt_id)
 
     def unfinished(self, attempt_id: str) -> bool:
         """Whether any of its writes is in flight or waits."""
@@ -111,7 +101,6 @@ class BlockWrites:
 
     def close(self, attempt_id: str) -> str | None:
         """Forgets an attempt whose writes have all ended. Returns why not all was written."""
-        self._layers.forget(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return None
@@ -127,7 +116,6 @@ class BlockWrites:
         TransferError after 30 s.
         """
         deadline = self._now() + _PREEMPTION_DRAIN_S
-        self._layers.forget(*preempted)
         for attempt in [self._attempts[a] for a in preempted if a in self._attempts]:
             if any(write.last for write, _ in attempt.queue):
                 # The scheduler half counts the job as complete, and will not repeat the write.
@@ -143,20 +131,12 @@ class BlockWrites:
                     )
                 self._poll(attempt)
 
-    def _open(self, write: BlockWrite) -> OutgoingAttempt:
-        attempt = self._attempts.setdefault(
-            write.attempt, OutgoingAttempt(write.target_engine, write.permit)
-        )
-        if attempt.failure is None:
-            attempt.failure = self._peers.ensure_connected(write.target_engine)
-        return attempt
-
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now; returns whether it was taken."""
         write, ready = attempt.queue[0]
         if attempt.failure is None and not self._is_granted(attempt):
             return False
-        alone = write.last or attempt.again or self._layers.begun(write)
+        alone = write.last or attempt.again
         if attempt.failure is None and (not ready() or (alone and attempt.in_flight)):
             return False
         try:
@@ -202,8 +182,7 @@ class BlockWrites:
                 self._stats.add(FENCED)
                 break
             last = write.last and peer is peers[-1]
-            rest = self._layers.rest(write, peer)
-            transfer = self._write(attempt, write, peer, rest, notify=True)
+            transfer = self._write(attempt, write, peer)
             attempt.in_flight.append(InFlightWrite(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
@@ -228,34 +207,29 @@ class BlockWrites:
         while attempt.in_flight and self._now() < until:
             self._poll(attempt)
 
-    def _start_layer(
-        self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank, blocks: BlockMap
-    ) -> None:
-        started = self._now()
-        try:
-            layer = self._write(attempt, write, peer, blocks, notify=False)
-            attempt.in_flight.append(InFlightWrite(layer, started, last=False, slot=None))
-        except (TransferError, ValueError) as exc:
-            self._fail(attempt, exc)
-
-    def _write(
-        self,
-        attempt: OutgoingAttempt,
-        write: BlockWrite,
-        peer: RemoteRank,
-        where: BlockMap,
-        *,
-        notify: bool,
-    ) -> Transfer:
+    def _write(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer:
         local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
-        local_side, remote_side = where.descriptors(local_ids, write.remote_ids)
-        notice = self._notices.of(write, peer, attempt) if notify else b""
+        local_side, remote_side = peer.blocks.descriptors(local_ids, write.remote_ids)
         if attempt.slot is not None:
             local_side[:, 0] += np.uint64(attempt.slot.address)
         self._stats.add(BYTES, int(local_side[:, 1].sum()))
         self._stats.add(DESCRIPTORS, len(local_side))
         memory = (self._memory, peer.memory)
+        notice = self._notice(attempt, write, peer)
         return self._mover.write(peer.name, local_side, remote_side, memory=memory, notice=notice)
+
+    def _notice(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> bytes:
+        """The notification that the write carries."""
+        share: dict[str, Any] = {
+            "attempt": write.attempt,
+            "rank": self._rank,
+            "writers": peer.writers,
+            "parts": peer.parts,
+            "grant": attempt.grant,
+        }
+        if write.last:
+            return encode_sealed(Committed(num_blocks=write.num_blocks, **share))
+        return encode_sealed(Landed(first=write.first, num_blocks=len(write.remote_ids), **share))
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
         if not self._alive():

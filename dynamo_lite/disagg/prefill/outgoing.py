@@ -26,8 +26,7 @@ class InFlightWrite:
     last: bool
     #: The staging slot that it reads from; None if it reads blocks.
     slot: StagingSlot | None
-    #: None for a write of a single layer.
-    of: BlockWrite | None = None
+    of: BlockWrite
 
 
 @dataclass
@@ -43,12 +42,8 @@ class OutgoingAttempt:
     #: Writes that were not started.
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     in_flight: list[InFlightWrite] = field(default_factory=list)
-    #: Local block by position in the attempt; if blocks of both engines have the same size.
-    local_ids: dict[int, int] = field(default_factory=dict)
     #: The staging slot of the first write in `queue`, if it has one.
     slot: StagingSlot | None = None
-    #: Running checksum by peer; written by `WriteNotifications`.
-    checksums: dict[str, int] = field(default_factory=dict)
     #: The next write repeats blocks of earlier writes, and must start after they have ended.
     again: bool = False
     #: Monotonic time when a write was last seen to have ended; written by `WriteTimes`.
@@ -89,7 +84,7 @@ class WriteTimes:
             return
         if flight.last:
             self._stats.add_stage("write", at - flight.started)
-        if flight.of is not None and flight.of.trace is not None:
+        if flight.of.trace is not None:
             note_child(
                 self._stats, "transfer", flight.of.trace, flight.started, at, _attributes(flight.of)
             )

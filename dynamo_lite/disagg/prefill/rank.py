@@ -10,16 +10,14 @@ from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.messages import PrefillStep, PrefixRead, RankResults, WorkerReport
 from dynamo_lite.disagg.prefill.block_writes import BlockWrites
 from dynamo_lite.disagg.prefill.link_test_rank import LinkTestRank
-from dynamo_lite.disagg.prefill.outgoing import Ready, WriteTimes
+from dynamo_lite.disagg.prefill.outgoing import Ready
 from dynamo_lite.disagg.prefill.prefix_reads import PrefixReads
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRanks
 from dynamo_lite.disagg.prefill.staging import OpenTransposer, Staging
-from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.digest import ReadMemory, read_dram
 from dynamo_lite.transfer.scratch import ScratchMemory
 
 
@@ -27,9 +25,8 @@ class PrefillRank:
     """own: this rank's memory. rank: its index. alive: whether the fence is open. verdict: whether
     the claim of an attempt was granted, by its permit. grant_of: then, the id of the grant.
 
-    checksum_rate: share of an attempt's blocks that its commit has a checksum of.
-    read: reads blocks from this rank's memory. open_transposer: makes staging memory for
-    peers with other blocks; None: such peers are refused. scratch: memory for link tests.
+    open_transposer: makes staging memory for peers with other blocks; None: such peers are refused.
+    scratch: memory for link tests.
     """
 
     def __init__(
@@ -42,8 +39,6 @@ class PrefillRank:
         *,
         verdict: Callable[[Permit], PermitVerdict] = always_granted,
         grant_of: Callable[[Permit], int] = no_grant,
-        checksum_rate: float = 0.0,
-        read: ReadMemory = read_dram,
         open_transposer: OpenTransposer | None = None,
         scratch: ScratchMemory | None = None,
     ):
@@ -55,11 +50,10 @@ class PrefillRank:
         self._writes = BlockWrites(
             mover,
             own.memory,
+            rank,
             peers,
             staging,
-            WriteNotifications(rank, checksum_rate, read, staging),
             stats,
-            WriteTimes(stats, rank),
             alive=alive,
             verdict=verdict,
             grant_of=grant_of,
@@ -97,12 +91,6 @@ class PrefillRank:
             self._ended[attempt_id] = request_id
             if not complete:
                 self._writes.stop(attempt_id)
-        self._pump()
-
-    def layer(self, step: PrefillStep, layer: str, ready: Ready) -> None:
-        """The step has launched this layer; `step` follows. ready: see `LayerStream.ran`."""
-        self._peers.update(step)
-        self._writes.layer(step.writes, layer, ready)
         self._pump()
 
     def drain_preempted(self, step: PrefillStep) -> None:

@@ -10,11 +10,11 @@ from dynamo_lite.disagg.messages import PrefillStep
 from dynamo_lite.disagg.prefill.staging import Staging
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, Scratch
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata, Scratch
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.block_map import BlockMap, LayerMaps
+from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.block_slices import parts_of
-from dynamo_lite.transfer.sharding import ShardMapping, join, writers
+from dynamo_lite.transfer.sharding import join, writers
 from dynamo_lite.transfer.transpose import Layout
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,12 @@ class RemoteRank:
     device: int
     #: Its scratch memory, on `device`.
     scratch: Scratch | None
-    lanes: list[ShardMapping]
     #: Where this rank's share of a block lies on both sides.
     blocks: BlockMap
     #: The bytes of its blocks that this rank writes.
     parts: list[Part]
     #: Number of prefill ranks that write to it.
     writers: int
-    #: Regions of its blocks in a staging slot at address 0; empty without staging.
-    slot_regions: list[KvRegion]
-    #: `blocks` by layer.
-    maps: LayerMaps
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,6 @@ class RemoteRanks:
         #: This engine's and the other engine's ranks, by connected engine.
         self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
         self._sources: dict[str, list[Source]] = {}
-
-    def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._connected
 
     def of(self, engine_id: str) -> list[RemoteRank]:
         """The ranks to write to; none if other ranks write everything. Raises TransferError."""
@@ -160,27 +152,23 @@ class RemoteRanks:
         every = [lane for found in mine.values() for lane in found]
         layout = self._staging.layout(engine_id, every) if every and every[0].staged else None
         ranks: list[RemoteRank] = []
+        staged = 0
         for index, found in mine.items():
             rank = remote[index]
-            devices, slot = (self._own.device, rank.device), []
+            here = [lane.local for lane in found]
             if layout is not None:
-                begin = sum(len(peer.lanes) for peer in ranks)
-                slot = layout.regions[begin : begin + len(found)]
-            pairs = [(lane.local, lane.remote) for lane in found]
-            if slot:
-                pairs = [(at, lane.remote) for at, lane in zip(slot, found, strict=True)]
+                here = layout.regions[staged : staged + len(found)]
+                staged += len(found)
+            pairs = [(at, lane.remote) for at, lane in zip(here, found, strict=True)]
             ranks.append(
                 RemoteRank(
                     name=self._add(engine_id, index, rank),
                     memory=rank.memory,
                     device=rank.device,
                     scratch=rank.scratch,
-                    lanes=found,
-                    blocks=BlockMap(pairs, devices),
+                    blocks=BlockMap(pairs, (self._own.device, rank.device)),
                     parts=parts_of(found),
                     writers=writers(lanes, index),
-                    slot_regions=slot,
-                    maps=LayerMaps(found, devices),
                 )
             )
         self._connected[engine_id] = ranks

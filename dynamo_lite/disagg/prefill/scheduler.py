@@ -87,7 +87,7 @@ class PrefillScheduler:
         verdict = read_or_compute(
             held_tokens=held,
             cached_tokens=cached,
-            min_read_tokens=self._role.options.min_prefix_read_length,
+            min_read_tokens=self._role.min_prefix_read_length,
         )
         return (0, False) if isinstance(verdict, Compute) else (verdict.tokens, True)
 

@@ -5,7 +5,7 @@ write without a free slot waits in its queue until another write has ended, so a
 limits the copying. Once its slot is filled, a write does not read the blocks any more.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,7 +13,6 @@ from dynamo_lite.disagg.messages import BlockWrite
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.digest import Span
 from dynamo_lite.transfer.sharding import ShardMapping
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 
@@ -34,10 +33,6 @@ class Transposer(Protocol):
 
     def transpose(self, layout: Layout, units: Units, offset: int) -> Callable[[], bool]:
         """Starts to fill the slot at `offset`. Returns a check whether it is filled."""
-        ...
-
-    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
-        """Reads the staging memory; see `ReadMemory`."""
         ...
 
 
@@ -131,10 +126,6 @@ class Staging:
             slot.users -= 1
             if not slot.users:
                 self._free.append(slot.address)
-
-    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
-        assert self._transposer is not None
-        return self._transposer.read(spans)
 
 
 def split(write: BlockWrite, layout: Layout) -> list[BlockWrite]:

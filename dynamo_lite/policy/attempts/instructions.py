@@ -8,7 +8,7 @@ class Outcome(enum.Enum):
     """How a remote prefill ended for its request; the label of the counter."""
 
     COMMITTED = "committed"
-    CORRUPT = "corrupt"  # written, but the blocks differ from what the writer sent
+    CORRUPT = "corrupt"  # written, but the commits do not fit the blocks
     REFUSED = "refused"  # the queue did not take it
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"

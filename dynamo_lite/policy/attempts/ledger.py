@@ -139,8 +139,7 @@ class Ledger:
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
         """All writers of the request's current attempt have finished.
 
-        intact: whether the blocks contain what the writers sent. In either case no write
-        follows.
+        intact: whether their commits fit the blocks. In either case no write follows.
         """
         entry = self._by_request.pop(request_id, None)
         if entry is None:

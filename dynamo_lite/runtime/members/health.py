@@ -110,9 +110,9 @@ class HealthMonitor:
         return self._messaging.connected
 
     def is_known_unwell(self, lease_id: int) -> bool:
-        """Whether its last heartbeat or a canary reports it as unhealthy; missing ones do not."""
+        """Whether its last heartbeat reports it as unhealthy; missing ones do not."""
         member = self._members.get(lease_id)
-        return member is not None and not member.well
+        return member is not None and not member.ok
 
     def silent_for(self, lease_id: int) -> float:
         """Seconds since the member was last known to be healthy; 0 if it is no member."""
@@ -122,24 +122,6 @@ class HealthMonitor:
     def shows_life(self, lease_id: int) -> None:
         """The member has sent another message: it is alive, but perhaps not healthy."""
         self._update(lease_id, None)
-
-    def has_good_heartbeats(self, lease_id: int) -> bool:
-        """Whether the member's own heartbeats are good, regardless of canaries."""
-        member = self._members.get(lease_id)
-        return member is not None and member.ok and not member.silent
-
-    def mark_unhealthy(self, lease_id: int, why: str) -> None:
-        """A canary failed: unhealthy until `mark_healthy`, regardless of heartbeats."""
-        if (member := self._members.get(lease_id)) is not None:
-            before, member.failed = member.responsive, why
-            self._report_change(lease_id, member, before)
-
-    def mark_healthy(self, lease_id: int) -> None:
-        """The member has answered a request."""
-        member = self._members.get(lease_id)
-        if member is not None and member.failed:
-            member.failed = ""
-            self._report_change(lease_id, member, False)
 
     def on_change(self, callback: OnHealth) -> None:
         """Calls `callback` in the event loop when members become healthy or unhealthy. Joins
@@ -203,13 +185,9 @@ class HealthMonitor:
         member.silent = False
         if heartbeat is not None:
             member.take(heartbeat)
-        self._report_change(lease_id, member, before)
-
-    def _report_change(self, lease_id: int, member: MemberHealth, before: bool) -> None:
-        """before: whether the member was healthy until now."""
         if member.responsive != before:
             self._known = None
-        if member.well:
+        if member.ok:
             member.well_at = self._now()
         if member.responsive and not before:
             logger.info("worker %x is healthy again", lease_id)

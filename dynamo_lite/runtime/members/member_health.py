@@ -1,4 +1,4 @@
-"""One member of a roster, as its heartbeats and canaries show it."""
+"""One member of a roster, as its heartbeats show it."""
 
 from dataclasses import dataclass
 
@@ -25,21 +25,15 @@ class MemberHealth:
     detail: str = ""
     #: Whether heartbeats are missing.
     silent: bool = False
-    #: Why a canary failed; empty when none has.
-    failed: str = ""
-
-    @property
-    def well(self) -> bool:
-        return self.ok and not self.failed
 
     @property
     def responsive(self) -> bool:
-        return self.well and not self.silent
+        return self.ok and not self.silent
 
     @property
     def trouble(self) -> str:
         """What is wrong; empty when only heartbeats are missing, or nothing."""
-        return self.failed if self.ok else self.detail or "it cannot work"
+        return "" if self.ok else self.detail or "it cannot work"
 
     def is_news(self, number: int) -> bool:
         """Whether the heartbeat is newer than the newest one, or shows that the newest one was

@@ -15,13 +15,12 @@ from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
-from dynamo_lite.request_plane.failover import FailoverClient, OnEnded, OnTokens
+from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import FrontendConfig
-from dynamo_lite.services.frontend.canaries import start_canaries
 from dynamo_lite.services.frontend.picker import open_picker
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.worker_check import NONE_REGISTERED, WorkerCheck, check_workers
@@ -123,7 +122,6 @@ class RequestDispatcher:
                 picker=self._picker,
                 on_deltas=on_deltas,
                 on_ended=on_ended,
-                on_tokens=self._start_canaries(host),
                 max_moves=self._config.max_moves,
             )
         )
@@ -132,17 +130,6 @@ class RequestDispatcher:
             Rotation(self._roster, self._workers, failover.transport, changed, leaves)
         )
         return failover
-
-    def _start_canaries(self, host: Host) -> OnTokens:
-        """Returns the callback for workers that have sent tokens (`Canaries.on_tokens`)."""
-        options = self._config.canary
-        if not options.interval_s:
-            return lambda lease_id, first: None
-        from dynamo_lite.vllm.requests import canary
-
-        assert self._roster is not None and self._workers is not None
-        make = partial(canary, max_tokens=options.max_tokens)
-        return start_canaries(host, options, self._roster, self._workers, make).on_tokens
 
     def _candidates(self) -> Sequence[EndpointRecord]:
         """Workers for a new request: the responsive ones, or all if none is responsive."""

@@ -142,7 +142,7 @@ class Assembly:
         scheduler.metadata = metadata
         return DecodeHalves(
             scheduler,
-            self.decode_rank(mover, metadata.ranks[0], mover.memory.read_raw),
+            self.decode_rank(mover, metadata.ranks[0]),
             bridges[0],
             setup.config.block_size,
         )
@@ -199,8 +199,6 @@ class Assembly:
             rank_clock(setup.clock),
             verdict=setup.verdict,
             grant_of=setup.grant_of,
-            checksum_rate=role.options.kv_checksum_rate,
-            read=mover.memory.read_raw,
             scratch=mover.scratch,
         )
         watch(rank, mover)

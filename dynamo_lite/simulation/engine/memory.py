@@ -1,13 +1,12 @@
 """The KV pool's bytes, at addresses of a made-up address space."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamo_lite.protocol.records import KvRegion, Scratch
 from dynamo_lite.simulation.engine.model import PLANES, Words, kv_words
-from dynamo_lite.transfer.digest import Span
 
 _WORD_BYTES = 8
 #: Far behind every pool. Few slots: writers meet in them.
@@ -79,12 +78,6 @@ class SimKvMemory(Memory):
             )
             for index in range(PLANES)
         )
-
-    def read_raw(self, spans: Sequence[Span]) -> Iterator[bytes]:
-        """Implements ReadMemory."""
-        for address, length in spans:
-            at = address - self.base
-            yield self.raw[at : at + length].tobytes()
 
     def block_at(self, offset: int) -> int:
         """Which block the byte `offset` belongs to."""

@@ -25,11 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
-from dynamo_lite.disagg.engine_config import (
-    ENGINE_CONFIG_FILE,
-    PrefillEngineConfig,
-    read_engine_config,
-)
+from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, read_engine_config
 from dynamo_lite.disagg.messages import DecodeStep, NewRole, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
@@ -156,14 +152,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Does nothing without `stream_layers`: all layers are written after the step."""
-        role = self._engine_config.role
-        if not isinstance(role, PrefillEngineConfig) or not role.options.stream_layers:
-            return
-        if isinstance(self._rank, PrefillRank):
-            step = self._step()
-            if isinstance(step, PrefillStep) and step.writes:
-                self._rank.layer(step, layer_name, step_ended(on_gpu=self._rank.on_gpu))
+        """All layers are written after the step."""
 
     def wait_for_save(self) -> None:
         step = self._step()

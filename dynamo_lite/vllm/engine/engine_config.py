@@ -55,7 +55,7 @@ def vllm_config(
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     choose_scheduler(config, engine_config)
     if engine_config is not None:
-        check_config(config, engine_config.role)
+        check_config(config)
     return config
 
 

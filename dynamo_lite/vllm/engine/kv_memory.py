@@ -19,10 +19,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from dynamo_lite.disagg.prefill.staging import OpenTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.digest import ReadMemory
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.vllm.engine.block_arrays import block_arrays
-from dynamo_lite.vllm.engine.device_reads import memory_reader
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of a token].
@@ -60,8 +58,6 @@ class KvMemory:
     rank: RankMetadata
     #: The orders of bytes inside its layers' blocks.
     orders: frozenset[str]
-    #: Reads KV by address.
-    read: ReadMemory
     #: Makes staging memory on the same device.
     open_transposer: OpenTransposer
 
@@ -112,12 +108,7 @@ def register(
     rank = RankMetadata(
         agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
     )
-    return KvMemory(
-        rank,
-        frozenset(orders),
-        memory_reader(list(storages.values())),
-        partial(TorchTransposer, list(storages.values())),
-    )
+    return KvMemory(rank, frozenset(orders), partial(TorchTransposer, list(storages.values())))
 
 
 def _specs(kv_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

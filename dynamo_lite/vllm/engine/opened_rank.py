@@ -98,13 +98,11 @@ def open_rank(
                 alive,
                 verdict=fence.verdict,
                 grant_of=fence.grant_of,
-                checksum_rate=role.options.kv_checksum_rate,
-                read=kv.read,
                 open_transposer=kv.open_transposer,
                 scratch=scratch,
             )
         else:
-            rank = DecodeRank(mover, own, kv.read)
+            rank = DecodeRank(mover, own)
         on_failure.pop_all()
     return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch, fence)
 

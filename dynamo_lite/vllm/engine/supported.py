@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.disagg.engine_config import DecodeEngineConfig, PrefillEngineConfig
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 
 #: Kinds of KV where a block holds the KV of its tokens, and is not needed again once all tokens
@@ -50,12 +49,10 @@ def check_args(args: AsyncEngineArgs) -> None:
         )
 
 
-def check_config(config: VllmConfig, role: DecodeEngineConfig | PrefillEngineConfig) -> None:
+def check_config(config: VllmConfig) -> None:
     """Raises StartupError for a configuration that does not support remote prefill."""
     _check_parallel(config.parallel_config)
     _check_one_host(config.parallel_config)
-    if isinstance(role, PrefillEngineConfig) and role.options.stream_layers:
-        _check_layer_hook(config)
     if reason := _unsupported_model(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")
 
@@ -139,21 +136,6 @@ def _unsupported_layer(spec: KVCacheSpec, block_size: int) -> str:
             " prompt's last token, which a prefill worker does not get"
         )
     return ""
-
-
-def _check_layer_hook(config: VllmConfig) -> None:
-    """Raises StartupError if vLLM does not call the hook of each layer once per step."""
-    if not config.model_config.enforce_eager:
-        raise StartupError(
-            "PrefillWorker.stream-layers needs enforce-eager: true: a CUDA graph runs all layers"
-            " in one launch, and does not report when one of them has written its KV; without"
-            " stream-layers all layers are written after each step"
-        )
-    if config.parallel_config.use_ubatching:
-        raise StartupError(
-            "PrefillWorker.stream-layers does not go with batches that overlap (enable-dbo,"
-            " ubatch-size): a layer has run only when it has run for each batch"
-        )
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:

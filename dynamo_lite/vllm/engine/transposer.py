@@ -4,13 +4,11 @@ It uses a Triton kernel on CUDA and torch's strided copies elsewhere, with the s
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from dynamo_lite.transfer.digest import Span
 from dynamo_lite.transfer.transpose import ArrayPlace, Layout, Units
-from dynamo_lite.vllm.engine.device_reads import memory_reader
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ class TorchTransposer:
         device = storages[0].device
         self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read = memory_reader([self._staging.untyped_storage()])
         self._copy = _kernel(self._staging) or self._strided_copy
 
     @property
@@ -49,9 +46,6 @@ class TorchTransposer:
             self._copy(layout, units, offset)
             event.record()
         return event.query
-
-    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
-        return self._read(spans)
 
     def _strided_copy(self, layout: Layout, units: Units, offset: int) -> None:
         device = self._staging.device

@@ -10,7 +10,6 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
-    PrefillOptions,
 )
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
 from dynamo_lite.protocol.options import DisaggOptions
@@ -44,7 +43,7 @@ DECODE = engine_config(
     )
 )
 PREFILL = engine_config(
-    PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig())
+    PrefillEngineConfig(fence_path="", min_prefix_read_length=128, queue=QueueConfig())
 )
 
 

@@ -59,7 +59,6 @@ from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.simulation.servers.memory_store import MemoryWatch
 from dynamo_lite.transfer.directory import MetadataDirectory
-from dynamo_lite.vllm.requests import canary
 from tests.builders import (
     NAMESPACE,
     endpoint_record,
@@ -667,8 +666,11 @@ class EngineCore:
 def test_an_engine_that_takes_a_request(
     woken: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_config: "VllmConfig"
 ):
+    from vllm import SamplingParams
+
     from dynamo_lite.vllm.engine import core, running_core
     from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
+    from dynamo_lite.vllm.wire import sampling_to_bytes
 
     cores: list[EngineCore] = []
 
@@ -691,7 +693,7 @@ def test_an_engine_that_takes_a_request(
             registry=CollectorRegistry(),
         )
         engine = VllmDecodeEngine(context)
-        sampling = canary("", 1.0, max_tokens=4).sampling
+        sampling = sampling_to_bytes(SamplingParams(max_tokens=4))
         async with engine, GenerateServer(messaging, engine) as server:
             session = server.open_session("local", _Sink())
             await cancel.owner(server.admit(session, generate_request("a", sampling=sampling)))

@@ -7,7 +7,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig, PrefillOptions
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine.engine_config import vllm_config
@@ -20,7 +20,7 @@ LINK = EngineConfig(
     lease_ttl_s=30.0,
     nats_url="",
     etcd_url="",
-    role=PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig()),
+    role=PrefillEngineConfig(fence_path="", min_prefix_read_length=128, queue=QueueConfig()),
 )
 
 

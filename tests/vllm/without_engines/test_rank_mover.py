@@ -9,7 +9,6 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
-    PrefillOptions,
 )
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
@@ -19,7 +18,7 @@ from dynamo_lite.vllm.engine import opened_rank
 from dynamo_lite.vllm.engine.opened_rank import open_mover
 from tests.unit.test_polled import Wire, eventually, write
 
-PREFILL = PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig())
+PREFILL = PrefillEngineConfig(fence_path="", min_prefix_read_length=128, queue=QueueConfig())
 DECODE = DecodeEngineConfig(
     options=DisaggOptions(),
     prefill_component="P",

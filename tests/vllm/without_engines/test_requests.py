@@ -20,7 +20,7 @@ from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.runtime.permits import Permit
-from dynamo_lite.vllm.requests import canary, generate_request, generation, prefill
+from dynamo_lite.vllm.requests import generate_request, generation, prefill
 from dynamo_lite.vllm.wire import sampling_to_bytes
 from tests.builders import engine_metadata, prefill_job
 
@@ -59,12 +59,6 @@ def core_request(params: SamplingParams, **other: Any) -> EngineCoreRequest:
 def message(output: list[int] | None = None, **params: Any) -> GenerateRequest:
     sent, _ = generate_request(core_request(SamplingParams(**params)), 2.5)
     return msgspec.structs.replace(sent, output_token_ids=output or [])
-
-
-def test_a_canary_is_a_request_like_any_other():
-    made = generation(canary("canary-1", 4.0, max_tokens=2), MODEL)
-    assert (made.request_id, made.sampling_params.max_tokens) == ("canary-1", 2)
-    assert made.sampling_params.ignore_eos and made.sampling_params.temperature == 0.0
 
 
 def test_prompt_logprobs_that_no_connection_takes_are_refused_before_the_work():

@@ -16,7 +16,6 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
-    PrefillOptions,
     write_engine_config,
 )
 from dynamo_lite.disagg.messages import NewRole, RankResults
@@ -45,7 +44,7 @@ DECODE = DecodeEngineConfig(
     options=DisaggOptions(), prefill_component="PrefillWorker", queue=QueueConfig()
 )
 PREFILL = PrefillEngineConfig(
-    fence_path="", options=PrefillOptions(), queue=QueueConfig(order="short-first")
+    fence_path="", min_prefix_read_length=128, queue=QueueConfig(order="short-first")
 )
 PRESENT = EngineConfig(
     namespace=NAMESPACE,

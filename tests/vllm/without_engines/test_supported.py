@@ -20,9 +20,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.disagg.engine_config import PrefillEngineConfig, PrefillOptions, read_engine_config
+from dynamo_lite.disagg.engine_config import read_engine_config
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import supported
 from dynamo_lite.vllm.engine.supported import (
     check_args,
@@ -87,12 +86,6 @@ def test_other_kv_is_refused_with_the_reason(specs, reason):
         check_kv(kv(*specs), BLOCK)
 
 
-WHOLE = PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig())
-LAYERS = PrefillEngineConfig(
-    fence_path="", options=PrefillOptions(stream_layers=True), queue=QueueConfig()
-)
-
-
 def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | None = None) -> Any:
     flags = (
         "is_encoder_decoder",
@@ -100,7 +93,6 @@ def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | N
         "is_attention_free",
         "has_inner_state",
         "is_diffusion",
-        "enforce_eager",
     )
     facts = {**dict.fromkeys(flags, False), **(model or {})}
     sizes = dict.fromkeys(
@@ -118,16 +110,13 @@ def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | N
         "Any",
         SimpleNamespace(
             model_config=SimpleNamespace(model="some/model", **facts),
-            parallel_config=SimpleNamespace(
-                **{**sizes, "use_ubatching": False, "use_ray": False, **(parallel or {})}
-            ),
+            parallel_config=SimpleNamespace(**{**sizes, "use_ray": False, **(parallel or {})}),
         ),
     )
 
 
 def test_an_ordinary_engine_is_supported():
-    check_config(config(), WHOLE)
-    check_config(config(model={"enforce_eager": True}), LAYERS)
+    check_config(config())
 
 
 @pytest.mark.parametrize(
@@ -146,16 +135,16 @@ def test_an_ordinary_engine_is_supported():
 )
 def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):
     with pytest.raises(StartupError, match=re.escape(reason)):
-        check_config(config(**changed), WHOLE)
+        check_config(config(**changed))
 
 
 def test_ranks_that_ray_would_put_on_another_host_are_refused(monkeypatch: pytest.MonkeyPatch):
     gpus = SimpleNamespace(is_cpu=lambda: False, device_count=lambda: 4)
     monkeypatch.setattr(supported, "current_platform", gpus)
-    check_config(config(parallel={"use_ray": True, "world_size": 4}), WHOLE)
-    check_config(config(parallel={"world_size": 8}), WHOLE)
+    check_config(config(parallel={"use_ray": True, "world_size": 4}))
+    check_config(config(parallel={"world_size": 8}))
     with pytest.raises(StartupError, match="8 ranks, and 4 devices on this host"):
-        check_config(config(parallel={"use_ray": True, "world_size": 8}), WHOLE)
+        check_config(config(parallel={"use_ray": True, "world_size": 8}))
 
 
 @pytest.mark.parametrize(
@@ -177,16 +166,6 @@ def test_arguments_that_displace_the_connector_are_refused(given: dict[str, Any]
 def test_arguments_that_leave_the_connector_in_place_are_accepted():
     check_args(AsyncEngineArgs(model="some/model", kv_offloading_backend="lmcache"))
     check_args(AsyncEngineArgs(model="some/model", disable_hybrid_kv_cache_manager=True))
-
-
-def test_layers_are_streamed_only_where_each_one_is_told():
-    with pytest.raises(StartupError, match=r"needs enforce-eager: true: a CUDA graph"):
-        check_config(config(), LAYERS)
-    with pytest.raises(StartupError, match="enable-dbo"):
-        check_config(
-            config(model={"enforce_eager": True}, parallel={"use_ubatching": True}),
-            LAYERS,
-        )
 
 
 @pytest.mark.parametrize(
