@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -33,7 +34,7 @@ _LONGEST = (
     "process/test_serve_cli.py",
 )
 
-#: A test that takes longer belongs into a file that is marked `heavy`.
+#: A test that takes longer belongs into a file that is marked `heavy`. With `CI=true` it fails.
 _LONGEST_TEST_S = 15.0
 
 
@@ -51,9 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test of the core that takes too long fails."""
+    """A test of the core that takes too long fails, where the machine is not somebody's."""
     report = yield
-    if report.passed and call.duration > _LONGEST_TEST_S and call.when == "call":
+    judged = os.environ.get("CI") == "true" and call.when == "call" and report.passed
+    if judged and call.duration > _LONGEST_TEST_S:
         if item.get_closest_marker("heavy") is None:
             report.outcome = "failed"
             report.longrepr = (
