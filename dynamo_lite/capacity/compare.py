@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -15,18 +15,16 @@ from dynamo_lite.capacity.scaling import ORACLE_SHARES, Bounds, Oracle, Scaler, 
 from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.scaling.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.protocol.options import PlannerOptions, PrefillPolicy
+from dynamo_lite.protocol.options import PlannerOptions
 
 #: Most workers of one role.
 MOST_WORKERS = 100_000
-_POLICIES: tuple[PrefillPolicy, ...] = get_args(PrefillPolicy)
 _COUNTS = re.compile(r"(\d+)P(\d+)D", re.IGNORECASE)
 ACCEPTED = (
     "static:2P3D (these numbers), local-only (as many workers, all of them decode),"
     " script:0=1P1D+60=2P2D (numbers from these seconds on), oracle (knows all arrivals),"
     " oracle:0.8+0.9 (these shares of a prefill and a decode worker),"
-    " planner (the shipped one), planner:down-window-s=120+tick-s=10 (with these options),"
-    " prefill-policy=cost (or thresholds, shadow: who decides local or remote)"
+    " planner (the shipped one), planner:down-window-s=120+tick-s=10 (with these options)"
 )
 
 
@@ -60,23 +58,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a comparison. prefill_policy: None: that of the setting."""
+    """One run of a comparison."""
 
     scaler: Scaler
     counts: WorkerCounts
     bounds: Bounds
-    prefill_policy: PrefillPolicy | None = None
 
 
 def variant(name: str, setting: Setting) -> Variant:
     """Raises ConfigError for an unknown name."""
     kind, _, rest = name.strip().partition(":")
     fixed = Bounds(least=WorkerCounts(0, 1), most=2 * MOST_WORKERS)
-    for policy in _POLICIES:
-        if name.strip() == f"prefill-policy={policy}":
-            scaler = Static(setting.counts)
-            scaler.name = name.strip()
-            return Variant(scaler, setting.counts, fixed, policy)
     if kind == "static":
         counts = parse_counts(rest)
         return Variant(Static(counts), counts, fixed)
@@ -176,14 +168,10 @@ def _step(name: str, part: str) -> tuple[float, WorkerCounts]:
 def run_variant(
     one: Variant, setting: Setting, on_progress: Callable[[int, float], None] | None = None
 ) -> Result:
-    options = setting.options
-    if one.prefill_policy is not None:
-        costs = replace(options.costs, prefill_policy=one.prefill_policy)
-        options = replace(options, costs=costs)
     run = Run(
         setting.requests,
         setting.timing,
-        options,
+        setting.options,
         one.scaler,
         one.counts,
         one.bounds,

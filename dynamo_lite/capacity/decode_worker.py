@@ -4,25 +4,31 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo_lite.capacity.choice import ChoiceTally, PrefillChoices
 from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.histogram import Histogram
 from dynamo_lite.capacity.jobs import BacklogView, JobModel
 from dynamo_lite.capacity.kv_pool import KvPool
 from dynamo_lite.capacity.options import GraphModelOptions
-from dynamo_lite.capacity.phase import Phase
 from dynamo_lite.capacity.prefill_worker import Nic
 from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.steal_back import StealBackModel
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, DecisionReason, Local, Remote, Verdict
+from dynamo_lite.policy.decision.disagg import (
+    WANT_OF_ROOM,
+    DecisionReason,
+    Local,
+    Remote,
+    Verdict,
+    decide,
+)
 from dynamo_lite.policy.routing.admission import Admission, Busy
 from dynamo_lite.policy.routing.kv_chain import ChainHash
 from dynamo_lite.policy.routing.kv_routing import LoadReport
 from dynamo_lite.policy.scaling.drain import RunningRequest
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.decisions import DecisionInputs
 
 #: Reasons for which a prompt is computed here although it should not be.
 _WANTS_PREFILL = WANT_OF_ROOM | {DecisionReason.NO_PREFILL_WORKER}
@@ -37,7 +43,6 @@ class DecodeTally:
         self.gaps = Histogram()
         #: Output tokens of the requests that have ended.
         self.answers = Histogram()
-        self.choices = ChoiceTally()
         self.prompt_tokens = self.cached_tokens = 0
         #: Uncached tokens of remote prefills, and of prefills that were local because prefill
         #: workers were missing.
@@ -80,7 +85,6 @@ class DecodeWorkerModel:
         self._asked: deque[tuple[float, Lane, int]] = deque()
         self._report, self._next_report_s = LoadReport(0, 0, 0.0), phase_s
         self._on_change, self._changed = on_change, False
-        self._choice = PrefillChoices(timing, options, backlog, tally.choices)
         self.parked_tokens = 0
         self.engine = EngineModel(
             timing.step,
@@ -97,7 +101,6 @@ class DecodeWorkerModel:
             on_computed=self._answered,
             on_end=self._ended,
             gaps=tally.gaps,
-            on_steps=self._stepped,
         )
 
         self._steals: StealBackModel | None = None
@@ -108,7 +111,7 @@ class DecodeWorkerModel:
                 events,
                 self.engine,
                 backlog,
-                lambda lane, tokens: backlog.view(lane, tokens, self._asked),
+                lambda lane: backlog.view(lane, self._asked),
                 lambda job: self._computes(job, "taken_back"),
             )
 
@@ -144,7 +147,6 @@ class DecodeWorkerModel:
         """The KV of a remote prefill is here."""
         self.parked_tokens -= job.sequence.context
         self._tally.outcomes["committed"] += 1
-        self._choice.received(job, self.engine, self._events.now)
         self.engine.arrived(job.sequence)
 
     def first_token(self, job: JobModel) -> None:
@@ -179,14 +181,15 @@ class DecodeWorkerModel:
         return False
 
     def _decide(self, sequence: Sequence, cached: int, lane: Lane) -> Verdict:
-        if self.leaving:
-            return Local(DecisionReason.LEAVING)
-        return self._choice.verdict(
-            sequence, cached, lane, self._asked, self.engine, self._events.now
+        thresholds = self._options.thresholds
+        inputs = DecisionInputs(
+            prompt_tokens=sequence.context,
+            cached_tokens=cached,
+            queue=self._backlog.view(lane, self._asked),
+            time_left_s=thresholds.remote_prefill_timeout_s,
+            leaving=self.leaving,
         )
-
-    def _stepped(self, phase: Phase) -> None:
-        self._choice.stepped(phase, self._events.now)
+        return decide(inputs, thresholds)
 
     def _push(self, job: JobModel) -> None:
         if not self._backlog.queue.push(job):
@@ -201,13 +204,11 @@ class DecodeWorkerModel:
     def _computes(self, job: JobModel, outcome: str) -> None:
         self.parked_tokens -= job.sequence.context
         self._tally.outcomes[outcome] += 1
-        self._choice.lost(job, self._events.now)
         self._tally.unserved_tokens += job.tokens
         self.engine.compute(job.sequence)
 
     def _answered(self, sequence: Sequence) -> None:
         self._changes()
-        self._choice.computed(sequence, self._events.now)
         self._admission.answered(str(sequence.note))
         self._listener.answered(sequence)
 

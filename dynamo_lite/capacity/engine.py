@@ -17,14 +17,13 @@ from dynamo_lite.capacity.phase import Phase, composed
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.sequence_memory import SequenceMemory
 from dynamo_lite.capacity.timing import EngineLimits, StepTiming
-from dynamo_lite.policy.decision.step_time import PromptWork, work_of
 
 
 class EngineModel:
     """admit: called when a waiting sequence has memory, with the number of cached tokens; False:
     its prompt is computed elsewhere, and `arrived` or `compute` follows. on_computed: the prompt is
     computed, and the first token is there. on_end: the last token is there. gaps: gets the times
-    between tokens. on_steps: called after each phase."""
+    between tokens."""
 
     def __init__(
         self,
@@ -38,11 +37,10 @@ class EngineModel:
         on_computed: Callable[[Sequence], None],
         on_end: Callable[[Sequence], None],
         gaps: Histogram,
-        on_steps: Callable[[Phase], None] | None = None,
     ):
         self._timing, self._limits, self.pool = timing, limits, pool
         self._memory = SequenceMemory(pool, block_tokens)
-        self._events, self._gaps, self._on_steps = events, gaps, on_steps
+        self._events, self._gaps = events, gaps
         self._admit, self._on_computed, self._on_end = admit, on_computed, on_end
         self.waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
@@ -78,17 +76,6 @@ class EngineModel:
         else:
             self.waiting.append(sequence)
         self.wake()
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """Decoding sequences, and their KV tokens."""
-        return self._streams, self._kv_tokens
-
-    @property
-    def ahead(self) -> PromptWork:
-        """The work that is left of the prompts that it computes."""
-        left = ((one.context - one.computed, one.computed) for one in self._computing)
-        return sum((work_of(*each) for each in left), PromptWork())
 
     def arrived(self, sequence: Sequence) -> None:
         """The KV of a sequence that `admit` sent elsewhere is here."""
@@ -221,8 +208,6 @@ class EngineModel:
         self.steps += steps
         self._step += steps
         self.busy_s += self._events.now - phase.began
-        if self._on_steps is not None:
-            self._on_steps(phase)
         self._kv_tokens += streams * steps
         if streams:
             self.pool.grow(streams * steps)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 from dynamo_lite.capacity.options import GraphModelOptions
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.policy.decision.backlog import BacklogTotals, DrainRate, wait_s
-from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.policy.decision.lanes import BEFORE_LONG, LaneTurns, lane_of
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.decisions import QueueSeen
 
 if TYPE_CHECKING:
     from dynamo_lite.capacity.decode_worker import DecodeWorkerModel
@@ -179,8 +179,8 @@ class BacklogView:
         self._past: deque[tuple[float, BacklogTotals]] = deque([(0.0, BacklogTotals())])
         self._done_tokens = 0
 
-    def view(self, lane: Lane, tokens: int, own: deque[tuple[float, Lane, int]]) -> QueueView:
-        """For a prompt with `tokens` to compute. own: jobs that the asking engine has added lately:
+    def view(self, lane: Lane, own: deque[tuple[float, Lane, int]]) -> QueueSeen:
+        """For a prompt in this lane. own: jobs that the asking engine has added lately:
         time, lane, tokens; those that the others' messages contain are removed."""
         now = self._now()
         past = self._past
@@ -195,18 +195,12 @@ class BacklogView:
                 added[its_lane] += its_tokens
             totals = totals + BacklogTotals(len(own), added)
         rate = self.drain.tokens_per_s(now)
-        waits = wait_s(totals, lane, rate=rate, workers=self.workers)
-        return QueueView(
+        return QueueSeen(
             jobs=totals.jobs,
             prefill_workers=self.workers,
-            read_at=now,
+            age_s=0.0,
             tokens=totals.tokens,
-            wait_s=waits,
-            takes_s=None if waits is None or not rate else waits + tokens / rate,
-            earlier_tokens=totals.queued_up_to(lane),
-            later_tokens=totals.queued_after(lane),
-            claimed_tokens=totals.claimed_tokens,
-            asked_tokens=totals.asked_tokens,
+            wait_s=wait_s(totals, lane, rate=rate, workers=self.workers),
         )
 
     def _changed(self) -> None:

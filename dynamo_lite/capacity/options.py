@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dynamo_lite.policy.routing.admission import Limits
-from dynamo_lite.protocol.options import CostPolicyOptions, DecisionThresholds, KvRoutingOptions
+from dynamo_lite.protocol.options import DecisionThresholds, KvRoutingOptions
 
 RouterName = Literal["round-robin", "random", "kv"]
 
@@ -41,10 +41,6 @@ class GraphModelOptions:
     router: RouterName = "round-robin"
     routing: KvRoutingOptions = field(default_factory=KvRoutingOptions)
     thresholds: DecisionThresholds = field(default_factory=DecisionThresholds)
-    #: Thresholds alone by default: they give the same verdicts as `shadow`, and the run is faster.
-    costs: CostPolicyOptions = field(
-        default_factory=lambda: CostPolicyOptions(prefill_policy="thresholds")
-    )
     worker_limits: Limits = field(
         default_factory=lambda: Limits(in_flight=1024, prompt_tokens=500_000)
     )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from dynamo_lite.capacity.sequence import Sequence
 from dynamo_lite.capacity.timing import StepTiming, steps_until, total_s
-from dynamo_lite.policy.decision.step_time import StepLoad
 
 
 @dataclass(slots=True)
@@ -24,24 +23,10 @@ class Phase:
     joining: list[Sequence]
     #: Whether something that arrives can be started at a step in the middle.
     open: bool
-    #: Attention work of the first step. Each later step has as much more.
-    load: StepLoad
-    more_attention: float
 
     @property
     def ends_at(self) -> float:
         return self.began + total_s(self.first, self.growth, self.steps)
-
-    def mean_load(self) -> StepLoad:
-        """Of its steps."""
-        later = (self.steps - 1) / 2
-        tokens, attention, streams, kv_tokens = self.load
-        return StepLoad(
-            tokens,
-            attention + self.more_attention * later,
-            streams,
-            round(kv_tokens + streams * later),
-        )
 
     def shorten(self, now: float) -> bool:
         """Ends it with the step that runs now. Returns whether that is earlier."""
@@ -70,5 +55,4 @@ def composed(
     first = timing.one(tokens=tokens, attention=attention, streams=streams, kv=kv_tokens)
     more = chunks[0][1] ** 2 if chunks and steps > 1 else 0.0
     growth = timing.attention_s * more + timing.kv_token_s * streams
-    load = StepLoad(round(tokens), attention, streams, kv_tokens)
-    return Phase(began, first, growth, steps, streams, chunks, joining, not chunks, load, more)
+    return Phase(began, first, growth, steps, streams, chunks, joining, not chunks)

@@ -51,13 +51,6 @@ def summary(result: Result, slo: Slo) -> dict[str, Any]:
         "decisions": {
             f"{side} {reason}": count for (side, reason), count in sorted(tally.decisions.items())
         },
-        "prefill_opinions": {
-            f"{side} {word}": count
-            for (side, word), count in sorted(tally.choices.opinions.items())
-        },
-        "prefill_regret_share": _round(tally.choices.regret_s / tally.choices.cost_s)
-        if tally.choices.cost_s
-        else None,
         "remote_prefills": dict(sorted(tally.outcomes.items())),
         "cached_share": _round(tally.cached_tokens / max(tally.prompt_tokens, 1)),
         "preemptions": sum(worker.engine.preemptions for worker in graph.decode.ready),

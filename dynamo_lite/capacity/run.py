@@ -1,7 +1,7 @@
 """One run: a trace, a graph and a scaler."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.capacity.events import Events
@@ -12,7 +12,6 @@ from dynamo_lite.capacity.records import Records, Sample
 from dynamo_lite.capacity.request import TraceRequest
 from dynamo_lite.capacity.scaling import Bounds, DecodeWorkerReport, Scaler, ScalerInputs
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.decision.cost_policy import Side
 
 #: Functions between two calls of `on_progress`.
 _PROGRESS_CALLS = 20_000
@@ -48,8 +47,7 @@ class Result:
 
 
 class Run:
-    """requests: in order of arrival. forced: where prompts are prefilled, by the request's number,
-    whatever the policy says."""
+    """requests: in order of arrival."""
 
     def __init__(
         self,
@@ -61,7 +59,6 @@ class Run:
         bounds: Bounds,
         *,
         start_s: float | None = None,
-        forced: Mapping[str, Side] | None = None,
     ):
         self._requests, self._timing, self._scaler = requests, timing, scaler
         self._bounds, self._events = bounds, Events()
@@ -74,7 +71,6 @@ class Run:
             start_s=timing.start_s if start_s is None else start_s,
             shares_prefixes=any(request.hashes for request in requests),
         )
-        self._graph.tally.choices.forced = forced or {}
         self._graph.begin(counts)
         self._samples: list[Sample] = []
         self._changes: list[ProposalChange] = []

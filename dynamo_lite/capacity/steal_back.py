@@ -8,9 +8,9 @@ from dynamo_lite.capacity.engine import EngineModel
 from dynamo_lite.capacity.events import Events
 from dynamo_lite.capacity.jobs import BacklogView, JobModel
 from dynamo_lite.capacity.timing import Timing
-from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.policy.decision.steal_back import QueuedPrefill, TakeBack, look
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.decisions import QueueSeen
 
 #: A simulated graph always has changes, so each look comes as early as allowed.
 _PERIOD_S = 0.1
@@ -28,9 +28,8 @@ class _Asked:
 
 
 class StealBackModel:
-    """view: called with a lane and a number of tokens; the queue as such a job sees it. on_taken:
-    called with a job that was withdrawn and is computed here. The costs of a local prefill are
-    known exactly."""
+    """view: called with a lane; the queue as such a job sees it. on_taken: called with a job that
+    was withdrawn and is computed here. The costs of a local prefill are known exactly."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class StealBackModel:
         events: Events,
         engine: EngineModel,
         backlog: BacklogView,
-        view: Callable[[Lane, int], QueueView],
+        view: Callable[[Lane], QueueSeen],
         on_taken: Callable[[JobModel], None],
     ):
         self._name, self._timing, self._events, self._engine = name, timing, events, engine
@@ -51,7 +50,7 @@ class StealBackModel:
         """To be called before the job counts in the view."""
         if not self._asked:
             self._events.at(self._events.now + _PERIOD_S, self._look)
-        wait_s = self._view(job.lane, job.tokens).wait_s
+        wait_s = self._view(job.lane).wait_s
         ahead = math.inf if wait_s is None else wait_s * self._tokens_per_s()
         self._number += 1
         self._asked[job] = _Asked(
@@ -91,7 +90,7 @@ class StealBackModel:
         ahead_s = None
         if rate:
             before = asked.ahead_tokens - (self._backlog.queue.done_tokens - asked.done_tokens)
-            others = (self._view(job.lane, job.tokens).wait_s or 0.0) * rate - job.tokens
+            others = (self._view(job.lane).wait_s or 0.0) * rate - job.tokens
             ahead_s = max(min(before, others), 0.0) / rate
         return QueuedPrefill(
             attempt=asked.name,

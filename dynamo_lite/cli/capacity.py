@@ -124,7 +124,7 @@ def simulate(
         typer.Option(
             metavar="A,B,...",
             help="More runs of the same load: planner, static:2P2D, local-only, oracle,"
-            " script:0=1P1D+60=2P2D, prefill-policy=cost.",
+            " script:0=1P1D+60=2P2D.",
             rich_help_panel=_GRAPH,
         ),
     ] = None,
@@ -155,13 +155,6 @@ def simulate(
             help="How a decode worker is chosen; as `router` of Frontend.", rich_help_panel=_GRAPH
         ),
     ] = "round-robin",
-    prefill_policy: Annotated[
-        Literal["thresholds", "shadow", "cost"],
-        typer.Option(
-            help="What decides where a prompt is prefilled; as `prefill-policy` of VllmWorker.",
-            rich_help_panel=_GRAPH,
-        ),
-    ] = "thresholds",
     max_local_prefill_length: Annotated[
         int,
         typer.Option(

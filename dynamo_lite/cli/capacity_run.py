@@ -25,10 +25,8 @@ from dynamo_lite.cli.exits import EXIT_INTERRUPTED
 from dynamo_lite.cli.progress_line import ProgressLine
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import (
-    CostPolicyOptions,
     DecisionThresholds,
     PlannerOptions,
-    PrefillPolicy,
 )
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
@@ -65,7 +63,6 @@ class Given:
     max_workers: int | None
     start_s: float | None
     router: Literal["round-robin", "random", "kv"]
-    prefill_policy: PrefillPolicy
     max_local_prefill_length: int
     max_prefill_queue_size: int | None
     concurrency: int
@@ -164,7 +161,6 @@ def _setting(given: Given) -> tuple[Setting, dict[str, Any]]:
             max_local_prefill_length=given.max_local_prefill_length,
             max_prefill_queue_size=queue_size,
         ),
-        costs=CostPolicyOptions(prefill_policy=given.prefill_policy),
         concurrency=given.concurrency,
         short_slots=given.short_slots,
         max_jobs=max(64, 2 * queue_size),
@@ -224,7 +220,6 @@ def _about(given: Given, made: LoadTrace, setting: Setting) -> dict[str, Any]:
         "options": {
             "seed": given.seed,
             "router": given.router,
-            "prefill_policy": given.prefill_policy,
             "max_local_prefill_length": given.max_local_prefill_length,
             "max_prefill_queue_size": setting.options.thresholds.max_prefill_queue_size,
             "start_s": setting.start_s,

@@ -1,6 +1,5 @@
 """`dynamo-lite config`: options that change while processes run."""
 
-import asyncio
 import json
 import sys
 import time
@@ -15,12 +14,12 @@ from dynamo_lite.cli.arguments import (
     EtcdUrl,
     Json,
     Namespace,
-    NatsUrl,
     SecretFile,
     StateDir,
 )
 from dynamo_lite.cli.on_store import on_store
-from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.serve.removed import removed_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +27,6 @@ app = typer.Typer(
 
     \b
     dynamo-lite config get
-    dynamo-lite config set VllmWorker.max-local-prefill-length=256 --dry-run
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config unset VllmWorker.max-local-prefill-length
 
@@ -48,8 +46,6 @@ Keys = Annotated[
     ),
 ]
 T = TypeVar("T")
-
-_DRY_RUN_S = 60.0
 
 
 @app.command("get")
@@ -96,12 +92,8 @@ def set_(
     edits: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE...", help="The value is read as YAML.")
     ],
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Only show its effect on the last minute's decisions."),
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
     etcd_url: EtcdUrl = None,
-    nats_url: NatsUrl = None,
     secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
@@ -110,23 +102,15 @@ def set_(
 
     A bad key or value is refused (exit code 2), and then nothing changes.
 
-    --dry-run changes nothing: it repeats the decisions of the last minute with the new
-    values. The queue counts as it was seen then; that other decisions would have
-    changed it is ignored. (--nats-url is only needed for this.)
-
     \b
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config set VllmWorker.max-prefill-queue-size=4 VllmWorker.max-remote-prefills=1
     """
-    from dynamo_lite.cli.listing import find_broker, find_place
     from dynamo_lite.cli.live_options import parse_edits
 
-    parsed = parse_edits(edits)
     if dry_run:
-        broker = find_broker(state_dir, nats_url, secret_file)
-        _try(parsed, find_place(state_dir, etcd_url, namespace), broker)
-    else:
-        _edit(parsed, state_dir, etcd_url, namespace, secret_file)
+        raise ConfigError([f"--dry-run: {removed_command('config set --dry-run')}"])
+    _edit(parse_edits(edits), state_dir, etcd_url, namespace, secret_file)
 
 
 @app.command("unset")
@@ -230,19 +214,6 @@ def _edit(
 
     for change in _on_store(state_dir, etcd_url, namespace, write):
         print("\n".join(live_options_view.change_lines(change)))
-
-
-def _try(edits: dict[str, dict[str, Any]], place: Any, broker: Any) -> None:
-    from dynamo_lite.cli.decision_view import dry_run
-    from dynamo_lite.cli.decisions import ask_engines
-    from dynamo_lite.protocol.decisions import Explain
-
-    told = asyncio.run(ask_engines(place, broker, Explain(within_s=_DRY_RUN_S)))
-    for engine in told.silent:
-        print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
-    print(f"dry run: nothing was changed; of the last {_DRY_RUN_S:g} s")
-    for edit in edits.values():
-        print("\n".join(dry_run(told.taken, edit)))
 
 
 def _on_store(

@@ -75,9 +75,6 @@ def _flow(seen: Overview) -> RenderableType:
     speed = f"{as_bytes(moved.bytes_per_s)}/s, {moved.jobs_per_s:.1f} jobs/s"
     whole = f"{as_bytes(moved.total_bytes)} in {moved.total_jobs:,} jobs"
     table.add_row("transfers", speed, whole)
-    if (regret := seen.regret) is not None:
-        differing = f"costs differ in {regret.differing:,} of {regret.opinions:,}"
-        table.add_row("regret", f"{regret.share:.1%} of the prompts' cost", differing)
     table.add_row("TTFT", *_latency(seen.ttft))
     table.add_row("ITL", *_latency(seen.itl))
     return table

@@ -10,12 +10,6 @@ from typing import Any
 DECISION = "decision"  # + "/verdict/reason"
 ASKED = "asked_tokens"  # prompt tokens that remote prefills have to compute
 OVERFLOW = "overflow_tokens"  # uncached tokens of prompts for which the queue had no room
-OPINION = "opinion"  # + "/side by thresholds/what the costs say"
-COST = "prefill_cost"  # + "/side": seconds
-REGRET = "prefill_regret"  # + "/side": seconds
-COST_ERROR = "prefill_cost_error"  # + "/side": a list of ratios
-PAUSE = "pause"  # seconds by which prompts delayed steps that also decoded
-PAUSING_TOKENS = "pausing_tokens"  # prompt tokens of these steps
 REMOTE = "remote"  # + "/outcome"
 BYTES = "bytes"
 DESCRIPTORS = "descriptors"

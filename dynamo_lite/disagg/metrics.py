@@ -12,7 +12,6 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 _KV_WRITE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
 _STAGE_S = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-_RATIO = (1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10)
 _WAIT_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 #: Counter to its metric. The values of the metric's labels stand behind the counter's name.
@@ -33,48 +32,6 @@ _METRICS = {
         "dynamo_lite_prefill_overflow_tokens",
         "Uncached tokens of prompts that decode workers computed themselves because the"
         " prefill queue had no room for them, or the wait would have been too long",
-    ),
-    counters.OPINION: partial(
-        Counter,
-        "dynamo_lite_prefill_opinions",
-        "Prefill decisions by what the thresholds say (local, remote) and what the learned costs"
-        " say: local, remote, close (no clear difference), the reason why they cannot be relied"
-        " on (few_, old_, wrong_ and the side), or the rule that makes the prompt local",
-        ["thresholds", "costs"],
-    ),
-    counters.COST: partial(
-        Counter,
-        "dynamo_lite_prefill_cost_seconds",
-        "Realised costs of prefill decisions, by the side taken: seconds until the first token"
-        " and seconds by which other requests were delayed",
-        ["verdict"],
-    ),
-    counters.REGRET: partial(
-        Counter,
-        "dynamo_lite_prefill_regret_seconds",
-        "By how much the other side would have cost less, as predicted; divide it by"
-        " dynamo_lite_prefill_cost_seconds_total for the share",
-        ["verdict"],
-    ),
-    counters.COST_ERROR: partial(
-        Histogram,
-        "dynamo_lite_prefill_cost_error_ratio",
-        "Predicted over actual time until the first token of a prompt, or the inverse,"
-        " whichever is larger",
-        ["verdict"],
-        buckets=_RATIO,
-    ),
-    counters.PAUSE: partial(
-        Counter,
-        "dynamo_lite_prefill_pause_seconds",
-        "By how much prompts made steps longer in which other requests decoded; divided by"
-        " dynamo_lite_prefill_pausing_tokens_total and times 1,000,000: the harm of local"
-        " prefills in ms per 1,000 tokens",
-    ),
-    counters.PAUSING_TOKENS: partial(
-        Counter,
-        "dynamo_lite_prefill_pausing_tokens",
-        "Prompt tokens of steps in which other requests decoded",
     ),
     counters.REMOTE: partial(
         Counter,

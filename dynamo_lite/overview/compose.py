@@ -15,7 +15,6 @@ from dynamo_lite.overview.model import (
     Overview,
     Planned,
     Queue,
-    Regret,
     RoleEngines,
     Tokens,
     Transfers,
@@ -25,9 +24,6 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
 
 DECISIONS = "dynamo_lite_prefill_decisions_total"
-OPINIONS = "dynamo_lite_prefill_opinions_total"
-COST = "dynamo_lite_prefill_cost_seconds_total"
-REGRET = "dynamo_lite_prefill_regret_seconds_total"
 JOBS = "dynamo_lite_prefill_jobs_total"
 BYTES = "dynamo_lite_kv_transfer_bytes_total"
 DEPTH = "dynamo_lite_prefill_queue_depth"
@@ -44,7 +40,7 @@ ITL = "vllm:inter_token_latency_seconds"
 #: The metrics that an overview is made of; all others are skipped.
 WANTED = (
     *(DECISIONS, JOBS, BYTES, DEPTH, TOKENS, FREE, BLOCKS, IN_FLIGHT, TTFT, ITL),
-    *(FORWARDED, ANSWERS, USABLE, OPINIONS, COST, REGRET),
+    *(FORWARDED, ANSWERS, USABLE),
 )
 
 #: Verdicts that involve a second engine.
@@ -124,7 +120,6 @@ def compose(seen: OverviewInputs, history: CounterHistory) -> Overview:
             *_decisions(latest, recent, DECISIONS, "verdict"),
             *_decisions(latest, recent, ANSWERS, "how"),
         ],
-        regret=_regret(lately),
         ttft=_latency(lately, TTFT),
         itl=_latency(lately, ITL),
         tokens=_tokens(recent),
@@ -225,23 +220,6 @@ def _decisions(latest: list[Samples], recent: Window, counter: str, label: str) 
             )
         )
     return found
-
-
-def _regret(lately: Window) -> Regret | None:
-    cost_s = total(lately.grown, COST)
-    if cost_s <= 0:
-        return None
-    sides = ("local", "remote")
-    said = {
-        (usual, costs): total(lately.grown, OPINIONS, thresholds=usual, costs=costs)
-        for usual in sides
-        for costs in sides
-    }
-    return Regret(
-        share=total(lately.grown, REGRET) / cost_s,
-        differing=round(said["local", "remote"] + said["remote", "local"]),
-        opinions=round(sum(said.values())),
-    )
 
 
 def _engines(latest: list[Samples]) -> list[RoleEngines]:

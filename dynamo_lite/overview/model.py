@@ -83,16 +83,6 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
     total_jobs: int = 0
 
 
-class Regret(msgspec.Struct, frozen=True, kw_only=True):
-    """How good the decisions between local and remote prefill were, by learned costs."""
-
-    #: Share of the recent cost of prompts that the other side would have saved.
-    share: float
-    #: Share of the decisions with an opinion that the costs would have taken the other way.
-    differing: int
-    opinions: int
-
-
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Last test of the link from a prefill worker to a decode worker."""
 
@@ -144,8 +134,6 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     #: Requests, of Frontends and Forwarders.
     in_flight: int | None = None
     decisions: list[Decisions] = []
-    #: None without learned costs.
-    regret: Regret | None = None
     ttft: Latency = Latency()
     itl: Latency = Latency()
     tokens: Tokens = Tokens()

@@ -1,8 +1,9 @@
-"""Questions to a decode engine about its decisions, and the answers.
+"""Decisions between local and remote prefill: their inputs, questions about them, and the answers.
 
 Times are durations, since the clocks of two hosts differ.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal, Self
 
@@ -28,21 +29,42 @@ class Explain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefill queue as the decision saw it."""
+    """The prefill queue as a decision sees it."""
 
+    #: Jobs waiting and in flight when the queue was read, plus the engine's own jobs since then.
     jobs: int
     #: Number of workers that respond and have no known failed link to the engine.
     prefill_workers: int
     #: Seconds since the queue was read.
     age_s: float
-    #: Number of outstanding tokens.
+    #: Outstanding tokens of all engines.
     tokens: int = 0
-    #: Estimated seconds until a job for this prompt would start, from measured rates.
+    #: Estimated seconds until a job for this prompt would start; None without measured rates.
     wait_s: float | None = None
-    #: Estimated seconds until it would be complete.
-    takes_s: float | None = None
-    #: Number of all workers that respond; None from engines that do not report it.
-    prefill_workers_alive: int | None = None
+    #: Number of all workers that respond.
+    prefill_workers_alive: int = 0
+
+
+class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision is made from, beside the thresholds, and recorded with."""
+
+    prompt_tokens: int
+    #: The engine's own prefix hit, so that the difference is the exact number of tokens to compute.
+    cached_tokens: int
+    #: None when it was never read.
+    queue: QueueSeen | None = None
+    #: Time limit of a remote prefill.
+    time_left_s: float = math.inf
+    #: Whether the prompt's KV depends on its tokens and cache salt only.
+    transferable: bool = True
+    #: Whether this decode worker is leaving.
+    leaving: bool = False
+    #: Whether the prompt has waited for another request's remote prefill, which brought its prefix.
+    prefix_awaited: bool = False
+
+    @property
+    def uncached_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,57 +96,19 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class CostsSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """What the learned costs said, in seconds; see `docs/cost-policy.md`."""
-
-    #: The side that the thresholds chose.
-    thresholds: Literal["local", "remote"]
-    #: local, remote, close, or why they could not be relied on.
-    says: Word
-    #: Costs here: until the first token, and the pauses of other requests. See `behind_s`.
-    local_s: float
-    pause_s: float
-    #: Costs elsewhere: until the first token, the wait of jobs behind it, and of requests that
-    #: lack the memory that it holds.
-    remote_s: float
-    queue_s: float
-    memory_s: float
-    #: Uncertainty of the difference; None: unknown.
-    band_s: float | None = None
-    #: Probability with which this side was taken.
-    propensity: float = 1.0
-    #: What the side that was taken has cost, and how much less the other side would have cost.
-    cost_s: float | None = None
-    regret_s: float | None = None
-    #: Also a cost here: the wait of prompts that arrive before it is computed.
-    behind_s: float = 0.0
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(DecisionInputs, frozen=True, kw_only=True):
     """The decision for one prompt, local or remote."""
 
     #: The engine's id of the request.
     request_id: str
     #: Since the decision.
     age_s: float
-    prompt_tokens: int
-    cached_tokens: int
     verdict: Literal["local", "remote"]
     reason: Word
-    #: None when it was not known.
-    queue: QueueSeen | None
     thresholds: Followed
-    #: Estimated seconds of a local prefill, from measured rates; None without any.
-    local_s: float | None = None
-    #: Estimated seconds of a remote prefill, likewise.
-    remote_s: float | None = None
-    local_tokens_per_s: float | None = None
-    remote_tokens_per_s: float | None = None
     #: Seconds that the local prefill took.
     computed_s: float | None = None
     asked: Asked | None = None
-    #: None without an estimate.
-    costs: CostsSeen | None = None
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ kebab-case. The engine's configuration carries a set whole, live options replace
 """
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import annotated_types as at
 import msgspec
@@ -43,26 +43,8 @@ class DecisionThresholds:
     max_prefill_queue_tokens: NaturalOption = 0
 
 
-#: What decides between local and remote prefill. "thresholds": only the thresholds. "shadow": the
-#: thresholds, and the verdict of the learned costs is recorded. "cost": the learned costs,
-#: wherever their predictions are good.
-PrefillPolicy = Literal["thresholds", "shadow", "cost"]
-
-
 @dataclass(frozen=True, kw_only=True)
-class CostPolicyOptions:
-    """The decision by learned costs."""
-
-    prefill_policy: PrefillPolicy = "shadow"
-    #: Where both sides cost about the same, one in fifty decisions tries the other one, unless a
-    #: first token would then be later than this.
-    ttft_target_s: SecondsOption = 2.0
-    #: No trials are made while the time between tokens is near this.
-    itl_target_s: SecondsOption = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class DisaggOptions(CostPolicyOptions, DecisionThresholds):
+class DisaggOptions(DecisionThresholds):
     """How a decode engine uses remote prefills."""
 
     #: A prompt waits for the remote prefill of another one if they share at least this many

@@ -12,11 +12,18 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "Frontend.canary": "nothing: heartbeats report an engine that does not work",
         "PrefillWorker.kv-checksum-rate": "nothing: contents of blocks are not compared",
         "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
+        "VllmWorker.prefill-policy": "the thresholds decide; remove it",
+        "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
+        "VllmWorker.itl-target-s": "the thresholds decide; remove it",
     }
 )
 
 #: `command` or `command option` to what to use instead.
-REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType({})
+REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
+    }
+)
 
 
 def removed_option(*path: str) -> str | None:

@@ -137,7 +137,7 @@ async def test_a_component_whose_name_begins_alike_is_another(store: Store, name
 async def test_writers_at_the_same_time_lose_nothing(store: Store, namespace: str):
     """Each changes an option of its own; more of them than tries would be too many."""
     options = list(live_options.options_of(COMPONENT))
-    other = {"prefill-policy": "cost", "steal-back": False}
+    other = {"steal-back": False}
     values = {name: other.get(name, 5) for name in options}
     await asyncio.gather(
         *(

@@ -11,9 +11,10 @@ from typing import Any, Self
 from prometheus_client import Counter
 
 from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.policy.decision.disagg import QueueView, Remote, decide
+from dynamo_lite.policy.decision.disagg import Remote, decide
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DecisionThresholds, subset
 from dynamo_lite.protocol.prefill import WriterDone
@@ -82,19 +83,14 @@ class AskingEngine(null_graph.PacedEngine):
         await self._stack.aclose()
 
     async def submit(self, request: GenerateRequest) -> None:
-        view = QueueView(
+        seen = QueueSeen(
             jobs=(await self._queue.depth()).total,
             prefill_workers=len(self._writers.members),
-            read_at=self._host.clock.monotonic(),
+            age_s=0.0,
         )
         tokens = len(request.prompt_token_ids)
-        verdict = decide(
-            prompt_tokens=tokens,
-            cached_tokens=0,
-            queue=view,
-            thresholds=subset(DecisionThresholds, self._config),
-            now=view.read_at,
-        )
+        inputs = DecisionInputs(prompt_tokens=tokens, cached_tokens=0, queue=seen)
+        verdict = decide(inputs, subset(DecisionThresholds, self._config))
         remote = isinstance(verdict, Remote)
         self._decisions.labels(verdict.reason.value, "remote" if remote else "local").inc()
         if not remote:

@@ -42,12 +42,10 @@ def bench(name: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("name", "sizes", "rows"),
     [
-        ("decision", (), ["a decision by thresholds", "the costs beside it", "learning"]),
         ("router", ("--blocks=50000", "--questions=300", "--rounds=1"), ["prefixes matched"]),
         ("capacity", ("--requests=1000", "--workers=4P6D"), ["10 workers, "]),
         ("sealed_frames", ("--frames=200", "--rounds=1"), ["150 bytes, back to back, sender"]),
         ("sealed_notices", ("--writes=5", "--rounds=2"), ["32 KiB: on", "8192 KiB: on"]),
-        ("regret", ("--seconds=5", "--samples=1", "--loads=constant"), ["constant"]),
     ],
 )
 def test_the_ones_within_one_process(name: str, sizes: tuple[str, ...], rows: list[str]):

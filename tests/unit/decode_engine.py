@@ -10,12 +10,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.policy.attempts.ledger import Ledger
-from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.options import DisaggOptions

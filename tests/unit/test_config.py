@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.policy.decision.disagg import DecisionReason, QueueView, Remote, decide
+from dynamo_lite.policy.decision.disagg import DecisionReason, Remote, decide
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback
@@ -344,11 +345,9 @@ def test_static_disaggregation_has_no_short_prompt_and_no_full_queue():
         **{f.name: worker.options[f.name] for f in dataclasses.fields(DecisionThresholds)}
     )
     for prompt, jobs in ((2, 0), (8192, worker.options["max_prefill_queue_size"] - 1)):
-        view = QueueView(jobs=jobs, prefill_workers=1, read_at=0.0)
-        verdict = decide(
-            prompt_tokens=prompt, cached_tokens=0, queue=view, thresholds=thresholds, now=0.0
-        )
-        assert verdict == Remote(DecisionReason.LONG)
+        seen = QueueSeen(jobs=jobs, prefill_workers=1, age_s=0.0)
+        inputs = DecisionInputs(prompt_tokens=prompt, cached_tokens=0, queue=seen)
+        assert decide(inputs, thresholds) == Remote(DecisionReason.LONG)
 
 
 #: File, protocol, and where each engine's side of the handover listens, with its role.

@@ -9,11 +9,11 @@ import contextlib
 
 import pytest
 
+from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.policy.decision import backlog
-from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError

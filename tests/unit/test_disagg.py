@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, Remote, decide
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote, decide
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.options import DecisionThresholds
 
 LIMITS = DecisionThresholds(
     max_local_prefill_length=100, max_prefill_queue_size=4, queue_view_max_age_s=2.0
 )
-NOW = 1000.0
 
 
-def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=LIMITS):
-    view = QueueView(jobs=jobs, prefill_workers=workers, read_at=NOW - age) if queue else None
-    return decide(
-        prompt_tokens=prompt, cached_tokens=cached, queue=view, thresholds=limits, now=NOW
-    )
+def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=LIMITS, **more):
+    seen = QueueSeen(jobs=jobs, prefill_workers=workers, age_s=age) if queue else None
+    inputs = DecisionInputs(prompt_tokens=prompt, cached_tokens=cached, queue=seen, **more)
+    return decide(inputs, limits)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,15 @@ def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=
         (verdict(101, age=2.0), Remote(DecisionReason.LONG)),
         (verdict(101, age=2.001), Local(DecisionReason.QUEUE_UNKNOWN)),
         (verdict(101, queue=False), Local(DecisionReason.QUEUE_UNKNOWN)),
+        # A prefix that another request's remote prefill has brought.
+        (verdict(164, 64, prefix_awaited=True), Local(DecisionReason.SINGLE_FLIGHT)),
+        (verdict(165, 64, prefix_awaited=True), Remote(DecisionReason.LONG)),
+        (verdict(100, 96, prefix_awaited=True), Local(DecisionReason.SHORT)),
+        (verdict(101, transferable=False), Local(DecisionReason.NOT_TRANSFERABLE)),
+        (verdict(101, leaving=True), Local(DecisionReason.LEAVING)),
         # The reason that is given when several conditions hold.
+        (verdict(50, transferable=False, leaving=True), Local(DecisionReason.NOT_TRANSFERABLE)),
+        (verdict(50, leaving=True, age=9), Local(DecisionReason.LEAVING)),
         (verdict(50, jobs=9, workers=0, age=9), Local(DecisionReason.SHORT)),
         (verdict(101, jobs=9, workers=0, age=9), Local(DecisionReason.QUEUE_UNKNOWN)),
         (verdict(101, jobs=9, workers=0), Local(DecisionReason.NO_PREFILL_WORKER)),
@@ -71,13 +78,10 @@ def test_a_local_length_of_zero_keeps_only_the_last_token_here():
 
 def loaded(tokens: int = 0, wait_s: float | None = None, *, most: int = 1000, left_s: float = 5.0):
     """A long prompt, and a queue of which this is known."""
+    seen = QueueSeen(jobs=1, prefill_workers=1, age_s=0.0, tokens=tokens, wait_s=wait_s)
     return decide(
-        prompt_tokens=200,
-        cached_tokens=0,
-        queue=QueueView(1, 1, read_at=NOW, tokens=tokens, wait_s=wait_s),
-        thresholds=replace(LIMITS, max_prefill_queue_tokens=most),
-        now=NOW,
-        time_left_s=left_s,
+        DecisionInputs(prompt_tokens=200, cached_tokens=0, queue=seen, time_left_s=left_s),
+        replace(LIMITS, max_prefill_queue_tokens=most),
     )
 
 
@@ -91,6 +95,7 @@ def loaded(tokens: int = 0, wait_s: float | None = None, *, most: int = 1000, le
         (loaded(wait_s=5.1), Local(DecisionReason.TOO_LATE)),
         (loaded(wait_s=5.1, left_s=6.0), Remote(DecisionReason.LONG)),
         (loaded(1000, 5.1), Local(DecisionReason.QUEUE_TOKENS)),
+        (loaded(left_s=0.0), Local(DecisionReason.TOO_LATE)),
     ],
 )
 def test_too_many_tokens_and_too_little_time_keep_a_prompt_here(asked, expected):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
-from dynamo_lite.policy.decision.cost import FadingMean
+from dynamo_lite.policy.fading_mean import FadingMean
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import (

@@ -10,7 +10,6 @@ import pytest
 
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.policy.decision.backlog import reads_after_s
-from dynamo_lite.policy.decision.disagg import fresh
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Backlog, QueueReading
 from dynamo_lite.protocol.codec import encode
@@ -73,7 +72,9 @@ class Engine:
 
     @property
     def knows(self) -> bool:
-        return fresh(self.watch.view, DisaggOptions(), loop_time()) is not None
+        if self.watch.view is None:
+            return False
+        return self.age_s <= DisaggOptions().queue_view_max_age_s
 
     @property
     def age_s(self) -> float:

@@ -34,7 +34,7 @@ def options() -> list[tuple[str, Any, str]]:
 def test_the_commands_that_take_urls_are_found():
     found = {(name, option) for name, _, option in options()}
     assert {("serve", "nats-url"), ("serve", "etcd-url"), ("join", "etcd-url")} <= found
-    assert {("config set", "nats-url"), ("planner explain", "nats-url")} <= found
+    assert {("explain", "nats-url"), ("planner explain", "nats-url")} <= found
 
 
 @pytest.mark.parametrize("glue", [" ", "="])

@@ -109,8 +109,6 @@ async def test_a_long_queue_is_noticed_and_a_worker_that_leaves(decode: Decode, 
     others = [await decode.ask(f"o{i}", 300, claimed=not i) for i in range(3)]
     last = await decode.ask("r1", 100)
     # They are in the short lane, which does not wait for claimed jobs.
-    view = decode.net.backlog.view(decode.net.queue_watch.view, 1000, 0)
-    assert view.takes_s - view.wait_s == pytest.approx(1.0, rel=0.02), "of 1000 tokens"
     [first, *_] = decode.half.prefills.queued()
     newest = decode.half.prefills.queued()[-1]
     ahead_s = decode.net.backlog.ahead_s

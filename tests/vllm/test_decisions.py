@@ -187,11 +187,6 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     assert remote["asked"]["outcome"] == "committed"
     stages = {"decide", "publish", "pull", "claim", "fill", "resume"}
     assert remote["asked"]["stages_s"].keys() == stages
-    assert remote["remote_s"] > 0
-    # By default the thresholds decide, and what either side would cost is recorded.
-    costs = remote["costs"]
-    assert costs["thresholds"] == "remote" and costs["says"]
-    assert costs["local_s"] > 0 and costs["cost_s"] > 0
     siblings = decided(108, n=2, temperature=1)
     assert sorted(d["reason"] for d in siblings) == ["long", "single_flight"]
     with client(disagg.url) as api:
@@ -199,8 +194,6 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
         chat = api.chat.completions.create(model="tiny", messages=hello, max_tokens=2)
     [short] = explained(disagg, chat.id)
     assert (short["verdict"], short["reason"]) == ("local", "short")
-    assert short["computed_s"] > 0 and short["remote_s"] > 0
+    assert short["computed_s"] > 0
     lines = command(disagg, "explain", "--last", "2").splitlines()
     assert short["request_id"] in lines[-1] and "local/short" in lines[-1]
-    told = command(disagg, "config", "set", "--dry-run", "VllmWorker.max-local-prefill-length=1000")
-    assert "remote/long -> local/short" in told

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 from dynamo_lite.disagg.decode.remote_prefill import QueuePlace, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
@@ -22,7 +21,6 @@ from dynamo_lite.policy.decision.backlog import (
     notice_period_s,
     wait_s,
 )
-from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -76,24 +74,14 @@ class BacklogExchange:
         """Any thread."""
         return self._queue.lane_of(tokens, priority)
 
-    def view(self, seen: QueueView, tokens: int, priority: int) -> QueueView:
-        """Returns `seen` with the expected wait of a prompt with this many tokens. Any thread."""
+    def expected(
+        self, tokens: int, priority: int, workers: int
+    ) -> tuple[BacklogTotals, float | None]:
+        """The backlog of all engines, and how many seconds a prompt with this many uncached tokens
+        is expected to wait for `workers`; None without a measured rate. Any thread."""
         totals, rate = self._totals(), self._drain.tokens_per_s(self._now())
-        jobs = max(seen.jobs, totals.jobs)
         lane = self._queue.lane_of(tokens, priority)
-        waits_s = wait_s(totals, lane, rate=rate, workers=seen.prefill_workers)
-        takes_s = None if waits_s is None or rate is None else waits_s + tokens / rate
-        return replace(
-            seen,
-            jobs=jobs,
-            tokens=totals.tokens,
-            wait_s=waits_s,
-            takes_s=takes_s,
-            earlier_tokens=totals.queued_up_to(lane),
-            later_tokens=totals.queued_after(lane),
-            claimed_tokens=totals.claimed_tokens,
-            asked_tokens=totals.asked_tokens,
-        )
+        return totals, wait_s(totals, lane, rate=rate, workers=workers)
 
     def place(self, lane: Lane) -> QueuePlace:
         """Returns the place of a job that is queued now. Any thread."""

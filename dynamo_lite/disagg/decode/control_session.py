@@ -23,7 +23,6 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.policy.decision.disagg import fresh
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -227,8 +226,8 @@ class ControlSession:
     @property
     def queue_jobs(self) -> int | None:
         """From the last reading of the queue; None if that is too old."""
-        view = fresh(self.queue_watch.view, self._live.now.options, self._now())
-        return None if view is None else view.jobs
+        view, longest_s = self.queue_watch.view, self._live.now.options.queue_view_max_age_s
+        return None if view is None or self._now() - view.read_at > longest_s else view.jobs
 
     @property
     def options_version(self) -> int:

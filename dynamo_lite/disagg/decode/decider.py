@@ -1,16 +1,15 @@
 """Decides local or remote for each prompt, from the present state of queue and workers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.measurements import Measurements
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.disagg.transfer_params import time_left_s
-from dynamo_lite.policy.decision.disagg import DecisionReason, Local, QueueView, decide
+from dynamo_lite.policy.decision.disagg import decide
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 
 
 class Decider:
@@ -21,11 +20,9 @@ class Decider:
         net: ControlSession,
         live: LiveThresholds,
         prefills: RemotePrefills,
-        measured: Measurements,
         now: Callable[[], float],
     ):
-        self._net, self._live, self._prefills = net, live, prefills
-        self._measured, self._now = measured, now
+        self._net, self._live, self._prefills, self._now = net, live, prefills, now
 
     def decide(
         self, request: Prompt, cached: int, transferable: bool, known: RemotePrefill | None
@@ -39,50 +36,29 @@ class Decider:
         timeout_s = effective.options.remote_prefill_timeout_s
         if known is not None and known.until is not None:
             timeout_s = known.until - at
-        queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
-        usual = opinion = None
-        propensity = 1.0
-        if not transferable or request.prompt_token_ids is None:
-            verdict = Local(DecisionReason.NOT_TRANSFERABLE)
-        elif self._net.leaving:
-            verdict = Local(DecisionReason.LEAVING)
-        else:
-            left_s = min(timeout_s, time_left_s(request, at))
-            usual = decide(
-                prompt_tokens=request.num_prompt_tokens,
-                cached_tokens=cached,
-                queue=queue,
-                thresholds=effective.options,
-                now=at,
-                time_left_s=left_s,
-            )
-            if usual.reason is DecisionReason.CACHED and _was_served(known):
-                usual = Local(DecisionReason.SINGLE_FLIGHT)
-            verdict, opinion, propensity = self._measured.costs.decide(
-                request.request_id,
-                request.num_prompt_tokens - cached,
-                cached,
-                usual,
-                queue,
-                effective.options,
-                at,
-                left_s,
-            )
-        rates = self._measured.rate.rates
-        return Decided(
-            verdict, at, cached, queue, effective, rates, usual, opinion, propensity=propensity
+        inputs = DecisionInputs(
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=cached,
+            queue=self._queue(request.num_prompt_tokens - cached, request.priority, at),
+            time_left_s=min(timeout_s, time_left_s(request, at)),
+            transferable=transferable and request.prompt_token_ids is not None,
+            leaving=self._net.leaving,
+            prefix_awaited=known is not None and known.wait is not None and known.wait.served,
         )
+        return Decided(decide(inputs, effective.options), at, inputs, effective)
 
-    def _queue_view(self, tokens: int, priority: int) -> QueueView | None:
+    def _queue(self, tokens: int, priority: int, now: float) -> QueueSeen | None:
         """The last reading plus the jobs that this engine has added since, or the jobs of all
         engines if those are more."""
         view = self._net.queue_watch.view
         if view is None:
             return None
-        view = replace(view, jobs=view.jobs + self._prefills.asked_since(view.read_at))
-        return self._net.backlog.view(view, tokens, priority)
-
-
-def _was_served(known: RemotePrefill | None) -> bool:
-    """Whether the prompt's prefix is cached because it waited for another request's."""
-    return known is not None and known.wait is not None and known.wait.served
+        totals, wait_s = self._net.backlog.expected(tokens, priority, view.prefill_workers)
+        return QueueSeen(
+            jobs=max(view.jobs + self._prefills.asked_since(view.read_at), totals.jobs),
+            prefill_workers=view.prefill_workers,
+            age_s=max(now - view.read_at, 0.0),
+            tokens=totals.tokens,
+            wait_s=wait_s,
+            prefill_workers_alive=view.prefill_workers_alive,
+        )

@@ -3,24 +3,22 @@
 An entry is the record of a prompt; it becomes a message when `explain` asks for it.
 """
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable
+
+import msgspec
 
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.stages import stages_s
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.engine.request_ids import is_of
-from dynamo_lite.policy.decision.cost_policy import side_of
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Asked,
-    CostsSeen,
     Decision,
     Explained,
     Followed,
-    QueueSeen,
     decode_explain,
 )
 
@@ -70,30 +68,14 @@ class DecisionLog:
 
 
 def _as_message(prefill: RemotePrefill, now: float) -> Decision:
-    verdict, at, cached, queue, effective, rates = prefill.decided[:6]
-    uncached, outcome = prefill.prompt_tokens - cached, prefill.outcome
+    decided, outcome = prefill.decided, prefill.outcome
     return Decision(
+        **msgspec.structs.asdict(decided.inputs),
         request_id=prefill.request_id,
-        age_s=now - at,
-        prompt_tokens=prefill.prompt_tokens,
-        cached_tokens=cached,
+        age_s=now - decided.at,
         verdict="remote" if prefill.is_remote else "local",
-        reason=verdict.reason.value,
-        queue=queue
-        and QueueSeen(
-            jobs=queue.jobs,
-            prefill_workers=queue.prefill_workers,
-            age_s=at - queue.read_at,
-            tokens=queue.tokens,
-            wait_s=queue.wait_s,
-            takes_s=queue.takes_s,
-            prefill_workers_alive=queue.prefill_workers_alive,
-        ),
-        thresholds=Followed.of(effective.version, effective.options),
-        local_s=rates.local_s(uncached),
-        remote_s=rates.remote_s(uncached),
-        local_tokens_per_s=rates.local_tokens_per_s,
-        remote_tokens_per_s=rates.remote_tokens_per_s,
+        reason=decided.verdict.reason.value,
+        thresholds=Followed.of(decided.effective.version, decided.effective.options),
         computed_s=prefill.computed_s,
         asked=Asked(
             attempt=prefill.attempt,
@@ -103,25 +85,4 @@ def _as_message(prefill: RemotePrefill, now: float) -> Decision:
         )
         if prefill.attempt
         else None,
-        costs=_costs(prefill),
-    )
-
-
-def _costs(prefill: RemotePrefill) -> CostsSeen | None:
-    decided = prefill.decided
-    if decided.opinion is None or (costs := decided.opinion.costs) is None:
-        return None
-    return CostsSeen(
-        thresholds=side_of(decided.usual or decided.verdict),
-        says=decided.opinion.word,
-        local_s=costs.local_s,
-        pause_s=costs.pause_s,
-        remote_s=costs.remote_s,
-        queue_s=costs.queue_s,
-        memory_s=costs.memory_s,
-        band_s=None if math.isinf(costs.band_s) else costs.band_s,
-        propensity=decided.propensity,
-        cost_s=prefill.cost_s,
-        regret_s=prefill.regret_s,
-        behind_s=costs.behind_s,
     )

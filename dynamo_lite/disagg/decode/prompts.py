@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dynamo_lite.disagg.decode.decider import Decider
 from dynamo_lite.disagg.decode.job_maker import JobMaker
-from dynamo_lite.disagg.decode.measurements import Measurements
 from dynamo_lite.disagg.decode.passing import Passing
+from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import Resumes
@@ -27,14 +27,13 @@ class Prompts:
         decider: Decider,
         jobs: JobMaker,
         resumes: Resumes,
-        measured: Measurements,
+        rate: PrefillRate,
         now: Callable[[], float],
     ):
         self._block_size, self._pool, self._prefills = block_size, pool, prefills
         self._passing, self._flights, self._decider = passing, flights, decider
         self._jobs, self._resumes = jobs, resumes
-        self._measured, self._now = measured, now
-        prefills.on_decided.add(lambda prefill, _: passing.allocated(prefill.request_id))
+        self._rate, self._now = rate, now
 
     def looked_up(
         self, request: Prompt, cached: int, transferable: bool
@@ -66,7 +65,10 @@ class Prompts:
         """The engine has reserved the prompt's blocks, for the KV of `external` tokens that a
         prefill worker will compute."""
         prefill = self._prefills.allocated(request)
-        if prefill is not None and external:
+        if prefill is None:
+            return
+        self._passing.allocated(request.request_id)
+        if external:
             self._jobs.begin(prefill, request, block_ids, external)
 
     def step(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:
@@ -77,14 +79,12 @@ class Prompts:
 
     def lost(self, prefill: RemotePrefill) -> None:
         """The prompt's KV will not come, and its remote prefill has ended."""
-        now = self._now()
-        if not self._resumes.lost(prefill, now):
+        if not self._resumes.lost(prefill, self._now()):
             self._prefills.falls_back(prefill)
-            self._measured.costs.computes_here(now)
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""
         self._passing.finished(request_id)
         if (prefill := self._prefills.finished(request_id)) is not None:
             self._flights.finished(prefill)
-            self._measured.rate.finished(prefill, self._now())
+            self._rate.finished(prefill, self._now())

@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.policy.decision.backlog import reads_after_s
-from dynamo_lite.policy.decision.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import QueueReading, decode_queue_reading
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
@@ -27,6 +26,20 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """A reading of the queue, and the prefill workers as they are now."""
+
+    #: Jobs waiting and in flight when the queue was read.
+    jobs: int
+    #: Number of prefill workers that respond and have no known failed link to this engine.
+    prefill_workers: int
+    #: Monotonic seconds.
+    read_at: float
+    #: Number of prefill workers that respond.
+    prefill_workers_alive: int = 0
 
 
 class QueueWatch:

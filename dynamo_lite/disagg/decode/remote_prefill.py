@@ -7,10 +7,9 @@ from typing import NamedTuple
 from dynamo_lite.disagg.decode.live_thresholds import EffectiveThresholds
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.policy.decision.cost import Rates
-from dynamo_lite.policy.decision.cost_policy import Opinion
-from dynamo_lite.policy.decision.disagg import QueueView, Remote, Verdict
+from dynamo_lite.policy.decision.disagg import Remote, Verdict
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.trace import TraceContext
 
 
@@ -20,18 +19,8 @@ class Decided(NamedTuple):
     verdict: Verdict
     #: Monotonic seconds.
     at: float
-    cached_tokens: int
-    #: None when the state of the queue was not known.
-    queue: QueueView | None
+    inputs: DecisionInputs
     effective: EffectiveThresholds
-    #: Prefill rates as they were measured by then.
-    rates: Rates
-    #: The thresholds' verdict; None where the learned costs were not used.
-    usual: Verdict | None = None
-    #: What the learned costs said.
-    opinion: Opinion | None = None
-    #: Probability with which this side was chosen.
-    propensity: float = 1.0
 
 
 class QueuePlace(NamedTuple):
@@ -76,8 +65,6 @@ class RemotePrefill:
 
     #: Written once. Read by all.
     request_id: str
-    #: Written once. Read by `explain`, spans and rates.
-    prompt_tokens: int
     #: The last verdict; final once `allocated`. Read by `explain`, spans and stages.
     decided: Decided
     #: Whether the engine has reserved the prompt's blocks, so that the decision holds.
@@ -97,11 +84,6 @@ class RemotePrefill:
     #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
     #: bridge's thread.
     computed_s: float | None = None
-    #: Seconds by which its local prefill delayed other requests, summed over these. `CostLearning`
-    #: writes this one and the next two; None: not known yet. Read by `explain`.
-    pause_s: float = 0.0
-    cost_s: float | None = None
-    regret_s: float | None = None
 
     #: Number of remote prefills that were requested for the prompt, including this one. `Resumes`
     #: subtracts one if the worker could not try at all.
@@ -178,7 +160,6 @@ class RemotePrefill:
         """The record of the same prompt's next decision, after this remote prefill was lost."""
         return RemotePrefill(
             self.request_id,
-            self.prompt_tokens,
             decided,
             tries=self.tries,
             max_tries=self.max_tries,

@@ -33,8 +33,7 @@ class RemotePrefills:
     def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
         self._stats, self._now = stats, now
-        #: Called when a decision holds, and when a prompt is scheduled whose KV came.
-        self.on_decided = Listeners[[RemotePrefill, float]]("the decisions")
+        #: Called when a prompt is scheduled whose KV came.
         self.on_resumed = Listeners[[RemotePrefill]]("the remote prefills")
         # Other classes read the next three fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
@@ -73,7 +72,7 @@ class RemotePrefills:
         request_id = request.request_id
         prefill = self.by_request.get(request_id)
         if prefill is None:
-            prefill = RemotePrefill(request_id, request.num_prompt_tokens, decided)
+            prefill = RemotePrefill(request_id, decided)
         elif prefill.may_retry:
             prefill.prompt = None
             prefill = prefill.next_try(decided)
@@ -94,15 +93,13 @@ class RemotePrefills:
             return None
         prefill.allocated, prefill.wait = True, None
         if not prefill.is_remote:
-            self._computes(prefill, prefill.decided.at, prefill.decided.cached_tokens)
+            self._computes(prefill, prefill.decided.at, prefill.decided.inputs.cached_tokens)
             if prefill.decided.verdict.reason in WANT_OF_ROOM:
                 self._stats.add(OVERFLOW, prefill.left_tokens)
                 with self._lock:
                     self._backlog.overflow_tokens += prefill.left_tokens
         self.decisions.append(prefill)
-        now = self._now()
-        self.on_decided.notify(prefill, now)
-        report_decision(self._stats, traced(request.trace_headers), prefill, now)
+        report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
         return prefill
 
     def asked(
@@ -165,7 +162,7 @@ class RemotePrefills:
 
     def falls_back(self, prefill: RemotePrefill) -> None:
         """The engine computes the prompt itself, since its KV will not come."""
-        self._computes(prefill, self._now(), prefill.decided.cached_tokens)
+        self._computes(prefill, self._now(), prefill.decided.inputs.cached_tokens)
 
     def looked_up(self, prefill: RemotePrefill, cached: int) -> None:
         """The engine is about to compute the prompt itself, except for the `cached` tokens."""
@@ -295,8 +292,8 @@ class RemotePrefills:
             self.on_resumed.notify(prefill)
 
     def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
-        prefill.here_at, prefill.here_tokens = at, prefill.prompt_tokens - cached
-        prefill.left_tokens = prefill.here_tokens
+        prefill.here_at = at
+        prefill.here_tokens = prefill.left_tokens = prefill.decided.inputs.prompt_tokens - cached
         self.computing[prefill.request_id] = prefill
 
     def _waiting(self, attempt: str) -> RemotePrefill | None:

@@ -19,8 +19,8 @@ from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.job_maker import JobMaker
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.measurements import Measurements
 from dynamo_lite.disagg.decode.passing import Passing
+from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
@@ -32,7 +32,6 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.attempts.ledger import Ledger
-from dynamo_lite.policy.decision.step_time import StepLoad
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -41,8 +40,7 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 class DecodeScheduler:
     """block_size: in tokens. cache: see `Resumes`. kept_free: blocks that a new prompt must leave
     free. new_attempt, new_grant: return new ids. hash_block_size: see `SingleFlight`.
-    overlapping_steps: how many steps the engine may have in flight. step_tokens: most tokens of
-    a step."""
+    overlapping_steps: how many steps the engine may have in flight."""
 
     def __init__(
         self,
@@ -60,7 +58,6 @@ class DecodeScheduler:
         kept_free: int = 0,
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
-        step_tokens: int = 2048,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._pool, self._now = pool, clock.monotonic
@@ -83,18 +80,8 @@ class DecodeScheduler:
         )
         self.bridge = open_bridge(net.session)
         self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
-        self._measured = measured = Measurements(
-            prefills,
-            stats,
-            pool,
-            live,
-            overlapping_steps=overlapping_steps,
-            budget=step_tokens,
-            block_size=block_size,
-        )
-        self._steals = StealBack(
-            news, self._book, prefills, net.backlog, live, measured.rate, stats
-        )
+        self._rate = rate = PrefillRate(prefills, overlapping_steps)
+        self._steals = StealBack(news, self._book, prefills, net.backlog, live, rate, stats)
         flights = SingleFlight(hash_block_size, prefills, stats, now)
         self._prompts = Prompts(
             block_size,
@@ -102,7 +89,7 @@ class DecodeScheduler:
             prefills,
             Passing(kept_free),
             flights,
-            Decider(net, live, prefills, measured, now),
+            Decider(net, live, prefills, now),
             JobMaker(
                 config.engine_id,
                 block_size,
@@ -116,7 +103,7 @@ class DecodeScheduler:
                 overlapping_steps,
             ),
             Resumes(block_size, stats, lambda: len(net.workers.usable), cache),
-            measured,
+            rate,
             now,
         )
         #: Set before the bridge starts, when all ranks are open.
@@ -141,21 +128,17 @@ class DecodeScheduler:
         self._prompts.allocated(request, block_ids, external)
 
     def build_step(
-        self,
-        filling: Iterable[int] = (),
-        scheduled: Mapping[str, int] | None = None,
-        load: StepLoad | None = None,
+        self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
     ) -> DecodeStep:
         """Called in every step. Also applies the ledger's deadlines.
 
         filling: blocks that this step completes; the prefix cache has them already.
-        scheduled: how many tokens the step computes, by request. load: their sums; None
-        where `learns` is false.
+        scheduled: how many tokens the step computes, by request.
         """
         self._stepped_at = now = self._now()
         jobs, scheduled = self._prompts.step(filling), scheduled or {}
         self.prefills.stepped()
-        self._measured.step(load, scheduled, now)
+        self._rate.step(scheduled, now)
         self._events.carry_out(self._steals.step(scheduled, now))
         return self._events.step(jobs, now)
 
@@ -171,11 +154,6 @@ class DecodeScheduler:
         """The request has ended, with its KV or without."""
         self._prompts.finished(request_id)
         self._events.apply(lambda ledger: ledger.request_finished(request_id))
-
-    @property
-    def learns(self) -> bool:
-        """See `Measurements`."""
-        return self._measured.learns
 
     @property
     def awaits_kv_s(self) -> float | None:

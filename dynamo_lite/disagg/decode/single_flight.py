@@ -56,7 +56,7 @@ class SingleFlight:
         """Whether the request waits from now on, instead of following its verdict."""
         if not self._prefills.by_hash:
             return False
-        decided, cached = prefill.decided, prefill.decided.cached_tokens
+        decided, cached = prefill.decided, prefill.decided.inputs.cached_tokens
         prefix, leader = self._longest(request)
         wait = prefill.wait or PrefixWait()
         decision = follow(

@@ -40,11 +40,11 @@ def report_decision(
     attributes: dict[str, str | int] = {
         "dynamo_lite.verdict": kind,
         "dynamo_lite.reason": decided.verdict.reason.value,
-        "dynamo_lite.prompt_tokens": prefill.prompt_tokens,
-        "dynamo_lite.cached_tokens": decided.cached_tokens,
+        "dynamo_lite.prompt_tokens": decided.inputs.prompt_tokens,
+        "dynamo_lite.cached_tokens": decided.inputs.cached_tokens,
     }
-    if decided.queue is not None:
-        attributes["dynamo_lite.queue_jobs"] = decided.queue.jobs
+    if decided.inputs.queue is not None:
+        attributes["dynamo_lite.queue_jobs"] = decided.inputs.queue.jobs
     note_child(stats, "decision", above, decided.at, now, attributes)
 
 

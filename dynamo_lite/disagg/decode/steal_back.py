@@ -95,12 +95,12 @@ class StealBack:
         return instructions
 
     def _costs(self, prefill: RemotePrefill, now: float) -> QueuedPrefill:
-        queue, rates = prefill.decided.queue, self._rate.rates
-        guesses = [] if queue is None else [queue.wait_s]
-        expected = [s for s in (*guesses, rates.remote_fixed_s) if s is not None]
+        inputs = prefill.decided.inputs
+        guesses = [] if inputs.queue is None else [inputs.queue.wait_s]
+        expected = [s for s in (*guesses, self._rate.remote_fixed_s) if s is not None]
         return QueuedPrefill(
             attempt=prefill.attempt,
-            local_s=rates.local_s(prefill.prompt_tokens - prefill.decided.cached_tokens),
+            local_s=self._rate.local_s(inputs.uncached_tokens),
             waited_s=now - prefill.asked_at,
             expected_s=max(expected, default=None),
             ahead_s=self._backlog.ahead_s(prefill),

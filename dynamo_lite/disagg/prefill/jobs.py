@@ -20,7 +20,7 @@ from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import PrefillEngine
-from dynamo_lite.policy.decision.cost import FadingMean
+from dynamo_lite.policy.fading_mean import FadingMean
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, decode_cancel_attempt, decode_job

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.decision.cost import FadingMean
 from dynamo_lite.policy.decision.lanes import BEFORE_LONG
+from dynamo_lite.policy.fading_mean import FadingMean
 from dynamo_lite.protocol.backlog import Backlog, Lane
 
 #: An engine without a message for this long is gone; engines send one every second.
@@ -73,15 +73,8 @@ class BacklogTotals:
 
         Long jobs wait for all claimed ones; others have slots of their own.
         """
-        return self.queued_up_to(lane) + (0 if lane in BEFORE_LONG else self.claimed_tokens)
-
-    def queued_up_to(self, lane: Lane) -> int:
-        """Queued tokens of this lane and of earlier ones."""
-        return sum(self.queued_tokens.get(one, 0) for one in _UP_TO[lane])
-
-    def queued_after(self, lane: Lane) -> int:
-        """Queued tokens of later lanes."""
-        return sum(self.queued_tokens.values()) - self.queued_up_to(lane)
+        queued = sum(self.queued_tokens.get(one, 0) for one in _UP_TO[lane])
+        return queued + (0 if lane in BEFORE_LONG else self.claimed_tokens)
 
 
 _UP_TO = {lane: tuple(Lane)[: i + 1] for i, lane in enumerate(Lane)}

@@ -10,17 +10,10 @@ a prefix after which most of its own work is left.
 import enum
 from dataclasses import dataclass
 
-from dynamo_lite.policy.decision.disagg import DecisionReason, Verdict
+from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, DecisionReason, Verdict
 
 #: Verdicts of prompts that are long enough for a remote prefill.
-_LONG = (
-    DecisionReason.LONG,
-    DecisionReason.QUEUE_FULL,
-    DecisionReason.QUEUE_TOKENS,
-    DecisionReason.TOO_LATE,
-    DecisionReason.CHEAPER,
-    DecisionReason.CROWDED,
-)
+_LONG = WANT_OF_ROOM | {DecisionReason.LONG}
 
 
 class FlightReason(enum.Enum):

@@ -11,17 +11,11 @@ from typing import Literal
 
 from xxhash import xxh3_64_intdigest
 
-from dynamo_lite.policy.decision.disagg import (
-    DecisionReason,
-    Local,
-    QueueView,
-    Remote,
-    Verdict,
-    decide,
-)
+from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote, Verdict, decide
 from dynamo_lite.policy.routing.kv_chain import MAX_HASH, ChainHash
 from dynamo_lite.policy.routing.kv_index import KvIndex
 from dynamo_lite.policy.routing.scoring import draw, score, with_room
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.options import DecisionThresholds, KvRoutingOptions
 
 Strategy = Literal["round-robin", "random", "least-load", "prefix"]
@@ -168,13 +162,11 @@ def needs_prefill(
     """
     if max_local_prefill_length == 0 and prefill_engines:
         return Remote(DecisionReason.LONG)
-    thresholds = DecisionThresholds(max_local_prefill_length=max_local_prefill_length)
     if not prefill_engines:
         return Local(DecisionReason.NO_PREFILL_WORKER)
-    return decide(
+    inputs = DecisionInputs(
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
-        queue=QueueView(jobs=0, prefill_workers=prefill_engines, read_at=0.0),
-        thresholds=thresholds,
-        now=0.0,
+        queue=QueueSeen(jobs=0, prefill_workers=prefill_engines, age_s=0.0),
     )
+    return decide(inputs, DecisionThresholds(max_local_prefill_length=max_local_prefill_length))

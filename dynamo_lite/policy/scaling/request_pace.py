@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.decision.cost import FadingMean
+from dynamo_lite.policy.fading_mean import FadingMean
 from dynamo_lite.policy.scaling.drain import Pace
 
 #: For how many ended answers the length is kept.

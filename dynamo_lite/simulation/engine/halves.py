@@ -142,7 +142,7 @@ class DecodeHalves:
             self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
 
     def build_step(self, plan: StepPlan) -> Any:
-        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens, plan.load)
+        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens)
         for attempt, request_id in step.expect.items():
             self.asked[attempt] = self._offered.pop(request_id)
         return step

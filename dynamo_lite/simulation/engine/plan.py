@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo_lite.disagg.messages import RankResults
-from dynamo_lite.policy.decision.step_time import StepLoad
 from dynamo_lite.simulation.engine.request import SimRequest
 
 
@@ -39,8 +38,6 @@ class StepPlan:
     preempted: list[str] = field(default_factory=list[str])
     #: Blocks that the step completes.
     filling: list[int] = field(default_factory=list[int])
-    #: What the step computes, for those who learn from it.
-    load: StepLoad | None = None
     #: The connector's message to its rank.
     step: Any = None
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo_lite.disagg.messages import RankResults
-from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
 from dynamo_lite.simulation.engine.plan import SchedulerHalf, StepPlan
 from dynamo_lite.simulation.engine.pool import Block, BlockPool
 from dynamo_lite.simulation.engine.request import SimRequest, SimRequestStatus
@@ -104,17 +103,11 @@ class SimScheduler:
         if not plan.preempted:
             self._schedule_waiting(plan, now)
         if self._connector is not None:
-            work, streams, context = PromptWork(), 0, 0
             for request_id, count in plan.num_scheduled_tokens.items():
                 request = self.requests[request_id]
-                if count == 1:
-                    streams, context = streams + 1, context + request.num_computed_tokens
-                else:
-                    work += work_of(count, request.num_computed_tokens)
                 start = request.num_computed_tokens // self._size
                 end = (request.num_computed_tokens + count) // self._size
                 plan.filling += request.block_ids[start:end]
-            plan.load = StepLoad(work.tokens, work.attention, streams, context)
             plan.step = self._connector.build_step(plan)
         for request_id, count in plan.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += count

@@ -46,7 +46,7 @@ from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
 from dynamo_lite.vllm.engine.kv_memory import preferred_layout, rank_index
 from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank, reopening
 from dynamo_lite.vllm.engine.scheduler_half import ActiveHalf
-from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended, step_load
+from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended
 from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
 if TYPE_CHECKING:
@@ -240,8 +240,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             size = self._vllm_config.cache_config.block_size
             filling = filling_blocks(scheduler_output, self._manager, size)
             computed = scheduler_output.num_scheduled_tokens
-            load = step_load(scheduler_output) if self._decode.learns else None
-            step = self._decode.build_step(filling, computed, load)
+            step = self._decode.build_step(filling, computed)
             if self._waits and not computed:
                 step.wait_s = arrival_wait_s(self._decode.awaits_kv_s)
                 if step.wait_s and step.expect:

@@ -134,5 +134,4 @@ class ActiveHalf:
             kept_free=manager.watermark_blocks,
             hash_block_size=hashed if cache.enable_prefix_caching else None,
             overlapping_steps=self._vllm_config.max_concurrent_batches,
-            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )

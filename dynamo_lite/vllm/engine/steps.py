@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynamo_lite.policy.decision.step_time import PromptWork, StepLoad, work_of
-
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,26 +23,6 @@ def filling_blocks(output: "SchedulerOutput", manager: "KVCacheManager", size: i
             blocks = manager.get_blocks(request_id).blocks
             filled += [block.block_id for block in blocks[0][start:end]]
     return filled
-
-
-def step_load(output: "SchedulerOutput") -> StepLoad:
-    """What the step computes. A request with one token, or with draft tokens, decodes; so does a
-    prompt of which one token is left."""
-    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-    if output.total_num_scheduled_tokens == len(scheduled):
-        context = sum(cached.num_computed_tokens)
-        context += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-        return StepLoad(0, 0.0, len(scheduled), context)
-    drafts = output.scheduled_spec_decode_tokens
-    work, streams, context = PromptWork(), 0, 0
-    for request_id, computed in _computed(output):
-        count = scheduled[request_id]
-        if count == 1 or request_id in drafts:
-            streams += 1
-            context += computed
-        else:
-            work += work_of(count, computed)
-    return StepLoad(work.tokens, work.attention, streams, context)
 
 
 def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
