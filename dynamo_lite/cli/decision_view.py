@@ -1,114 +1,117 @@
-"""Prints decisions: one in full, many as a table."""
+"""Prints decisions of decode engines: one in full, many as a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dynamo_lite.cli.decisions import PastDecision
 from dynamo_lite.cli.listing import as_clock, as_time, table
 from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.protocol.decisions import Decision, QueueSeen
+from dynamo_lite.protocol.decisions import Asked, Decision, QueueSeen
+
+#: When (seconds since the epoch), by which worker (lease), and what.
+_Taken = Sequence[tuple[float, int, Decision]]
 
 _COLUMNS = ("at", "request", "prompt", "to_compute", "queue", "verdict", "outcome", "took")
 
-_WORDS = {
-    "long": "long enough for a prefill worker, and the queue has room",
-    "short": "the prompt is short",
-    "cached": "few tokens are uncached: the prefix is cached on this worker",
-    "single_flight": "it waited for another request's remote prefill of the same prefix",
-    "queue_full": "too many jobs in the queue",
-    "queue_tokens": "too many outstanding tokens in the queue",
-    "too_late": "a remote prefill would have missed its deadline",
-    "queue_unknown": "the last view of the queue was stale",
-    "no_prefill_worker": "no prefill worker is available",
+#: Reason to what made the verdict, in numbers.
+_WHY = {
+    "long": "{uncached} to compute, more than {most}, and the queue has room",
+    "short": "{uncached} to compute, at most {most} are local",
+    "cached": "{uncached} to compute, at most {most} are local; the others are cached here",
+    "single_flight": "{uncached} to compute, after another request's remote prefill of the others",
+    "queue_full": "{queue.jobs} jobs in the queue, at least {limits.max_prefill_queue_size}",
+    "queue_tokens": "{queue.tokens} tokens queued, at least {limits.max_prefill_queue_tokens}",
+    "too_late": "{left} left, and the wait would be longer",
+    "queue_unknown": "not read in the last {limits.queue_view_max_age_s:g} s",
+    "no_prefill_worker": "none is usable",
     "leaving": "this worker was draining",
     "not_transferable": "its KV depends on more than its tokens, or must not be cached",
 }
 
 
-def as_json(taken: Sequence[PastDecision]) -> list[dict[str, Any]]:
+def as_json(taken: _Taken) -> list[dict[str, Any]]:
     return [
-        {"at": t.at, "worker": f"{t.lease_id:x}", **msgspec.to_builtins(t.decision)} for t in taken
+        {"at": at, "worker": f"{lease_id:x}", **msgspec.to_builtins(d)} for at, lease_id, d in taken
     ]
 
 
-def as_text(taken: PastDecision) -> str:
-    d = taken.decision
-    uncached = d.prompt_tokens - d.cached_tokens
-    followed = d.thresholds
+def as_table(taken: _Taken) -> str:
+    return table(_COLUMNS, [_cells(at, d) for at, _, d in taken])
+
+
+def as_text(at: float, lease_id: int, d: Decision) -> str:
+    limits, queue = d.thresholds, "not read yet" if d.queue is None else _queue(d.queue)
+    tokens = limits.max_prefill_queue_tokens
     lines = [
-        f"{d.request_id}  {as_clock(taken.at)}  worker {taken.lease_id:x}",
-        f"  verdict     {d.verdict}, {d.reason}: {_WORDS.get(d.reason, d.reason)}",
-        f"  prompt      {d.prompt_tokens} tokens: {d.cached_tokens} cached here,"
-        f" {uncached} to compute",
-        f"  thresholds  local up to {followed.max_local_prefill_length} uncached tokens, and with"
-        f" {followed.max_prefill_queue_size} jobs{_or_tokens(d)} or more in the queue (options"
-        f" version {followed.version})",
-        f"  queue       {_queue(d)}",
+        f"{d.request_id}  {as_clock(at)}  worker {lease_id:x}",
+        f"  verdict  {d.verdict}, {d.reason}: {_why(d)}",
+        f"  prompt   {d.prompt_tokens} tokens, {d.cached_tokens} of them cached here",
+        f"  queue    {queue}",
+        f"  limits   local up to {limits.max_local_prefill_length} tokens to compute, and from"
+        f" {limits.max_prefill_queue_size} jobs{f' or {tokens} tokens' if tokens else ''} in the"
+        f" queue on (options version {limits.version})",
+        f"  outcome  {_outcome(d)}",
     ]
-    if d.computed_s is not None:
-        lines.append(f"  computed    here in {as_time(d.computed_s)}")
     if d.asked is not None:
-        outcome = d.asked.outcome or "under way"
-        lines.append(f"  attempt     {d.asked.attempt}: {outcome}{_stages(d.asked.stages_s)}")
-        if outcome == Outcome.TAKEN_BACK.value:
-            waited_s = sum(d.asked.stages_s.values())
-            lines.append(f"  taken back  after {as_time(waited_s)}: {d.asked.detail}")
-        elif d.asked.detail:
-            lines.append(f"  its writer  {d.asked.detail}")
+        if d.asked.detail:
+            taken_back = d.asked.outcome == Outcome.TAKEN_BACK.value
+            lines.append(f"  {'because' if taken_back else 'writer '}  {d.asked.detail}")
+        lines.append(f"  attempt  {d.asked.attempt}")
     return "\n".join(lines)
 
 
-def as_table(taken: Sequence[PastDecision]) -> str:
-    return table(_COLUMNS, [_cells(t.at, t.decision) for t in taken])
+def _why(d: Decision) -> str:
+    if (why := _WHY.get(d.reason)) is None:
+        return d.reason
+    return why.format(
+        uncached=_count(d.uncached_tokens, "token"),
+        most=max(d.thresholds.max_local_prefill_length, 1),
+        left=as_time(max(d.time_left_s, 0.0)),
+        limits=d.thresholds,
+        queue=d.queue or QueueSeen(jobs=0, prefill_workers=0, age_s=0.0),
+    )
+
+
+def _queue(queue: QueueSeen) -> str:
+    alive, usable = queue.prefill_workers_alive, queue.prefill_workers
+    workers = _count(usable, "prefill worker")
+    if alive > usable:
+        failed = "the links of the others have failed (`dynamo-lite ps --links`)"
+        workers = f"{usable} of {_count(alive, 'live prefill worker')} usable: {failed}"
+    wait = "" if queue.wait_s is None else f", a wait of about {as_time(queue.wait_s)}"
+    ahead = f"{_count(queue.jobs, 'job')} with {_count(queue.tokens, 'token')} to compute{wait}"
+    return f"{ahead}; {workers}; read {queue.age_s:.2f} s earlier"
+
+
+def _outcome(d: Decision) -> str:
+    here = None if d.computed_s is None else f"computed here in {as_time(d.computed_s)}"
+    if d.asked is None:
+        return here or "not computed yet, or aborted"
+    if not d.asked.outcome:
+        return "under way"
+    stages = ", ".join(f"{stage} {as_time(s)}" for stage, s in d.asked.stages_s.items())
+    remote = f"{d.asked.outcome} after {as_time(_took_s(d.asked))}: {stages}"
+    return remote if here is None else f"{remote}; then {here}"
 
 
 def _cells(at: float, d: Decision) -> list[str]:
+    took_s = _took_s(d.asked) if d.asked is not None and d.asked.stages_s else d.computed_s
     return [
         as_clock(at),
         d.request_id,
         str(d.prompt_tokens),
-        str(d.prompt_tokens - d.cached_tokens),
+        str(d.uncached_tokens),
         "?" if d.queue is None else str(d.queue.jobs),
         f"{d.verdict}/{d.reason}",
         "" if d.asked is None else d.asked.outcome or "under way",
-        _took(d),
+        "" if took_s is None else as_time(took_s),
     ]
 
 
-def _queue(d: Decision) -> str:
-    if d.queue is None:
-        return "unknown"
-    jobs = _count(d.queue.jobs, "job")
-    wait = "" if d.queue.wait_s is None else f", a wait of about {as_time(d.queue.wait_s)}"
-    ahead = f" with {_count(d.queue.tokens, 'token')} to compute{wait}"
-    return f"{jobs}{ahead}; {_workers(d.queue)}; seen {d.queue.age_s:.2f} s earlier"
-
-
-def _workers(queue: QueueSeen) -> str:
-    alive, usable = queue.prefill_workers_alive, queue.prefill_workers
-    if alive <= usable:
-        return _count(usable, "prefill worker")
-    failed = "the links of the others have failed (`dynamo-lite ps --links`)"
-    return f"{usable} of {_count(alive, 'live prefill worker')} usable: {failed}"
-
-
-def _or_tokens(d: Decision) -> str:
-    tokens = d.thresholds.max_prefill_queue_tokens
-    return f" or {tokens} tokens" if tokens else ""
+def _took_s(asked: Asked) -> float:
+    return sum(asked.stages_s.values())
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _stages(stages_s: Mapping[str, float]) -> str:
-    stages = ", ".join(f"{stage} {as_time(seconds)}" for stage, seconds in stages_s.items())
-    return f" after {stages}" if stages else ""
-
-
-def _took(d: Decision) -> str:
-    if d.asked is not None and d.asked.stages_s:
-        return as_time(sum(d.asked.stages_s.values()))
-    return "" if d.computed_s is None else as_time(d.computed_s)

@@ -3,19 +3,43 @@
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from dynamo_lite.cli import decision_view, forward_view
-from dynamo_lite.cli.decisions import Answers, ask_engines, ask_forwarders
 from dynamo_lite.cli.exits import EXIT_FAILED
-from dynamo_lite.cli.listing import Broker, Place
+from dynamo_lite.cli.listing import Broker, Place, members, open_broker, open_store
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
-from dynamo_lite.protocol.decisions import Decision, Explain
-from dynamo_lite.protocol.forwarding import ForwardDecision
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
+from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, ProtocolError
+from dynamo_lite.protocol.forwarding import ForwardDecision, decode_forward_explained
+from dynamo_lite.runtime.messaging import Messaging
+
+#: Timeout for the reply of one engine or Forwarder.
+_ANSWER_S = 3.0
+
+D = TypeVar("D", Decision, ForwardDecision)
+
+
+@dataclass(frozen=True)
+class _Answers(Generic[D]):
+    """The replies of all decode engines, or of all Forwarders."""
+
+    #: When (seconds since the epoch by this host's clock), by whom (lease), and what; oldest first.
+    taken: list[tuple[float, int, D]]
+    #: Number of those that replied.
+    replied: int
+    #: Those that did not: ids of engines, or leases of Forwarders, hexadecimal.
+    silent: list[str]
 
 
 def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
     """Returns the exit code. wanted: of one request, or the last ones of all."""
-    engines, forwarders = asyncio.run(_ask(place, broker, wanted))
+    engines, forwarders = asyncio.run(_ask_both(place, broker, wanted))
     for engine in engines.silent:
         print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
     for lease in forwarders.silent:
@@ -27,8 +51,8 @@ def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
         rows = [*decision_view.as_json(taken), *forward_view.as_json(forwarded)]
         print(json.dumps(rows, indent=2))
     elif wanted.request_id:
-        texts = [decision_view.as_text(each) for each in taken]
-        texts += [forward_view.as_text(each) for each in forwarded]
+        texts = [decision_view.as_text(*each) for each in taken]
+        texts += [forward_view.as_text(*each) for each in forwarded]
         if texts:
             print("\n\n".join(texts))
     else:
@@ -37,25 +61,68 @@ def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
         print("\n\n".join(tables))
     if not wanted.request_id or taken or forwarded:
         return 0
-    print(_unknown(wanted, engines, forwarders), file=sys.stderr)
-    return EXIT_FAILED
-
-
-async def _ask(
-    place: Place, broker: Broker, wanted: Explain
-) -> tuple[Answers[Decision], Answers[ForwardDecision]]:
-    return await asyncio.gather(
-        ask_engines(place, broker, wanted), ask_forwarders(place, broker, wanted)
-    )
-
-
-def _unknown(
-    wanted: Explain, engines: Answers[Decision], forwarders: Answers[ForwardDecision]
-) -> str:
     asked = f"{engines.replied} decode engines"
     if forwarders.replied:
         asked += f" and {forwarders.replied} Forwarders"
-    return (
+    print(
         f"error: {wanted.request_id}: none of {asked} has a decision of it; decisions are kept for"
-        f" {LONGEST_S / 60:g} minutes, at most {MOST} per engine"
+        f" {LONGEST_S / 60:g} minutes, at most {MOST} per engine",
+        file=sys.stderr,
     )
+    return EXIT_FAILED
+
+
+async def _ask_both(
+    place: Place, broker: Broker, wanted: Explain
+) -> tuple[_Answers[Decision], _Answers[ForwardDecision]]:
+    """Raises StartupError, Unavailable."""
+    async with open_store(place) as store:
+        prefix = names.nixl_metadata_prefix(place.namespace)
+        keys = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
+    engines = {
+        engine: names.explain_subject(place.namespace, engine)
+        for engine in sorted(filter(names.is_engine_id, keys))
+    }
+    found = [record for record in await members(place) if record.component == "Forwarder"]
+    forwarders = {
+        f"{lease:x}": names.forward_explain_subject(place.namespace, lease)
+        for lease in sorted({record.lease_id for record in found})
+    }
+    async with open_broker(broker) as messaging:
+        return await asyncio.gather(
+            _ask_all(messaging, engines, wanted, _of_engine),
+            _ask_all(messaging, forwarders, wanted, _of_forwarder),
+        )
+
+
+def _of_engine(payload: bytes) -> tuple[int, list[Decision]]:
+    told = decode_explained(payload)
+    return told.lease_id, told.decisions
+
+
+def _of_forwarder(payload: bytes) -> tuple[int, list[ForwardDecision]]:
+    told = decode_forward_explained(payload)
+    return told.lease_id, told.decisions
+
+
+async def _ask_all(
+    messaging: Messaging,
+    subjects: Mapping[str, str],
+    wanted: Explain,
+    decode: Callable[[bytes], tuple[int, list[D]]],
+) -> _Answers[D]:
+    """subjects: by the name of who is asked."""
+
+    async def ask(subject: str) -> list[tuple[float, int, D]] | None:
+        try:
+            reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
+            lease_id, decisions = decode(reply)
+        except (NoResponders, DeadlineExceeded, ProtocolError):
+            return None
+        now = time.time()
+        return [(now - each.age_s, lease_id, each) for each in decisions]
+
+    answers = await asyncio.gather(*map(ask, subjects.values()))
+    taken = sorted((each for answer in answers for each in answer or ()), key=lambda each: each[0])
+    silent = [name for name, answer in zip(subjects, answers, strict=True) if answer is None]
+    return _Answers(taken, len(subjects) - len(silent), silent)

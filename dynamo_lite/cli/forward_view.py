@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.cli.decisions import PastForward
 from dynamo_lite.cli.listing import as_clock, as_time, table
 from dynamo_lite.protocol.forwarding import (
     ForwardAttempt,
@@ -14,6 +13,9 @@ from dynamo_lite.protocol.forwarding import (
     LegChoice,
     LegTaken,
 )
+
+#: When (seconds since the epoch), by which Forwarder (lease), and what.
+_Taken = Sequence[tuple[float, int, ForwardDecision]]
 
 _COLUMNS = ("at", "request", "prompt", "how", "prefill", "decode", "status", "outcome", "took")
 
@@ -43,22 +45,21 @@ _REASONS = {
 }
 
 
-def as_json(taken: Sequence[PastForward]) -> list[dict[str, Any]]:
+def as_json(taken: _Taken) -> list[dict[str, Any]]:
     return [
-        {"at": t.at, "forwarder": f"{t.lease_id:x}", **msgspec.to_builtins(t.decision)}
-        for t in taken
+        {"at": at, "forwarder": f"{lease_id:x}", **msgspec.to_builtins(d)}
+        for at, lease_id, d in taken
     ]
 
 
-def as_table(taken: Sequence[PastForward]) -> str:
-    return table(_COLUMNS, [_cells(t) for t in taken])
+def as_table(taken: _Taken) -> str:
+    return table(_COLUMNS, [_cells(at, d) for at, _, d in taken])
 
 
-def as_text(taken: PastForward) -> str:
-    d = taken.decision
+def as_text(at: float, lease_id: int, d: ForwardDecision) -> str:
     ids = ", ".join(d.ids)
     lines = [
-        f"{_name(d)}  {as_clock(taken.at)}  Forwarder {taken.lease_id:x}",
+        f"{_name(d)}  {as_clock(at)}  Forwarder {lease_id:x}",
         f"  verdict     {_verdict(d)}",
         f"  request     {d.route}, {d.protocol}{f'; X-Request-Id {ids}' if ids else ''}",
         f"  prompt      about {d.prompt_tokens} tokens, {d.cached_tokens} of them cached at the"
@@ -137,11 +138,10 @@ def _answer(d: ForwardDecision) -> str:
     return f"{d.outcome or 'under way'}: {status}{first}{took}"
 
 
-def _cells(taken: PastForward) -> list[str]:
-    d = taken.decision
+def _cells(at: float, d: ForwardDecision) -> list[str]:
     chosen = {one.leg: one.engine for one in d.attempts[-1].choices} if d.attempts else {}
     return [
-        as_clock(taken.at),
+        as_clock(at),
         _name(d),
         str(d.prompt_tokens),
         f"{d.how or 'none'}{'/' if d.reason else ''}{d.reason}",

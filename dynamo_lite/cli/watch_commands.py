@@ -20,7 +20,10 @@ from dynamo_lite.protocol.errors import ConfigError
 def explain(
     request_id: Annotated[
         str,
-        typer.Argument(metavar="[REQUEST_ID]", help="Id of the response: chatcmpl-..., cmpl-..."),
+        typer.Argument(
+            metavar="[REQUEST_ID]",
+            help="Id of the response (chatcmpl-..., cmpl-...), or the request's X-Request-Id.",
+        ),
     ] = "",
     last: Annotated[
         int | None, typer.Option(min=1, max=4096, help="List the last N decisions.")
@@ -34,12 +37,12 @@ def explain(
 ) -> None:
     """Explain why a prompt was prefilled locally or by a prefill worker, and the outcome.
 
-    REQUEST_ID is the `id` of the response. For a request with several prompts or `n` > 1, and
-    for one that migrated to another worker, all its decisions are shown. Decode workers keep
-    decisions for 15 minutes, at most 4096 each. Exit code 1: no decode worker has this one.
+    For a request with several prompts or `n` > 1, and for one that migrated to another worker,
+    all its decisions are shown. Decode workers keep decisions for 15 minutes, at most 4096 each.
+    Exit code 1: no decode worker has this one.
 
     Forwarders are asked, too: which engines a request got and why, its legs, and what failed.
-    There REQUEST_ID may also be the client's X-Request-Id. At most 256 of a Forwarder are shown.
+    At most 256 of a Forwarder are shown.
 
     \b
     dynamo-lite explain chatcmpl-95c64d7edf3447eb

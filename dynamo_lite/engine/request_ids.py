@@ -8,20 +8,23 @@ names.
 import re
 from collections.abc import Iterable
 
-#: What is added to a client's id. In front: the number of a sequence (`n` > 1). Behind: the number
-#: of its prompt, eight random digits, and the number of the worker that runs it.
-_SIBLING = re.compile(r"\d+_")
+#: What is added to a client's id. In front: the number of a sequence (`n` > 1), and the route, if
+#: the id is the client's X-Request-Id. Behind: the number of its prompt, eight random digits, and
+#: the number of the worker that runs it.
+_SIBLING, _ROUTE = re.compile(r"^\d+_"), re.compile(r"^(chat)?cmpl-")
 _BEHIND = re.compile(r"(-\d+)?(-[0-9a-f]{8})?")
 
 
 def is_of(own: str, asked: str) -> bool:
     """Whether the engine's name `own` belongs to the request with the id `asked`.
 
-    asked: the id of the client, or of a process between the client and the engine.
+    asked: the id of the answer, the client's X-Request-Id, or the id of a process between the
+    client and the engine.
     """
     name = own.rpartition("#")[0] or own
     for text in (own, name, name.partition("~")[0]):
-        for start in (text, _SIBLING.sub("", text, count=1)):
+        one = _SIBLING.sub("", text)
+        for start in (text, one, _ROUTE.sub("", one)):
             behind = start.removeprefix(asked)
             if start.startswith(asked) and _BEHIND.fullmatch(behind):
                 return True

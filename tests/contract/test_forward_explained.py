@@ -6,7 +6,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dynamo_lite.cli.decisions import PastForward
 from dynamo_lite.cli.forward_view import as_table, as_text
 from dynamo_lite.forward import decision_log
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
@@ -33,9 +32,9 @@ def told(r: Rig, **wanted: Any) -> list[ForwardDecision]:
 
 
 def shown(decision: ForwardDecision) -> str:
-    past = PastForward(0.0, 7, decision)
+    past = 0.0, 7, decision
     assert as_table([past])
-    return as_text(past)
+    return as_text(*past)
 
 
 def results(legs: list[LegTaken]) -> list[tuple[str, int, str]]:

@@ -6,7 +6,6 @@ from typing import Any, cast
 import pytest
 
 from dynamo_lite.cli import decision_view
-from dynamo_lite.cli.decisions import PastDecision
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
@@ -19,6 +18,8 @@ from dynamo_lite.protocol.decisions import (
     Decision,
     DecisionInputs,
     Explain,
+    Followed,
+    QueueSeen,
     decode_explain,
     decode_explained,
 )
@@ -165,10 +166,11 @@ async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
     await decode.done(attempt, "failed", detail="write ended in state ERR" + 500 * "!")
     decode.half.build_step()
     [remote] = taken(decode)
-    assert remote.decision.asked is not None
-    assert remote.decision.asked.outcome == "writer_failed"
-    assert remote.decision.asked.detail == "write ended in state ERR" + 476 * "!"
-    assert "  its writer  write ended in state ERR!" in decision_view.as_text(remote)
+    decision = remote[2]
+    assert decision.asked is not None
+    assert decision.asked.outcome == "writer_failed"
+    assert decision.asked.detail == "write ended in state ERR" + 476 * "!"
+    assert "  writer   write ended in state ERR!" in decision_view.as_text(*remote)
 
 
 async def test_what_is_computed_here_is_measured(decode: Decode, clock: ManualClock):
@@ -296,18 +298,89 @@ def test_a_question_that_is_none_is_refused():
             decode_explain(payload)
 
 
-def taken(decode: Decode) -> list[PastDecision]:
-    return [PastDecision(time.time() - d.age_s, 1, d) for d in told(decode)]
+async def test_a_clients_x_request_id_finds_its_answers(decode: Decode):
+    names = ["cmpl-me-0-0a1b2c3d#1", "1_chatcmpl-me-0a1b2c3d~1#2"]
+    for name in (*names, "cmpl-me2-0-0a1b2c3d#3", "cmpl-x-cmpl-me-0-0a1b2c3d#4"):
+        decode.admit(prompt(name, 2))
+    assert [d.request_id for d in told(decode, request_id="me")] == names
+
+
+def taken(decode: Decode) -> list[tuple[float, int, Decision]]:
+    return [(time.time() - d.age_s, 1, d) for d in told(decode)]
 
 
 async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     decode.admit(prompt("r1", 10))
     decode.admit(prompt("r2", 3))
     remote, local = taken(decode)
-    text = decision_view.as_text(remote)
-    assert "remote, long:" in text and "10 tokens: 0 cached here, 10 to compute" in text
-    assert "under way" in text and "1 prefill worker;" in text
+    text = decision_view.as_text(*remote)
+    assert "remote, long: 10 tokens to compute" in text and "0 of them cached here" in text
+    assert "  outcome  under way" in text and "1 prefill worker;" in text
+    assert "  outcome  not computed yet, or aborted" in decision_view.as_text(*local)
     lines = decision_view.as_table([remote, local]).splitlines()
     assert "remote/long" in lines[1] and "local/short" in lines[2]
     told_json = decision_view.as_json([remote])[0]
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
+
+
+LIMITS = Followed(
+    version=1,
+    max_local_prefill_length=10,
+    max_prefill_queue_size=8,
+    queue_view_max_age_s=3.0,
+    remote_prefill_timeout_s=1.8,
+    max_prefill_queue_tokens=1000,
+)
+
+
+def one(reason: DecisionReason, **more: Any) -> Decision:
+    defaults: dict[str, Any] = {
+        "request_id": "r1",
+        "age_s": 1.0,
+        "prompt_tokens": 100,
+        "cached_tokens": 40,
+        "verdict": "local",
+        "queue": QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900, wait_s=1.5),
+        "time_left_s": 1.25,
+        "thresholds": LIMITS,
+    }
+    return Decision(reason=reason.value, **{**defaults, **more})
+
+
+def test_a_local_verdict_is_told_in_a_few_lines():
+    shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE, computed_s=0.5))
+    assert [line.strip() for line in shown.splitlines()][1:] == [
+        "verdict  local, too_late: 1.25 s left, and the wait would be longer",
+        "prompt   100 tokens, 40 of them cached here",
+        "queue    1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker;"
+        " read 0.10 s earlier",
+        "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on"
+        " (options version 1)",
+        "outcome  computed here in 500.0 ms",
+    ]
+
+
+WHY = {
+    DecisionReason.LONG: "60 tokens to compute, more than 10, and the queue has room",
+    DecisionReason.SHORT: "60 tokens to compute, at most 10 are local",
+    DecisionReason.CACHED: "60 tokens to compute, at most 10 are local; the others are cached here",
+    DecisionReason.SINGLE_FLIGHT: "60 tokens to compute, after another request's remote prefill of"
+    " the others",
+    DecisionReason.QUEUE_FULL: "9 jobs in the queue, at least 8",
+    DecisionReason.QUEUE_TOKENS: "1900 tokens queued, at least 1000",
+    DecisionReason.TOO_LATE: "1.25 s left, and the wait would be longer",
+    DecisionReason.QUEUE_UNKNOWN: "not read in the last 3 s",
+    DecisionReason.NO_PREFILL_WORKER: "none is usable",
+    DecisionReason.LEAVING: "this worker was draining",
+    DecisionReason.NOT_TRANSFERABLE: "its KV depends on more than its tokens, or must not be"
+    " cached",
+}
+
+
+@pytest.mark.parametrize("reason", DecisionReason)
+def test_every_reason_is_told_with_its_numbers(reason: DecisionReason):
+    queue = QueueSeen(jobs=9, prefill_workers=1, age_s=0.1, tokens=1900)
+    line = decision_view.as_text(0.0, 1, one(reason, queue=queue)).splitlines()[1]
+    assert line == f"  verdict  local, {reason.value}: {WHY[reason]}"
+    unread = decision_view.as_text(0.0, 1, one(reason, queue=None))
+    assert "  queue    not read yet" in unread.splitlines()

@@ -34,6 +34,11 @@ def test_an_ended_request_is_forgotten():
         ("cmpl-9f-1-0a1b2c3d#7", "cmpl-9f", True),
         ("12_cmpl-9f-1-0a1b2c3d~2#7", "cmpl-9f", True),
         ("cmpl-9f-1-0a1b2c3d~2#7", "cmpl-9f-1-0a1b2c3d~2", True),
+        # By the client's X-Request-Id, to which the route has added.
+        ("cmpl-9f-1-0a1b2c3d#7", "9f", True),
+        ("3_chatcmpl-9f-0a1b2c3d~2#7", "9f", True),
+        ("cmpl-x-cmpl-9f-0a1b2c3d#7", "9f", False),
+        ("cmpl-x1_9f-0a1b2c3d#7", "x9f", False),
         ("cmpl-9f-1-0a1b2c3d#7", "cmpl-9f-0", False),
         ("cmpl-9f-1-0a1b2c3d#7", "cmpl-9", False),
         ("cmpl-9f-more-0a1b2c3d#7", "cmpl-9f", False),

@@ -95,10 +95,11 @@ async def test_what_nobody_claims_is_computed_here_and_is_off_the_queue(
     clock.now += 0.2
     decode.half.build_step()
     asked = taken(decode)[-1]
-    assert asked.decision.asked is not None and asked.decision.computed_s == pytest.approx(100.2)
-    text = decision_view.as_text(asked)
-    assert "taken_back after decide" in text
-    assert "  taken back  after 3." in text and ": overdue, about " in text and "s here" in text
+    _, _, decision = asked
+    assert decision.asked is not None and decision.computed_s == pytest.approx(100.2)
+    text = decision_view.as_text(*asked)
+    assert "taken_back after 3." in text and "; then computed here in 100.20 s" in text
+    assert "  because  overdue, about " in text and "s here" in text
     decode.finish("r1")
     decode.assert_clean()
 

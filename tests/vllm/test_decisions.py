@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -187,6 +188,8 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     assert remote["asked"]["outcome"] == "committed"
     stages = {"decide", "publish", "pull", "claim", "fill", "resume"}
     assert remote["asked"]["stages_s"].keys() == stages
+    [again] = decided(109, extra_headers={"X-Request-Id": "mine"})
+    assert explained(disagg, "mine") == [{**again, "at": ANY, "age_s": ANY}]
     siblings = decided(108, n=2, temperature=1)
     assert sorted(d["reason"] for d in siblings) == ["long", "single_flight"]
     with client(disagg.url) as api:

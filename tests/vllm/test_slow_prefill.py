@@ -150,7 +150,7 @@ async def test_what_the_worker_does_not_come_to_is_taken_back(roomy: Graph, refe
     said = [one["asked"]["detail"] for one in told if _ended(one) == "taken_back"]
     assert len(said) == back
     assert all(one.startswith(("overdue, about ", "queue_long, about ")) for one in said)
-    assert "  taken back  after " in command(roomy, "explain", _request(told, "taken_back"))
+    assert "  outcome  taken_back after " in command(roomy, "explain", _request(told, "taken_back"))
     await works_remotely(roomy, reference, seed=1253)
 
 

@@ -11,7 +11,6 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli.decision_view import as_text
-from dynamo_lite.cli.decisions import PastDecision
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.protocol import names
@@ -61,7 +60,7 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
         decision = await last_decision(scene)
         assert decision.queue is not None
         assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
-        text = as_text(PastDecision(1.0, 1, decision))
+        text = as_text(1.0, 1, decision)
         assert "0 of 1 live prefill worker usable" in text and "ps --links" in text
         net = scene.decode.net
         assert (len(net.workers.usable), net.workers.unusable, net.workers.unresponsive) == (
