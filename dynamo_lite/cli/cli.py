@@ -22,7 +22,6 @@ from dynamo_lite.cli import (
     planner_commands,
     scale_commands,
     sidecar_command,
-    switch_commands,
     watch_commands,
 )
 from dynamo_lite.cli.arguments import (
@@ -79,7 +78,6 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 )
 app.command()(scale_commands.scale)
 app.command()(drain_commands.drain)
-app.command()(switch_commands.switch)
 
 
 def _show_version(wanted: bool) -> None:

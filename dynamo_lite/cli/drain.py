@@ -76,7 +76,9 @@ async def pick(
         raise ConfigError([f"--pick {component}: {found.reason}; --force does it nevertheless"])
     chosen = next(w for w in workers if w.record.lease_id == found.lease_id)
     reason = f"{found.reason}: {found.cost.reason}"
-    return DrainChoice(record=chosen.record, reason=reason, table=as_table(workers, found.lease_id))
+    return DrainChoice(
+        record=chosen.record, reason=reason, table=_as_table(workers, found.lease_id)
+    )
 
 
 async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
@@ -92,11 +94,11 @@ async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
         raise ConfigError(
             [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
         )
-    chosen = as_table(workers, lease_id)
+    chosen = _as_table(workers, lease_id)
     return DrainChoice(record=record, reason="as asked", table=chosen)
 
 
-def as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:
+def _as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:
     return table(_COLUMNS, [_cells(worker, chosen) for worker in workers])
 
 
@@ -150,7 +152,6 @@ class Watch:
         )
         self._began = time.monotonic()
         self._told = ""
-        self._renewed = False
         self.forced = False
 
     async def until_gone(self, timeout_s: float) -> None:
@@ -166,8 +167,7 @@ class Watch:
         records = await members(self._place)
         listed = any(one.lease_id == self._record.lease_id for one in records)
         seen = await look([*records, self._record])
-        self._renewed = any(self._is_renewed(one) for one in records)
-        ended = not listed and (self._renewed or not await self._lives())
+        ended = not listed and not await self._lives()
         facts = seen.facts.get(self._record.lease_id, {})
         self._take(listed, ended, in_flight(facts), time.monotonic())
         grace_s = float(facts.get("grace_s", _GRACE_S))
@@ -176,12 +176,6 @@ class Watch:
         verdict = safe(self._leaving, seen.writers(asked_at), now=asked_at, fence_s=fence_s)
         self._tell(verdict, seen)
         return ended
-
-    def _is_renewed(self, other: EndpointRecord) -> bool:
-        """Whether its process goes on as this other member."""
-        mine = self._record
-        same = (other.host, other.pid) == (mine.host, mine.pid)
-        return same and other.lease_id != mine.lease_id and other.started_at > mine.started_at
 
     async def _lives(self) -> bool:
         record = self._record
@@ -206,8 +200,7 @@ class Watch:
         if not self._leaving.listed and self._told == "":
             lines.append("UNLISTED  it gets nothing new")
         if self._leaving.ended:
-            what = "its process is another worker now" if self._renewed else "its process has ended"
-            lines.append(f"GONE      {what}")
+            lines.append("GONE      its process has ended")
         elif isinstance(verdict, Safe):
             lines.append(f"SAFE      it may be killed: {verdict.reason}")
         elif self.forced:

@@ -29,7 +29,6 @@ from dynamo_lite.protocol.planner import (
     OperationRecord,
     PauseRecord,
     PlannerReport,
-    SwitchRecord,
     TargetRecord,
     decode_planner_report,
 )
@@ -57,8 +56,6 @@ class PlannerState:
     operations: list[OperationRecord]
     #: Records that cannot be read or are not authentic.
     malformed: list[str]
-    #: The last switch, also while it is under way.
-    switch: SwitchRecord | None = None
 
     @property
     def led_by(self) -> Mapping[str, Any]:
@@ -95,7 +92,6 @@ async def look(store: Store, place: Place, seals: RecordSeals = UNSEALED) -> Pla
         paused=decoded(names.planner_pause_key(place.namespace), PauseRecord),
         operations=sorted((op for op in found if op is not None), key=lambda op: op.id),
         malformed=malformed,
-        switch=decoded(names.planner_switch_key(place.namespace), SwitchRecord),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.planner import PlannerState
-from dynamo_lite.protocol.planner import PlannerDecision, PlannerReport, SwitchRecord
+from dynamo_lite.protocol.planner import PlannerDecision, PlannerReport
 
 
 def as_json(state: PlannerState) -> dict[str, Any]:
@@ -19,7 +19,6 @@ def as_json(state: PlannerState) -> dict[str, Any]:
         "target": msgspec.to_builtins(state.target),
         "paused": msgspec.to_builtins(state.paused),
         "operations": [msgspec.to_builtins(operation) for operation in state.operations],
-        "switch": msgspec.to_builtins(state.switch),
         "malformed": state.malformed,
     }
 
@@ -70,7 +69,6 @@ def as_text(state: PlannerState) -> str:
             f"under way: {operation.kind} {operation.component}{which} to {operation.count},"
             f" {operation.phase}, for {age:.0f} s: {operation.reason}"
         )
-    lines += [] if state.switch is None else _switch(state.switch)
     return "\n".join(lines)
 
 
@@ -99,14 +97,6 @@ def _decision(decision: PlannerDecision, now: float) -> list[str]:
         wanted = "?" if one.wanted is None else one.wanted
         lines.append(f"  {one.component}: {one.count} of {wanted}, {one.state}: {one.reason}")
     return lines
-
-
-def _switch(switch: SwitchRecord) -> list[str]:
-    what = f"{switch.component} {switch.lease_id:x} to {switch.to}"
-    age = f"{max(time.time() - switch.at, 0.0):.0f} s"
-    if switch.phase != "ended":
-        return [f"under way: switch of {what}, {switch.phase}, for {age}: {switch.reason}"]
-    return [f"last switch: {what}, ordered {age} ago: {switch.took}"] if switch.took else []
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

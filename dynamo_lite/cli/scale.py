@@ -7,11 +7,14 @@ from pathlib import Path
 
 from dynamo_lite.cli.drain import Say, pick
 from dynamo_lite.cli.listing import find_place
-from dynamo_lite.cli.own_graph import POLL_S, check_runs, processes, ready_leases
 from dynamo_lite.overview.drains import ROLES
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Add, Counts, Remove, RoleCounts
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
+from dynamo_lite.serve.run_state import ProcessState, read_run
+
+#: Between two looks at what was ordered: the supervisor sends no event when its counts change.
+_POLL_S = 0.2
 
 
 def parse_targets(texts: list[str]) -> dict[str, int]:
@@ -39,7 +42,8 @@ async def scale(
     wait_s: longest wait; 0: none. Raises ConfigError, Unavailable, Refused
     when an order is not possible, and StartupError when one fails later.
     """
-    check_runs(state_dir)
+    if read_run(state_dir) is None:
+        raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
     async with SupervisorClient(state_dir) as supervisor:
         counts = (await supervisor.order(Counts())).counts
         _check(targets, counts, force)
@@ -85,13 +89,14 @@ async def _order(
 
 def _restarts(state_dir: Path, component: str) -> bool:
     """Whether a process has crashed and is not ready again."""
-    found = processes(state_dir, component)
+    found = _processes(state_dir, component)
     return any(one.state in ("backoff", "starting") and not one.lease for one in found)
 
 
 async def _cheapest(state_dir: Path, component: str) -> tuple[int, str]:
     """The worker of this supervisor whose removal costs least, and why."""
-    ready = ready_leases(state_dir, component)
+    found = _processes(state_dir, component)
+    ready = [int(one.lease, 16) for one in found if one.state == "ready" and one.lease]
     if not ready:
         raise StartupError(f"{component}: no process is ready")
     if component not in ROLES:
@@ -121,12 +126,12 @@ async def _wait(
         for name, target in targets.items():
             now = counts[name]
             if now.starting + now.ready < target:
-                failed = [one for one in processes(state_dir, name) if one.state == "failed"]
+                failed = [one for one in _processes(state_dir, name) if one.state == "failed"]
                 why = f": {failed[-1].error}" if failed else ""
                 raise StartupError(f"{name}: {now.starting + now.ready} of {target} are left{why}")
         if time.monotonic() > limit:
             raise StartupError(f"timeout; the supervisor goes on: {text}")
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def _done(now: RoleCounts, target: int) -> bool:
@@ -138,3 +143,9 @@ def _as_text(name: str, now: RoleCounts, target: int) -> str:
     parts += [f"{now.starting} starting"] if now.starting else []
     parts += [f"{now.draining} draining"] if now.draining else []
     return f"{name}: {', '.join(parts)} of {target}"
+
+
+def _processes(state_dir: Path, component: str) -> list[ProcessState]:
+    """Empty without a graph."""
+    run = read_run(state_dir)
+    return [one for one in run.processes if one.service == component] if run else []

@@ -56,20 +56,13 @@ class ThreadBridge:
 
     end_process: called in that thread when the session has ended without `close`. An engine without
     its session would hold blocks, and never learn what becomes of its requests: its process ends,
-    and the worker is started again. loop: stays open for the next bridge; None: one of its own.
+    and the worker is started again.
     """
 
-    def __init__(
-        self,
-        session: OpenSession,
-        *,
-        end_process: Callable[[], None] = _end_process,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ):
+    def __init__(self, session: OpenSession, *, end_process: Callable[[], None] = _end_process):
         self._session, self._end_process = session, end_process
-        self._closing = self._ended = False
-        self._keeps_loop = loop is not None
-        self._loop = loop or uvloop.new_event_loop()
+        self._closing = False
+        self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -88,9 +81,6 @@ class ThreadBridge:
 
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """See `Bridge`. Failures are logged."""
-        if self._ended:
-            coroutine.close()
-            return
         try:
             self._loop.call_soon_threadsafe(
                 lambda: self._tasks.start(coroutine, name="bridge work")
@@ -120,10 +110,8 @@ class ThreadBridge:
             self._end_process()
         elif self._failure is not None:
             logger.error("the engine's bridge failed: %r", self._failure)
-        self._ended = True
         self._ready.set()
-        if not self._keeps_loop:
-            self._loop.close()
+        self._loop.close()
 
     async def _main(self) -> None:
         async with self._session(), self._tasks:

@@ -56,8 +56,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str | None = None
     #: Whether a thread in each rank advances its transfers; None: only where the KV is on a GPU.
     transfer_thread: bool | None = None
-    #: Whether the running engine can change its role.
-    switchable: bool = False
 
 
 def write_engine_config(path: Path, config: EngineConfig) -> None:

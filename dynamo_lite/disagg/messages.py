@@ -106,14 +106,6 @@ class PrefillStep:
 
 
 @dataclass
-class NewRole:
-    """To the ranks of a switchable engine: open the other role's rank on the same KV memory."""
-
-    #: File with the new engine config.
-    config_file: str
-
-
-@dataclass
 class RankResults:
     """Requests whose transfer ended since the last step."""
 

@@ -44,10 +44,6 @@ class RequestIds:
         own = self._own[request_id] = f"{request_id}#{self._count}"
         return own
 
-    def all(self) -> list[str]:
-        """The callers' ids of all requests that run."""
-        return list(self._own)
-
     def leave(self, request_ids: Iterable[str]) -> list[str]:
         """Removes aborted requests. Returns the own names of those that ran."""
         found = (self._own.pop(request_id, None) for request_id in request_ids)

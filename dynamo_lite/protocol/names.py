@@ -68,11 +68,6 @@ def planner_pause_key(namespace: str) -> str:
     return f"{planner_prefix(namespace)}pause"
 
 
-def planner_switch_key(namespace: str) -> str:
-    """The last change of a worker's role, also while it is under way."""
-    return f"{planner_prefix(namespace)}switch"
-
-
 def planner_operations_prefix(namespace: str) -> str:
     return f"{planner_prefix(namespace)}ops/"
 
@@ -191,11 +186,6 @@ def listen_subject(namespace: str, engine_id: str) -> str:
 def first_token_subject(namespace: str, engine_id: str) -> str:
     """Notices from prefill workers to a decode worker: a first token of an answer."""
     return f"{namespace}_engine.{engine_id}.first_token"
-
-
-def role_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a worker to its own engine: become the engine of another role."""
-    return f"{namespace}_engine.{engine_id}.role"
 
 
 def poll_subject(namespace: str, engine_id: str) -> str:

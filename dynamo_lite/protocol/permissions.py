@@ -89,12 +89,7 @@ def _router(namespace: str) -> Permissions:
 def _decode_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
     shared = (names.backlog_subject(namespace), names.depth_subject(namespace))
-    own_engine = (
-        names.leave_subject,
-        names.poll_subject,
-        names.describe_subject,
-        names.role_subject,
-    )
+    own_engine = (names.leave_subject, names.poll_subject, names.describe_subject)
     from_others = (
         names.claim_subject,
         names.writer_done_subject,
@@ -135,7 +130,7 @@ def _decode_worker(namespace: str) -> Permissions:
 
 def _prefill_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
-    own_engine = (names.describe_subject, names.preflight_subject, names.role_subject)
+    own_engine = (names.describe_subject, names.preflight_subject)
     to_others = (
         names.claim_subject,
         names.writer_done_subject,

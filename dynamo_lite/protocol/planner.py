@@ -66,59 +66,15 @@ class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove", forbid_unk
     """Asks to drain one worker without a restart. The reply does not wait for its end."""
 
     component: ComponentName
-    #: The worker; 0: one that is restarted after a crash, or else one that was never ready. The
-    #: lease of a worker that was switched to this component names its successor, until that one is
-    #: ready. Refused if there is no such worker.
+    #: The worker; 0: one that is restarted after a crash, or else one that was never ready. Refused
+    #: if there is no such worker.
     lease_id: LeaseId
     #: As in `Add`.
     version: Version
 
 
-class Switch(msgspec.Struct, frozen=True, kw_only=True, tag="switch", forbid_unknown_fields=True):
-    """Asks to drain one worker and then to start one of another role on its devices.
-
-    The reply waits for neither; `SupervisorReply.switches` tells how far it is. The same switch
-    again is no mistake, and is carried out once. Refused while another one is under way.
-    """
-
-    component: ComponentName
-    #: The worker that drains.
-    lease_id: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
-    #: Component of the worker that starts.
-    to: ComponentName
-    #: As in `Add`.
-    version: Version
-
-
-SupervisorOrder = Add | Remove | Switch
+SupervisorOrder = Add | Remove
 SupervisorRequest = Counts | SupervisorOrder
-
-
-class SwitchState(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch that was ordered from a supervisor."""
-
-    component: ComponentName
-    #: Of the worker that drains.
-    lease_id: LeaseId
-    to: ComponentName
-    #: draining: the worker has not ended yet. starting: its successor was not ready yet; it is
-    #: started again after a failure. done: it was ready. ended: it never will be.
-    phase: Literal["draining", "starting", "done", "ended"]
-    #: The successor's name, for people.
-    successor: Text = ""
-    #: Seconds so far, or in all.
-    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    start_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    #: Failed starts of the successor, and the last one's reason.
-    failures: Natural = 0
-    error: Text = ""
-    #: 2: the worker's process goes on as the successor, with its engine. 1: a new process does.
-    level: Literal[1, 2] = 1
-    #: Why the level is 1, where the workers are switchable.
-    not_kept: Text = ""
-    #: Of `start_s`, until the engine had its new role; the rest is for link tests and registration.
-    #: 0 at level 1.
-    change_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,8 +91,6 @@ class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[ComponentName, RoleCounts] = {}
     #: The highest version of any order so far; 0 before the first.
     version: Natural = 0
-    #: The last switches, oldest first.
-    switches: list[SwitchState] = []
 
 
 # Records in etcd
@@ -207,28 +161,6 @@ class OperationRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: Wall = 0.0
     #: How long it may take. A leader that resumes it grants this time again.
     within_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 600.0
-
-
-class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The last switch of a worker to another role, at `names.planner_switch_key(...)`.
-
-    It has no lease: the next leader resumes it. It stays when it has ended, because a role that
-    has given a worker does not get it back at once.
-    """
-
-    #: Version of its first order.
-    id: Version
-    #: The role that gives the worker, and the one that gets it.
-    component: ComponentName
-    to: ComponentName
-    lease_id: LeaseId
-    host: Text = ""
-    #: As of an `OperationRecord`. ended: it is over, with or without success.
-    phase: Literal["ordered", "asked", "withdrawing", "ended"]
-    reason: Text = ""
-    at: Wall = 0.0
-    #: When it has succeeded: at which level, and how long each phase took.
-    took: Text = ""
 
 
 class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):

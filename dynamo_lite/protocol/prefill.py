@@ -168,25 +168,6 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
-class ChangeRole(msgspec.Struct, frozen=True, kw_only=True):
-    """Worker to its own engine: become the engine of another role, with a new id.
-
-    It is repeated until the engine answers to its new id.
-    """
-
-    #: The new one.
-    engine_id: EngineId
-    #: Name of the file with the new engine config, in the folder of the present one.
-    config_file: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\.engine\.json\Z")]
-
-
-class RoleReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine has the order, and looks at it in its next step."""
-
-    #: Why it did not follow the last one; empty if it has not looked yet.
-    refused: Annotated[str, msgspec.Meta(max_length=1024)] = ""
-
-
 class LinkTest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to its own engine: test the link to this decode engine."""
 
@@ -287,6 +268,4 @@ decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
 decode_leave: Decoder[Leave] = SealedDecoder(Leave)
 decode_link_test: Decoder[LinkTest] = SealedDecoder(LinkTest)
 decode_listen: Decoder[Listen] = SealedDecoder(Listen)
-decode_change_role: Decoder[ChangeRole] = SealedDecoder(ChangeRole)
-decode_role_reply: Decoder[RoleReply] = Decoder(RoleReply)
 decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)

@@ -1,7 +1,6 @@
 """How a supervisor answers requests, and which orders it carries out."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from dynamo_lite.protocol.errors import Refused, UnknownWorker
 from dynamo_lite.protocol.planner import (
@@ -10,26 +9,17 @@ from dynamo_lite.protocol.planner import (
     SupervisorOrder,
     SupervisorReply,
     SupervisorRequest,
-    SwitchState,
 )
 
 #: Of an error in a reply, in characters.
 _ERROR_LIMIT = 1024
 
 
-class Supervised(Protocol):
-    """The processes of a supervisor, as its replies tell of them."""
-
-    def counts(self) -> dict[str, RoleCounts]: ...
-
-    def switches(self) -> list[SwitchState]: ...
-
-
 class Orders:
-    """Lets each order through only once: by its version."""
+    """Lets each order through only once: by its version. counts: of a supervisor's processes."""
 
-    def __init__(self, supervised: Supervised):
-        self._supervised = supervised
+    def __init__(self, counts: Callable[[], dict[str, RoleCounts]]):
+        self._counts = counts
         #: The highest of any order so far; 0 before the first.
         self.version = 0
 
@@ -62,7 +52,6 @@ class Orders:
             error=error[:_ERROR_LIMIT],
             stale=stale,
             unknown=unknown,
-            counts=self._supervised.counts(),
+            counts=self._counts(),
             version=self.version,
-            switches=self._supervised.switches(),
         )

@@ -36,17 +36,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="dynamo_lite.serve.child")
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
-    parser.add_argument("--order-fd", type=int, help="its process may change its role")
     args = parser.parse_args()
     # Engine processes must not inherit the pipe.
     os.set_inheritable(args.report_fd, False)
-    if args.order_fd is not None:
-        os.set_inheritable(args.order_fd, False)
-    plan = read_plan(args.spec)
+    plan = msgspec.json.decode(args.spec.read_bytes(), type=ChildPlan)
     report = _reporter(args.report_fd)
     logging.config.dictConfig(plan.logging)
     try:
-        component = load(plan.component)(plan.spec.config, plan.spec)
+        component = _load(plan.component)(plan.spec.config, plan.spec)
     except Exception as exc:
         logging.getLogger(__name__).exception("cannot create %s", plan.component)
         report({"state": "failed", "error": f"{plan.component}: {exc}"})
@@ -54,18 +51,10 @@ def main() -> int:
     # Imported late: the supervisor imports this module for ChildPlan and must not load gRPC.
     from dynamo_lite.runtime.process.host import run_process
 
-    if args.order_fd is not None:
-        from dynamo_lite.serve.roles import run_roles
-
-        return uvloop.run(run_roles(plan, component, report, args.order_fd))
     return uvloop.run(run_process(plan.spec, component, report))
 
 
-def read_plan(path: Path) -> ChildPlan:
-    return msgspec.json.decode(path.read_bytes(), type=ChildPlan)
-
-
-def load(path: str) -> Any:
+def _load(path: str) -> Any:
     """The class that "module:Class" names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

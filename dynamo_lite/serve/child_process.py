@@ -19,7 +19,6 @@ import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.runtime.waiting import first_of
 from dynamo_lite.serve.processes import signal_group
 
 logger = logging.getLogger(__name__)
@@ -29,13 +28,6 @@ _SWEEP_TIMEOUT_S = 2.0
 _LAST_REPORTS_S = 0.5
 _REPORT_LIMIT_BYTES = 1 << 20
 _STDERR = 2
-
-
-class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """To a process: drain, and go on as what this plan says."""
-
-    #: Path of a file with a ChildPlan.
-    plan: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +42,6 @@ class Launch:
     log_path: Path | None
     #: Its whole environment.
     env: Mapping[str, str]
-    #: Whether its process can change its role and keep its engine.
-    switchable: bool = False
 
     @property
     def name(self) -> str:
@@ -65,10 +55,6 @@ class ChildProcess:
         self._launch = launch
         self._process: asyncio.subprocess.Process | None = None
         self._reports: asyncio.StreamReader | None = None
-        #: Where its orders are written; None: it takes none.
-        self._orders: int | None = None
-        #: Set when the process belongs to another object.
-        self._handed_over = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -76,45 +62,34 @@ class ChildProcess:
         return self._process.pid if self._process else 0
 
     async def __aenter__(self) -> Self:
-        if self._process is not None:  # taken over
-            return self
         try:
             read_end, write_end = os.pipe()
         except OSError as exc:
             raise self._cannot_start(exc) from exc
-        order_end: int | None = None
         try:
-            if self._launch.switchable:
-                order_end, self._orders = os.pipe()
-            ordered = () if order_end is None else ("--order-fd", str(order_end))
             self._reports = await _reader(read_end)
             with _output(self._launch.log_path) as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "dynamo_lite.serve.child"),
                     *("--spec", str(self._launch.plan_path), "--report-fd", str(write_end)),
-                    *ordered,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=dict(self._launch.env),
-                    pass_fds=(write_end,) if order_end is None else (write_end, order_end),
+                    pass_fds=(write_end,),
                     start_new_session=True,
                     preexec_fn=death_signal_hook(),
                 )
         except OSError as exc:
-            self._close_orders()
             raise self._cannot_start(exc) from exc
         finally:
             os.close(write_end)
-            if order_end is not None:
-                os.close(order_end)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         process = self._process
         if process is None:
             return
-        self._close_orders()
         self.terminate()
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
@@ -129,43 +104,16 @@ class ChildProcess:
             await self._sweep(process)
 
     async def run(self, on_report: Callable[[dict[str, Any]], None]) -> int:
-        """Passes each report to `on_report` until the process has ended. Returns its exit code; 0
-        when it was handed over."""
+        """Passes each report to `on_report` until the process has ended. Returns its exit code."""
         if self._process is None:
             raise RuntimeError("the process was not spawned; enter the context first")
-        process = self._process
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._read_reports(on_report))
-            await first_of(process.wait(), self._handed_over.wait())
-            if self._handed_over.is_set():
-                reader.cancel()
-                return 0
-            code = await process.wait()
+            code = await self._process.wait()
             # A grandchild may hold the pipe open: wait for the last lines, not for its end.
             await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
             reader.cancel()
         return code
-
-    def order(self, plan: Path) -> bool:
-        """Asks the process to drain and to go on with this plan. Returns whether it was asked."""
-        if self._orders is None:
-            return False
-        try:
-            os.write(
-                self._orders, msgspec.json.encode(ChildOrder(plan=str(plan.resolve()))) + b"\n"
-            )
-        except OSError:  # it ends
-            return False
-        return True
-
-    def hand_over(self, launch: Launch) -> "ChildProcess":
-        """The process goes on as an instance of another service: returns it as a child of that
-        launch. `run` returns here, and leaving this context does not end it any more."""
-        taken = ChildProcess(launch)
-        taken._process, taken._reports, taken._orders = self._process, self._reports, self._orders
-        self._process = self._reports = self._orders = None
-        self._handed_over.set()
-        return taken
 
     def terminate(self) -> None:
         """SIGTERM to the child alone: it ends its own engine processes in order."""
@@ -187,7 +135,9 @@ class ChildProcess:
         return StartupError(f"{self._launch.name}: cannot start its process: {why}")
 
     async def _read_reports(self, on_report: Callable[[dict[str, Any]], None]) -> None:
-        while self._reports is not None:
+        if self._reports is None:
+            return
+        while True:
             try:
                 line = await self._reports.readline()
             except ValueError:
@@ -202,11 +152,6 @@ class ChildProcess:
                 )
                 continue
             on_report(report)
-
-    def _close_orders(self) -> None:
-        if self._orders is not None:
-            os.close(self._orders)
-            self._orders = None
 
     async def _sweep(self, process: asyncio.subprocess.Process) -> None:
         """Kills the rest of the process group and waits until it is empty."""

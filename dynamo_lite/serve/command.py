@@ -36,7 +36,6 @@ from dynamo_lite.serve.secret_file import (
 from dynamo_lite.serve.server_supervisor import Server
 from dynamo_lite.serve.supervisor import StopSignals, Supervisor
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
-from dynamo_lite.serve.switchable import check_switchable
 from dynamo_lite.services.services import Graph
 
 _MAX_LONE_SERVICES = 1000
@@ -76,7 +75,6 @@ async def serve(request: ServeRequest) -> int:
     progress = Progress()
     started = _services_here(request)
     startup_checks.check_status_tls(request.config.shared)
-    check_switchable(request.config)
     for service in started:
         startup_checks.check_port(service)
         startup_checks.check_service_account(service)

@@ -10,7 +10,7 @@ from typing import Protocol
 from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.serve.devices import Devices
-from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
+from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 
 #: A limit on mistakes: a scale order with too many digits must not fill the process table.
@@ -20,16 +20,11 @@ MAX_INSTANCES = 1000
 class Keep(Protocol):
     """Makes the supervisor of one process from its service, number and device variables.
 
-    first_start: None: depends on the graph's state. Raises OSError when its files cannot be
-    written.
+    Raises OSError when its files cannot be written.
     """
 
     def __call__(
-        self,
-        launches: Launches,
-        number: int,
-        devices: dict[str, str],
-        first_start: FirstStart | None = None,
+        self, launches: Launches, number: int, devices: dict[str, str]
     ) -> InstanceSupervisor: ...
 
 
@@ -46,8 +41,6 @@ class Fleet:
         self._tiers: dict[str, list[InstanceSupervisor]] = {}
         self._launches = {tier.service.service.name: tier for tier in tiers}
         self._occupied: dict[InstanceSupervisor, tuple[str, ...]] = {}
-        #: Maps workers to the processes that get their devices when the workers have ended.
-        self._successors: dict[InstanceSupervisor, InstanceSupervisor] = {}
         for name, launches in self._launches.items():
             self._tiers[name] = []
             for number in range(launches.service.workers):
@@ -86,44 +79,6 @@ class Fleet:
             raise _refused(f"{component}: {self._no_device(component)}")
         return instance
 
-    def promise(
-        self, component: str, lease_id: int, to: str
-    ) -> tuple[InstanceSupervisor, InstanceSupervisor]:
-        """Returns a worker, and the process of another component that gets its devices when it has
-        ended.
-
-        Until `hand_over` or `break_promise` no other process gets them. Raises Refused.
-        """
-        self._scalable_one(component)
-        launches = self._scalable_one(to)
-        if component == to:
-            raise _refused(f"{to}: it has this role already")
-        worker = self.to_retire(component, lease_id)
-        if worker.phase != "ready":
-            raise _refused(f"{worker.launch.name}: it leaves already")
-        need, has = launches.service.devices, self._occupied[worker]
-        if need > len(has):
-            raise _refused(f"{to}: needs {need} devices, {worker.launch.name} has {len(has)}")
-        number = self._free_number(to, launches)
-        devices = self._devices.environment(has[:need])
-        try:
-            successor = self._keep(launches, number, devices, "again")
-        except OSError as exc:
-            raise _unwritten(to, exc) from exc
-        self._successors[worker] = successor
-        return worker, successor
-
-    def hand_over(self, worker: InstanceSupervisor) -> None:
-        """The worker has ended: its successor is entered, with its devices."""
-        successor, devices = self._successors.pop(worker), self._occupied.pop(worker)
-        need = self._launches[successor.launch.service].service.devices
-        self._devices.put_back(devices[need:])
-        self._list(successor, devices[:need])
-
-    def break_promise(self, worker: InstanceSupervisor) -> None:
-        """No successor is entered. The devices are free when the worker has ended."""
-        self._successors.pop(worker)
-
     def to_retire(self, component: str, lease_id: int) -> InstanceSupervisor:
         """The process to retire. It may have ended already. Raises Refused if there is none.
 
@@ -155,33 +110,24 @@ class Fleet:
         except OSError:
             self._devices.put_back(devices)
             raise
-        self._list(instance, devices)
-        return instance
-
-    def _list(self, instance: InstanceSupervisor, devices: tuple[str, ...]) -> None:
-        name, number = instance.launch.service, instance.launch.instance
         # The last process with this number has ended, and its log was overwritten.
         self._tiers[name] = [one for one in self._tiers[name] if one.launch.instance != number]
         self._tiers[name].append(instance)
         self._occupied[instance] = devices
+        return instance
 
     def _free_number(self, component: str, launches: Launches) -> int:
         """Raises Refused when no process can be added."""
         if why := launches.service.fixed_env:
             raise _refused(f"{component}: {why}")
-        tier = [one for one in self._tiers[component] if not one.done.is_set()]
-        promised = [o for o in self._successors.values() if o.launch.service == component]
-        # A process that has changed its role keeps the log that it was started with.
-        spawned = [one.spawned for one in self if not one.done.is_set()]
-        logs = {one.instance for one in spawned if one.service == component}
-        present = {one.launch.instance for one in (*tier, *promised)} | logs
+        tier = self._tiers[component]
+        present = {one.launch.instance for one in tier if not one.done.is_set()}
         if len(present) >= MAX_INSTANCES:
             raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
         return next(n for n in range(MAX_INSTANCES) if n not in present)
 
     def _free_devices(self) -> None:
-        ended = [one for one in self._occupied if one.done.is_set()]
-        for instance in [one for one in ended if one not in self._successors]:
+        for instance in [one for one in self._occupied if one.done.is_set()]:
             self._devices.put_back(self._occupied.pop(instance))
 
     def _scalable(self) -> list[str]:

@@ -71,7 +71,6 @@ class Launches:
             plan_path=plans / f"{name}.json",
             log_path=None if self._log_to_stderr else logs / f"{name}.log",
             env=environment,
-            switchable=self.service.options.get("switchable") is True,
         )
         plan = ChildPlan(
             component=self.service.service.component,

@@ -15,6 +15,8 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.prefill-policy": "the thresholds decide; remove it",
         "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
+        "VllmWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
+        "PrefillWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
     }
 )
 
@@ -22,6 +24,10 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
+        "switch": (
+            "remove one worker, then add one: `dynamo-lite scale PrefillWorker=1`, then"
+            " `dynamo-lite scale VllmWorker=2`"
+        ),
     }
 )
 

@@ -30,7 +30,7 @@ class ProcessState(msgspec.Struct, kw_only=True):
     status_url: str = ""
     restarts: int = 0
     log: str = ""
-    #: Why it has failed, or why its previous start has failed.
+    #: Why it has failed.
     error: str = ""
 
 

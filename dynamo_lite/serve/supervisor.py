@@ -8,18 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
-from dynamo_lite.protocol.planner import RoleCounts, SwitchState
+from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.waiting import all_of, first_of
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.fleet import Fleet
-from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
+from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunFile
 from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
-from dynamo_lite.serve.switches import RoleSwitch, Switches
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0
@@ -83,7 +82,6 @@ class Supervisor:
         self._leases = leases
         self._run, self._progress = run, progress
         self._fleet = Fleet(tiers, devices, self._keeper)
-        self._switches = Switches(self._fleet, progress)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
         self._signals = signals
         self._grace_s = grace_s
@@ -139,53 +137,18 @@ class Supervisor:
     def retire(self, component: str, lease_id: int) -> str:
         """Begins to drain a process that is not started again, and returns its name.
 
-        lease_id: 0: one without a lease, as in `Fleet.to_retire`. Of a worker that was switched to
-            this component: its successor, unless that was ready.
+        lease_id: as in `Fleet.to_retire`.
 
         Raises Refused if there is no such process. A process that is leaving or has ended is
         accepted as well.
         """
         tasks = self._running_tasks()
-        if cancelled := self._switches.cancel(component, lease_id):
-            if cancelled.drained is not None:
-                tasks.create_task(self._end(cancelled.successor))
-            return cancelled.successor.launch.name
         instance = self._fleet.to_retire(component, lease_id)
         if not instance.done.is_set():
             self._progress.line(instance.launch.name, "retired")
             instance.stop()
             tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
         return instance.launch.name
-
-    def switch(self, component: str, lease_id: int, to: str) -> str:
-        """Begins to drain a process, which a process of another component replaces, or which goes
-        on as that. Returns the successor's name. Raises Refused. A repeated switch is carried out
-        once."""
-        tasks = self._running_tasks()
-        switch = self._switches.begun(component, lease_id, to)
-        if switch is None:
-            switch = self._switches.begin(component, lease_id, to)
-            tasks.create_task(self._carry_out(switch, tasks), name=f"switch to {to}")
-        return switch.successor.launch.name
-
-    def switches(self) -> list[SwitchState]:
-        """The last switches, oldest first."""
-        return self._switches.states()
-
-    async def _carry_out(self, switch: RoleSwitch, tasks: asyncio.TaskGroup) -> None:
-        successor = switch.successor
-        if switch.keeps:
-            switch.worker.change_role(successor)
-        else:
-            switch.worker.stop()
-        await self._end(switch.worker)
-        if not self._switches.hand_over(switch, starts=self._run.state.state == "ready"):
-            await successor.end_taken()
-        else:
-            tasks.create_task(successor.keep(), name=successor.launch.name)
-            self._on_change()
-            await first_of(successor.ready.wait(), successor.done.wait())
-        self._switches.settle(switch)
 
     def _running_tasks(self) -> asyncio.TaskGroup:
         state = self._run.state.state
@@ -194,20 +157,15 @@ class Supervisor:
         return self._tasks
 
     def _keeper(
-        self,
-        launches: Launches,
-        number: int,
-        devices: dict[str, str],
-        first_start: FirstStart | None = None,
+        self, launches: Launches, number: int, devices: dict[str, str]
     ) -> InstanceSupervisor:
-        running = self._run.state.state == "ready"
         return InstanceSupervisor(
             launches.make(number, devices),
             self._backoff,
             self._leases,
             self._progress,
             self._on_change,
-            first_start=first_start or ("once" if running else "needed"),
+            needed=self._run.state.state != "ready",
         )
 
     async def _end(self, instance: InstanceSupervisor) -> None:

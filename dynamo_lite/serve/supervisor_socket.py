@@ -1,4 +1,4 @@
-"""The supervisor's Unix socket: counts, and orders to add, retire or switch processes.
+"""The supervisor's Unix socket: counts, and orders to add or retire processes.
 
 A process that may open the socket (0600) may stop processes of the graph, but not start other
 programs: an order names a service of the graph and nothing else.
@@ -20,13 +20,13 @@ from dynamo_lite.protocol.planner import (
     SUPERVISOR_SOCKET,
     Add,
     Remove,
+    RoleCounts,
     SupervisorOrder,
     SupervisorReply,
     SupervisorRequest,
-    Switch,
 )
 from dynamo_lite.runtime.supervisor_client import short_address
-from dynamo_lite.runtime.supervisor_orders import Orders, Supervised
+from dynamo_lite.runtime.supervisor_orders import Orders
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Scaled(Supervised, Protocol):
+class Scaled(Protocol):
     """The interface that carries out orders; see `Supervisor`."""
+
+    def counts(self) -> dict[str, RoleCounts]: ...
 
     def add(self, component: str) -> str: ...
 
     def retire(self, component: str, lease_id: int) -> str: ...
-
-    def switch(self, component: str, lease_id: int, to: str) -> str: ...
 
 
 class SupervisorSocket:
@@ -55,7 +55,7 @@ class SupervisorSocket:
 
     def __init__(self, directory: Path, scaled: Scaled):
         self._path = directory / SUPERVISOR_SOCKET
-        self._scaled, self._orders = scaled, Orders(scaled)
+        self._scaled, self._orders = scaled, Orders(scaled.counts)
         self._tasks = OwnedTasks()
         self._server: asyncio.Server | None = None
 
@@ -100,7 +100,7 @@ class SupervisorSocket:
         try:
             request = _decode_request(line)
         except msgspec.DecodeError as exc:
-            why = f"not a request: {exc}; accepted: counts, add, remove, switch"
+            why = f"not a request: {exc}; accepted: counts, add, remove"
             return self._orders.refusal(why)
         return self._orders.answer(request, self._carry_out)
 
@@ -110,8 +110,6 @@ class SupervisorSocket:
                 self._scaled.add(order.component)
             case Remove():
                 self._scaled.retire(order.component, order.lease_id)
-            case Switch():
-                self._scaled.switch(order.component, order.lease_id, order.to)
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

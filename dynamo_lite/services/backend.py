@@ -9,7 +9,7 @@ from typing import Protocol
 from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
 from dynamo_lite.queue.base import PrefillQueue, QueueOptions
 from dynamo_lite.runtime.fence import Fence
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
 
@@ -31,20 +31,3 @@ class WorkerBackend(Protocol):
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> AbstractAsyncContextManager[PrefillEngine]: ...
-
-
-class KeptBackend(WorkerBackend, Protocol):
-    """A backend whose engine can outlive the role that opened it."""
-
-    @property
-    def change_s(self) -> float | None:
-        """How long the engine's last change of its role took, in seconds; None: it has had one."""
-        ...
-
-    def in_role(self, spec: ProcessSpec) -> "KeptBackend":
-        """The same engine for the worker of another role in this process."""
-        ...
-
-    async def end(self) -> None:
-        """Ends the engine. Each role has been closed before."""
-        ...

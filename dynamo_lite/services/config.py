@@ -115,9 +115,6 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
     step_timeout_s: SecondsOption = 120.0
     #: Whether the worker publishes to routers which prefixes it holds, and its load.
     kv_events: bool = True
-    #: Whether its running engine may go on as that of a prefill worker. Both workers must have the
-    #: same value, and the same arguments for the engine.
-    switchable: bool = False
     transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 
@@ -135,8 +132,6 @@ class PrefillWorkerConfig:
     short_slots: NaturalOption = 1
     #: See the same option of the decode worker.
     step_timeout_s: SecondsOption = 120.0
-    #: See the same option of the decode worker.
-    switchable: bool = False
     transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 

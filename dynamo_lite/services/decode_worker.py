@@ -51,8 +51,7 @@ class VllmWorker:
     ):
         self._config = msgspec.convert(config, VllmWorkerConfig)
         self._spec = spec
-        #: What it runs on.
-        self.parts: WorkerBackend = parts or VllmBackend(spec)
+        self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._engine: DecodeEngine | None = None
         self._server: GenerateServer | None = None
@@ -70,12 +69,12 @@ class VllmWorker:
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
-        await self.parts.prepare()
+        await self._parts.prepare()
         if host.secret is not None and not is_loopback(self._spec.bind_host):
             self._certificate = make_certificate()
         host.progress("loading the model")
         self._engine = engine = await self._stack.enter_async_context(
-            self.parts.open_decode_engine(host, self._config)
+            self._parts.open_decode_engine(host, self._config)
         )
         traced = None if host.tracer is None else TracedGeneration(engine, host.tracer)
         self._traced = traced

@@ -52,8 +52,7 @@ class PrefillWorker:
     ):
         self._config = msgspec.convert(config, PrefillWorkerConfig)
         self._spec = spec
-        #: What it runs on.
-        self.parts: WorkerBackend = parts or VllmBackend(spec)
+        self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._jobs: PrefillJobs | None = None
         self._links: PeerLinks | None = None
@@ -62,14 +61,14 @@ class PrefillWorker:
         self._heartbeat: HeartbeatPublisher | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
-        await self.parts.prepare()
-        fence = self.parts.open_fence(host, self._config)
+        await self._parts.prepare()
+        fence = self._parts.open_fence(host, self._config)
         self._stack.callback(fence.close)
         self._fence = updater = FenceUpdater(host, fence)
         host.spawn(updater.keep(), "lease-fence")
         host.progress("loading the model")
         enter = self._stack.enter_async_context
-        engine = await enter(self.parts.open_prefill_engine(host, self._config, fence))
+        engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
         host.spawn(engine.run_prefills(), "engine-steps")
         self._probe = probe = EngineProbe(
             engine,
@@ -79,7 +78,7 @@ class PrefillWorker:
             step_timeout_s=self._config.step_timeout_s,
             on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
         )
-        queue = await enter(self.parts.open_queue(host, self._config.queue))
+        queue = await enter(self._parts.open_queue(host, self._config.queue))
         directory = await self._open_directory(host, engine)
         self._links = links = PeerLinks(host, engine, directory)
         self._jobs = updater.jobs = jobs = PrefillJobs(

@@ -20,7 +20,6 @@ from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, Vll
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.core import EngineContext
     from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
-    from dynamo_lite.vllm.engine.kept_core import KeptCore
     from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 
 #: The component whose members write KV for decode workers.
@@ -28,22 +27,10 @@ PREFILL_COMPONENT = "PrefillWorker"
 
 
 class VllmBackend:
-    """Implements KeptBackend. kept: the engine of the role before."""
+    """Implements WorkerBackend."""
 
-    def __init__(self, spec: ProcessSpec, kept: "KeptCore | None" = None):
-        self._spec, self._kept = spec, kept
-        self._keeps = spec.config.get("switchable") is True
-
-    @property
-    def change_s(self) -> float | None:
-        return None if self._kept is None else self._kept.change_s
-
-    def in_role(self, spec: ProcessSpec) -> "VllmBackend":
-        return VllmBackend(spec, self._kept)
-
-    async def end(self) -> None:
-        if self._kept is not None:
-            await self._kept.close()
+    def __init__(self, spec: ProcessSpec):
+        self._spec = spec
 
     async def prepare(self) -> None:
         await import_in_thread("dynamo_lite.vllm.engine.core")
@@ -93,16 +80,12 @@ class VllmBackend:
             etcd_url=self._spec.etcd_url,
             secret_file=self._spec.secret_file,
             role=role,
-            switchable=self._keeps,
             transfer_thread=None if thread == "auto" else thread == "always",
         )
 
     def _context(self, host: Host, engine_config: EngineConfig | None) -> "EngineContext":
         from dynamo_lite.vllm.engine.core import EngineContext
-        from dynamo_lite.vllm.engine.kept_core import KeptCore
 
-        if self._keeps and self._kept is None:
-            self._kept = KeptCore()
         return EngineContext(
             self._spec.engine_args,
             engine_config=engine_config,
@@ -111,7 +94,6 @@ class VllmBackend:
             registry=host.registry,
             on_drop=host.drops,
             tracer=host.tracer,
-            kept=self._kept,
         )
 
 

@@ -4,7 +4,7 @@ as Kubernetes does, which decides by itself which worker ends."""
 import asyncio
 import contextvars
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -16,13 +16,9 @@ from dynamo_lite.protocol.planner import (
     RoleCounts,
     SupervisorOrder,
     SupervisorRequest,
-    Switch,
-    SwitchState,
 )
 from dynamo_lite.runtime.supervisor_orders import Orders
 from dynamo_lite.runtime.tasks import OwnedTasks
-from dynamo_lite.simulation.graph_switches import SimSwitch, SimSwitches
-from dynamo_lite.simulation.graph_worker import Worker
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.supervisor import Slot
 
@@ -37,6 +33,30 @@ _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
+class Worker:
+    """A worker that the supervisor keeps running. began: when it was started for the first time."""
+
+    def __init__(self, component: str, slot: Slot, lease_of: Callable[[str], int], began: float):
+        self.component, self.slot, self._lease_of = component, slot, lease_of
+        self.began = began
+        self.retired = False
+        self.ended = False
+        #: Its lease when it was retired, or told to leave.
+        self.last_lease = 0
+
+    @property
+    def lease_id(self) -> int:
+        return self._lease_of(self.slot.name)
+
+    @property
+    def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
+        if self.ended:
+            return "ended"
+        if self.retired:
+            return "draining"
+        return "ready" if self.slot.was_ready else "starting"
+
+
 class Watcher(Protocol):
     """Sees each order before and after it is carried out. who: the name of its sender."""
 
@@ -48,20 +68,12 @@ class Watcher(Protocol):
 
     def killing(self, who: str, worker: Worker) -> None: ...
 
-    def switching(self, who: str, worker: Worker, to: str) -> None: ...
-
-    def switched(self, switch: SimSwitch) -> None:
-        """The switch's successor was started; there is no order for that."""
-        ...
-
-    def cancelling(self, who: str, switch: SimSwitch) -> None: ...
-
 
 class Cluster(Protocol):
     """Where the workers run."""
 
-    def open_slot(self, name: str, *, alone: bool) -> Slot:
-        """Starts its process, in the context of no process. alone: see `Slot`."""
+    def open_slot(self, name: str) -> Slot:
+        """Adds it to the running graph, and starts its process, in the context of no process."""
         ...
 
     def keeper_of(self, name: str) -> asyncio.Task[None]:
@@ -77,20 +89,13 @@ class Cluster(Protocol):
 
 class SimSupervisor:
     """devices: of the host; each worker has one. Orders have versions, as those of `serve`.
-    now: seconds of virtual time. switches: makes its book of switches."""
+    now: seconds of virtual time."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        devices: int,
-        now: Callable[[], float],
-        switches: type[SimSwitches] = SimSwitches,
-    ):
+    def __init__(self, cluster: Cluster, devices: int, now: Callable[[], float]):
         self._cluster, self._devices, self._now = cluster, devices, now
         self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
-        self._switches = switches(now)
         self._tasks = OwnedTasks()
-        self.orders = Orders(self)
+        self.orders = Orders(self.counts)
         self.watcher: Watcher | None = None
 
     def listen(self, network: Network) -> None:
@@ -100,14 +105,12 @@ class SimSupervisor:
         path = f"{STATE_DIR}/{SUPERVISOR_SOCKET}"
         network.unix_sockets[path] = server.sockets[0].getsockname()[1]
 
-    def keep(self, component: str, slot: Slot) -> Worker:
-        """A worker that runs from the start."""
+    def keep(self, component: str, slot: Slot) -> None:
         worker = Worker(component, slot, self._cluster.lease_of, self._now())
         self._workers[component].append(worker)
         # The worker outlives the planner, even if a planner's call has started it.
         until_ended = self._until_ended(worker)
         self._tasks.start(until_ended, name=f"keeps {slot.name}", context=contextvars.Context())
-        return worker
 
     @property
     def workers(self) -> Iterable[Worker]:
@@ -127,10 +130,6 @@ class SimSupervisor:
             )
         return found
 
-    def switches(self) -> list[SwitchState]:
-        """The last ones, oldest first."""
-        return self._switches.states(self._now())
-
     def carry_out(self, who: str, order: SupervisorOrder) -> None:
         """Raises Refused."""
         match order:
@@ -138,8 +137,6 @@ class SimSupervisor:
                 self.add(who, order.component)
             case Remove():
                 self._retire(who, order)
-            case Switch():
-                self._switch(who, order)
 
     def add(self, who: str, component: str) -> None:
         """Raises Refused."""
@@ -147,17 +144,17 @@ class SimSupervisor:
             raise Refused(f"{component}: no device is free", elsewhere=False)
         if self.watcher is not None:
             self.watcher.adding(who, component)
-        self._start(component, alone=True)
+        self._start(component)
         if self.watcher is not None:
             self.watcher.added(who, component)
 
-    def _start(self, component: str, *, alone: bool) -> Worker:
+    def _start(self, component: str) -> None:
         workers = self._workers[component]
         taken = {one.slot.name for one in workers if not one.ended}
         kind = SLOTS[component]
         name = next(f"{kind}-{i}" for i in range(1000) if f"{kind}-{i}" not in taken)
         workers[:] = [one for one in workers if one.slot.name != name]
-        return self.keep(component, self._cluster.open_slot(name, alone=alone))
+        self.keep(component, self._cluster.open_slot(name))
 
     def find(self, component: str, lease_id: int) -> Worker:
         """Raises Refused. lease_id: 0 for one that has crashed, or was never ready."""
@@ -173,23 +170,7 @@ class SimSupervisor:
             raise Refused(f"{component}: no process is starting", elsewhere=False)
         return found[-1]
 
-    def _switch(self, who: str, order: Switch) -> None:
-        """Raises Refused. The same switch again is carried out once."""
-        if self._switches.begun(order.component, order.lease_id, order.to):
-            return
-        worker = self.find(order.component, order.lease_id)
-        self._switches.begin(worker, order.to)
-        if self.watcher is not None:
-            self.watcher.switching(who, worker, order.to)
-        self.end(worker)
-
     def _retire(self, who: str, order: Remove) -> None:
-        if (cancelled := self._switches.cancel(order.component, order.lease_id)) is not None:
-            if self.watcher is not None:
-                self.watcher.cancelling(who, cancelled)
-            if cancelled.successor is not None:
-                self.end(cancelled.successor)
-            return
         worker = self.find(order.component, order.lease_id)
         if worker.phase in ("starting", "ready"):
             if self.watcher is not None:
@@ -219,11 +200,6 @@ class SimSupervisor:
                 await asyncio.wait([keeper])
         worker.ended = True
         self._cluster.close_slot(name)
-        # At once, so that no other process gets its device.
-        if (switch := self._switches.ended(worker)) is not None:
-            switch.successor = self._start(switch.to, alone=False)
-            if self.watcher is not None:
-                self.watcher.switched(switch)
 
 
 class _Connection(asyncio.Protocol):

@@ -9,13 +9,11 @@ from dynamo_lite.simulation.mutant import Mutant
 from dynamo_lite.simulation.operation_mutants import OPERATION_MUTANTS
 from dynamo_lite.simulation.planner_mutants import PLANNER_MUTANTS
 from dynamo_lite.simulation.prefill_mutants import PREFILL_MUTANTS
-from dynamo_lite.simulation.switch_mutants import SWITCH_MUTANTS
 
 #: Those that only seeds with planners can find.
 PLANNED_MUTANTS: dict[str, Mutant] = {
     **PLANNER_MUTANTS,
     **OPERATION_MUTANTS,
-    **SWITCH_MUTANTS,
 }
 
 #: By the name that the command line takes.

@@ -21,7 +21,9 @@ _PHASES = {
 #: A planner that ticks sees each outage of NATS that lasts for two ticks and this time.
 _SEEN_S = 1.5
 #: The reasons of changes that follow the load.
-_ENOUGH, _MORE = re.compile(r"\d+ are enough"), re.compile(r"\d+ more")
+_ENOUGH, _ROOM, _MORE = (
+    re.compile(start) for start in (r"\d+ are enough", "makes room for", r"\d+ more")
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class OperationJudge:
     _changes: dict[str, tuple[Change, float]] = field(
         default_factory=dict[str, tuple[Change, float]]
     )
+    #: Components whose last removal has made room for another one.
+    _gave: set[str] = field(default_factory=set[str])
     #: Of the broker: beginnings and ends.
     outages: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
@@ -94,6 +98,7 @@ class OperationJudge:
     def wiped(self) -> None:
         self._under_way.clear()
         self._changes.clear()
+        self._gave.clear()
 
     def unsettled(self) -> str | None:
         if not self._under_way:
@@ -105,6 +110,12 @@ class OperationJudge:
         if others := [one.record for one in self.of(record.component)]:
             self.violate(f"{record.component} has two operations: {record} and {others}")
         self._check_known(record)
+        if record.kind == "remove":
+            (self._gave.add if _ROOM.match(record.reason) else self._gave.discard)(record.component)
+        elif others := self._gave - {record.component}:
+            over = "pods" if self.pods else "a supervisor"
+            self.counts[f"planner moved a device over {over}"] += 1
+            self._gave -= others
 
     def _check_known(self, record: OperationRecord) -> None:
         """Checks that no prefill worker was removed while the load was unknown: each outage that
@@ -122,7 +133,7 @@ class OperationJudge:
 
     def _check_reversal(self, component: str, up: bool, reason: str, passed_s: float) -> None:
         """passed_s: since its last change, which went the other way."""
-        follows_load = (_MORE if up else _ENOUGH).match(reason)
+        follows_load = any(kind.match(reason) for kind in ((_MORE,) if up else (_ENOUGH, _ROOM)))
         if follows_load and passed_s < self.options.cooldown_s:
             self.violate(f"a reversal after {passed_s:.3f} s: {component}, {reason}")
 

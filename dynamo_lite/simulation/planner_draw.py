@@ -18,7 +18,7 @@ EVERY = 10
 _LOST_EVERY = 100
 #: At these, of as many, additions are resumed, and workers leave whose writes go on.
 _RESUMED, _LEFT = 39, 99
-#: In one of this many other seeds the budget is full, so that workers switch their roles.
+#: In one of this many other seeds the budget is full: a role gets a device when another gives one.
 _FULL_EVERY = 50
 
 _STEPS = (
@@ -28,11 +28,6 @@ _STEPS = (
     Step("remove", "ordered"),
     Step("remove", "leaving"),
     Step("remove", "asked"),
-)
-_SWITCH_STEPS = (
-    Step("switch", "ordered"),
-    Step("switch", "asked"),
-    Step("switch", "withdrawing"),
 )
 #: Faults of planners, and of the servers that they need.
 _KINDS = (
@@ -63,8 +58,6 @@ def with_planner(scenario: Scenario) -> Scenario:
     options = _options(scenario, rng)
     waves = [rng.uniform(LOAD_FROM_S, until_s - 3.0) for _ in range(rng.choice((2, 2, 3, 4)))]
     crashes = rng.sample(_STEPS, rng.choice((0, 1, 2, 3)))
-    switches = random.Random(f"switches/{scenario.seed}")
-    crashes += switches.sample(_SWITCH_STEPS, switches.choice((0, 1, 2)))
     planner = PlannerScenario(
         planners=planners,
         one_is_dry=one_is_dry,
@@ -202,14 +195,13 @@ def _with_full_budget(
         from_s = max(min(waves), LOAD_FROM_S + 1.0)
         to_s = from_s + rng.uniform(4.0, 15.0)
         bad_starts = (BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.7),)
-    crashes = (*planner.crashes, *rng.sample(_SWITCH_STEPS, 2))
+    crashes = (*planner.crashes, *rng.sample(_STEPS, 2))
     return replace(
         scenario,
         decode=decode,
         prefill=prefill,
         planner=replace(
             planner,
-            pods=False,
             options=options,
             devices=options.budget_devices + rng.choice((0, 2)),
             crashes=tuple(dict.fromkeys(crashes)),

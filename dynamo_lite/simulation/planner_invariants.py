@@ -10,18 +10,15 @@ from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, SwitchRecord
+from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord
 from dynamo_lite.services.planner.connector import COMPONENTS
 from dynamo_lite.simulation.engine.assembly import SimEngineProcess
 from dynamo_lite.simulation.engine.halves import DecodeHalves
-from dynamo_lite.simulation.graph_supervisor import SimSupervisor
-from dynamo_lite.simulation.graph_switches import SimSwitch
-from dynamo_lite.simulation.graph_worker import Worker
+from dynamo_lite.simulation.graph_supervisor import SimSupervisor, Worker
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.operation_invariants import OperationJudge
 from dynamo_lite.simulation.planner_scenario import PlannerScenario
 from dynamo_lite.simulation.supervisor import Slot
-from dynamo_lite.simulation.switch_invariants import SwitchJudge
 
 #: How old an order may be when it arrives: its numbers and members are this old.
 _ORDER_S = 3.0
@@ -51,8 +48,8 @@ class PlannerJudge:
     #: Ready processes by name.
     ready: dict[str, float]
     #: Called when a record gets a phase, after it was judged.
-    on_step: Callable[[OperationRecord | SwitchRecord], None] = lambda record: None
-    #: Called with "add", "remove" or "switch" when the supervisor has taken such an order.
+    on_step: Callable[[OperationRecord], None] = lambda record: None
+    #: Called with "add" or "remove" when the supervisor has taken such an order.
     on_order: Callable[[str], None] = lambda kind: None
     reigns: list[Reign] = field(default_factory=list[Reign])
     #: When an operator has changed the numbers, or etcd has lost its data.
@@ -61,12 +58,9 @@ class PlannerJudge:
     _left_at: dict[str, float] = field(default_factory=dict[str, float])
     #: Keys of the decode workers that are registered.
     _listed: set[str] = field(default_factory=set[str])
-    #: Devices that were occupied when the last switch was ordered.
-    _occupied: int = 0
 
     def __post_init__(self) -> None:
         counts, options = self.judge.counts, self.scenario.options
-        self._switches = SwitchJudge(self._violate, counts)
         self._operations = OperationJudge(
             self._violate, counts, self.judge.now, options, self.supervisor, self.scenario.pods
         )
@@ -110,14 +104,11 @@ class PlannerJudge:
         self.on_order("remove")
         if not self._is_planner(who):
             return
-        counts = self.supervisor.counts()[worker.component]
-        least = bounds(self.scenario.options, _role(worker.component))[0]
-        own = counts.starting + counts.ready - 1
         # A withdrawn start did not count for the minimum.
-        if worker.phase == "ready" and own < least and self._settled(self.changed_at):
-            self._violate(f"{worker.slot.name} is removed, and {own} are fewer than {least}")
+        if worker.phase == "ready":
+            self._check_minimum(worker)
         if worker.lease_id:
-            self._check_not_last(worker, "removed")
+            self._check_not_last(worker)
         if self._settled(self.wiped_at):
             named = [one.record.lease_id for one in self._operations.of(worker.component)]
             if worker.lease_id not in named and 0 not in named:
@@ -125,43 +116,14 @@ class PlannerJudge:
                     f"{worker.slot.name} is removed, and no record of an operation says so"
                 )
 
-    def switching(self, who: str, worker: Worker, to: str) -> None:
-        what = f"{worker.slot.name} is switched to {to}"
-        self._may_order(who, what)
-        self.judge.counts["planner switched"] += 1
-        # One that leaves already has given up its lease.
-        lease_id = worker.lease_id or worker.last_lease
-        self._switches.taken(lease_id, to)
-        if self._settled(self.wiped_at):
-            self._switches.ordered(lease_id, to)
-        counts, options = self.supervisor.counts(), self.scenario.options
-        giver, taker = counts[worker.component], counts[to]
-        own, others = giver.starting + giver.ready, taker.starting + taker.ready
-        least, most = bounds(options, _role(worker.component))[0], bounds(options, _role(to))[1]
-        if self._settled(self.changed_at):
-            if own - 1 < least:
-                self._violate(f"{what}, and {own - 1} are fewer than {least}")
-            if others + 1 > most:
-                self._violate(f"{what}, and {others + 1} are more than {most}")
-        self._check_not_last(worker, "switched")
-        self._occupied = sum(each.present for each in counts.values())
-        # It kills the planner, so it comes last.
-        self.on_order("switch")
+    def _check_minimum(self, worker: Worker) -> None:
+        counts = self.supervisor.counts()[worker.component]
+        least = bounds(self.scenario.options, _role(worker.component))[0]
+        own = counts.starting + counts.ready - 1
+        if own < least and self._settled(self.changed_at):
+            self._violate(f"{worker.slot.name} is removed, and {own} are fewer than {least}")
 
-    def switched(self, switch: SimSwitch) -> None:
-        self.judge.counts["planner switches handed over"] += 1
-        budget = max(self.scenario.options.budget_devices, self._occupied)
-        present = sum(each.present for each in self.supervisor.counts().values())
-        if present > budget and switch.began - self.changed_at > _ORDER_S:
-            self._violate(f"{present} devices are occupied after a switch, and {budget} may be")
-
-    def cancelling(self, who: str, switch: SimSwitch) -> None:
-        self._may_order(who, f"no {switch.to} in the place of {switch.worker.slot.name}")
-        self.judge.counts["planner switches cancelled"] += 1
-        if self._settled(self.wiped_at):
-            self._switches.cancelled(switch)
-
-    def _check_not_last(self, worker: Worker, how: str) -> None:
+    def _check_not_last(self, worker: Worker) -> None:
         """Checks that another worker serves, or did when the planner looked."""
         now = self.judge.now()
         seen_s = self.lease_ttl_s + _ORDER_S
@@ -171,7 +133,7 @@ class PlannerJudge:
             name = one.slot.name
             if name in self.ready or self._left_at.get(name, -1e9) > now - seen_s:
                 return
-        self._violate(f"{worker.slot.name} is {how}, and it is the last one that serves")
+        self._violate(f"{worker.slot.name} is removed, and it is the last one that serves")
 
     def killing(self, who: str, worker: Worker) -> None:
         self.judge.counts["planner killed"] += 1
@@ -224,9 +186,6 @@ class PlannerJudge:
                 self._operation(key, value)
             elif key == names.planner_target_key(self.namespace):
                 self._operations.wanted(value)
-            elif key == names.planner_switch_key(self.namespace):
-                if (switch := self._switches.stored(value)) is not None:
-                    self.on_step(switch)
 
     def wiped(self) -> None:
         """etcd has lost its data."""
@@ -234,7 +193,6 @@ class PlannerJudge:
         self._listed.clear()
         self._leads(None)
         self._operations.wiped()
-        self._switches.wiped()
 
     def _leads(self, value: bytes | None) -> None:
         if self.reigns and self.reigns[-1].until is None:
@@ -248,7 +206,8 @@ class PlannerJudge:
             return
         if record.phase == "leaving":
             worker = self.supervisor.find(record.component, record.lease_id)
-            self._check_not_last(worker, "removed")
+            self._check_minimum(worker)
+            self._check_not_last(worker)
         self.on_step(record)
 
     # Ends
@@ -263,7 +222,7 @@ class PlannerJudge:
     def unsettled(self) -> str | None:
         """What planners still have to do, as text; None if the numbers are those of an idle
         graph."""
-        if why := self._operations.unsettled() or self._switches.unsettled():
+        if why := self._operations.unsettled():
             return why
         for role, component in COMPONENTS.items():
             counts = self.supervisor.counts()[component]

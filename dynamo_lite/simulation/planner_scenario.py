@@ -11,8 +11,8 @@ from dynamo_lite.protocol.planner import ChangePhase
 class Step:
     """A moment in a change of the numbers: its record gets this phase."""
 
-    kind: Literal["add", "remove", "switch"]
-    phase: ChangePhase | Literal["ended"]
+    kind: Literal["add", "remove"]
+    phase: ChangePhase
 
     def __str__(self) -> str:
         return f"{self.kind} {self.phase}"

@@ -11,7 +11,7 @@ from dynamo_lite.policy.scaling.limits import refusals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.planner import OperationRecord, SwitchRecord, TargetRecord
+from dynamo_lite.protocol.planner import OperationRecord, TargetRecord
 from dynamo_lite.runtime.process.component import Component, ProcessSpec
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.connector import COMPONENTS
@@ -65,9 +65,7 @@ class Planning:
         self._world, self._scenario, self._network = world, scenario, network
         self._loop, self._etcd = network.loop, etcd
         self._rng = network.loop.stream("planning")
-        self.supervisor = SimSupervisor(
-            world, scenario.devices, network.loop.time, world.shipped.switches
-        )
+        self.supervisor = SimSupervisor(world, scenario.devices, network.loop.time)
         self.judge = PlannerJudge(
             judge=judge,
             scenario=scenario,
@@ -81,8 +79,6 @@ class Planning:
         )
         self.supervisor.watcher = self.judge
         etcd.data.on_commit = self.judge.committed
-        #: They outlive all processes.
-        self.kept_keys = [names.planner_target_key(NAMESPACE), names.planner_switch_key(NAMESPACE)]
         self._crashes = list(scenario.crashes)
         #: The planner is to be killed when its order was taken.
         self._at_order: Step | None = None
@@ -143,14 +139,11 @@ class Planning:
 
     # kill -9 in a step
 
-    def _on_step(self, record: OperationRecord | SwitchRecord) -> None:
-        if isinstance(record, SwitchRecord):
-            step = Step("switch", record.phase)
-        else:
-            step = Step(record.kind, record.phase)
-            if self._scenario.pods and record.kind == "remove":
-                # It is about to be revoked.
-                self._etcd.revoked.add(record.lease_id)
+    def _on_step(self, record: OperationRecord) -> None:
+        step = Step(record.kind, record.phase)
+        if self._scenario.pods and record.kind == "remove":
+            # It is about to be revoked.
+            self._etcd.revoked.add(record.lease_id)
         if step in self._crashes:
             self._crashes.remove(step)
             if step.phase == "ordered" and self._rng.random() < _KILLED_AT_ORDER:

@@ -5,8 +5,7 @@ from collections.abc import Collection
 
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.services.planner.connector import Counted, Order
-from dynamo_lite.simulation.graph_supervisor import SimSupervisor
-from dynamo_lite.simulation.graph_worker import Worker
+from dynamo_lite.simulation.graph_supervisor import SimSupervisor, Worker
 from dynamo_lite.simulation.network.network import Network
 
 

@@ -16,7 +16,6 @@ from dynamo_lite.services.planner.connector import Connector
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import Assembly
-from dynamo_lite.simulation.graph_switches import SimSwitches
 from dynamo_lite.simulation.scenario import Ask
 from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL
 
@@ -29,9 +28,6 @@ class Shipped(Assembly):
 
     #: Makes a Frontend's requests over the decode workers.
     failover_client: type[FailoverClient] = FailoverClient
-
-    #: The switches to other roles that the supervisor keeps.
-    switches: type[SimSwitches] = SimSwitches
 
     def prefill_worker(
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend

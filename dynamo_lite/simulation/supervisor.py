@@ -65,13 +65,12 @@ class Slot:
         alone: bool = False,
     ):
         self.name = name
-        #: When it was ready for the first time; None: never so far. Written by the world.
-        self.ready_at: float | None = None
+        #: Written by the world.
+        self.was_ready = False
         self.process: SimProcess | None = None
         self.engine: SimProcess | None = None
         #: What the component got; None until it is connected.
         self.host: Host | None = None
-        self.restarts = 0
         self._loop, self._judge, self._main, self._leases = loop, judge, main, leases
         #: Of the last component that was connected; 0 until it is, and after its end.
         self._lease_id = 0
@@ -80,10 +79,6 @@ class Slot:
 
     def __repr__(self) -> str:
         return f"Slot({self.name}, {self.process!r})"
-
-    @property
-    def was_ready(self) -> bool:
-        return self.ready_at is not None
 
     def processes(self) -> list[SimProcess]:
         """Those that are alive."""
@@ -100,7 +95,6 @@ class Slot:
                 await self._leases.revoke(self.name, self._lease_id)
             if self._stopping or (self._alone and not self.was_ready):
                 break
-            self.restarts += 1
             delay_s = _OPERATOR_S
             if code != 0:
                 restart = _BACKOFF.after_exit(failures, self._loop.time() - began)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.process.component import Component, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
@@ -105,8 +106,8 @@ class World:
 
     # Slots that come and go
 
-    def open_slot(self, name: str, *, alone: bool) -> Slot:
-        slot = Slot(self.loop, name, self.judge, self._main, self._revoker, alone=alone)
+    def open_slot(self, name: str) -> Slot:
+        slot = Slot(self.loop, name, self.judge, self._main, self._revoker, alone=True)
         self.slots[name] = slot
         keeper = self.loop.create_task(
             slot.keep(), name=f"keep {name}", context=contextvars.Context()
@@ -147,8 +148,8 @@ class World:
 
     def left_keys(self) -> list[str]:
         """Keys in the store that should have gone with their processes."""
-        kept = [] if self.planning is None else self.planning.kept_keys
-        return [key for key in self.etcd.keys() if key not in kept]
+        target = names.planner_target_key(NAMESPACE)
+        return [key for key in self.etcd.keys() if self.planning is None or key != target]
 
     async def stop(self, slots: Sequence[str], within_s: float) -> None:
         """Drains these processes, all at once."""
@@ -182,8 +183,8 @@ class World:
             reason = status.get("reason", status.get("error", status.get("detail", "")))
             self.loop.trace.add(f"{status['state']} {reason}")
             if status["state"] == "ready":
-                now = self.ready[slot.name] = self.loop.time()
-                slot.ready_at = now if slot.ready_at is None else slot.ready_at
+                self.ready[slot.name] = self.loop.time()
+                slot.was_ready = True
             elif status.get("reason") == "lease revoked" and slot.host is not None:
                 self.judge.lease_revoked(slot.name, slot.host.lease.id, self.etcd.revoked)
 

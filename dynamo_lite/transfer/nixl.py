@@ -84,7 +84,7 @@ class NixlMover:
         config = nixl_agent_config(
             enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        self._agent: Any = nixl_agent(name, config)
+        self._agent = nixl_agent(name, config)
         self._registrations: list[Any] = []
         self._peers: dict[str, str] = {}
         self._scratch = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)
@@ -205,6 +205,3 @@ class NixlMover:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registration)
         self._registrations.clear()
-        # The agent with its UCX endpoints ends here, not when this object is collected: an engine
-        # that changes its role opens the next one on the same memory.
-        self._agent = None

@@ -47,7 +47,7 @@ from tests.chaos.forward_storm import Known, greedy_questions, right_answers
 from tests.chaos.load import Load
 from tests.chaos.planner_sight import FEWEST, IDLE, MOST, PLANNER, ROLES, Plan, Sight, due
 from tests.chaos.questions import Question
-from tests.process.switch_graph import told
+from tests.process.roles_graph import told
 from tests.vllm.graph import NAMESPACE, Graph
 
 #: One decode worker is enough for five requests.

@@ -7,7 +7,7 @@ from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Service
 from tests.process.backlog_reports import PERIOD_S, report_backlog
 from tests.process.null_graph import NullWorkerConfig
-from tests.process.switch_graph import PREFILL, PromptWorker
+from tests.process.roles_graph import PREFILL, PromptWorker
 
 #: While a worker has requests: what it reports to have asked for, and to be done by one prefill
 #: worker, in tokens per second. Two prefill workers are needed.

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +17,6 @@ from dynamo_lite.protocol.planner import (
     LeaderRecord,
     OperationRecord,
     RoleCounts,
-    SwitchState,
     TargetRecord,
 )
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
@@ -128,70 +126,6 @@ class FakeSupervisor:
 
     def taken(self, what: str) -> list[Order]:
         return [order for kind, order in self.orders if kind == what]
-
-
-class SwitchingSupervisor(FakeSupervisor):
-    """Implements SwitchingConnector. More moments: `switch before`, `switch after`,
-    `cancel before`, `cancel after`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: dict[int, SwitchState] = {}
-        #: Most workers at a time.
-        self.most = 0
-        #: How long drains take.
-        self.drain_s = 0.0
-
-    async def counts(self) -> Counted:
-        counted = await super().counts()
-        self.most = max(self.most, sum(one.present for one in counted.roles.values()))
-        return replace(counted, switches=list(self.states.values()))
-
-    async def switch(self, order: Order) -> None:
-        await self._moment("switch before")
-        self._take("switch", order)
-        if order.lease_id not in self.states:
-            self.ready[order.component] -= 1
-            self.draining[order.component].add(order.lease_id)
-            self._enter(order, "draining")
-        if self.instant:
-            self.finish_drain()
-            self.finish_start()
-        await self._moment("switch after")
-
-    async def cancel_switch(self, order: Order) -> None:
-        await self._moment("cancel before")
-        self._take("cancel", order)
-        if self.states[order.lease_id].phase != "starting":
-            raise Refused("it was ready", elsewhere=False)
-        self.starting[order.to] -= 1
-        self._enter(order, "ended")
-        await self._moment("cancel after")
-
-    def finish_drain(self) -> None:
-        (state,) = self.unfinished("draining")
-        self.draining[state.component].discard(state.lease_id)
-        self.starting[state.to] += 1
-        self._enter(state, "starting")
-
-    def finish_start(self) -> None:
-        (state,) = self.unfinished("starting")
-        self.starting[state.to] -= 1
-        self.ready[state.to] += 1
-        self._enter(state, "done")
-
-    def unfinished(self, phase: str) -> list[SwitchState]:
-        return [state for state in self.states.values() if state.phase == phase]
-
-    def _enter(self, what: Order | SwitchState, phase: str) -> None:
-        self.states[what.lease_id] = SwitchState(
-            component=what.component,
-            lease_id=what.lease_id,
-            to=what.to,
-            phase=phase,  # pyright: ignore[reportArgumentType]
-            drain_s=self.drain_s,
-            start_s=60.0 if phase == "starting" else 0.0,
-        )
 
 
 class Bench:

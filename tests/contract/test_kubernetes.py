@@ -22,7 +22,7 @@ from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.startup_checks import check_service_account
 from dynamo_lite.services.config import KubernetesOptions
-from dynamo_lite.services.planner.connector import Order, SwitchingConnector
+from dynamo_lite.services.planner.connector import Order
 from dynamo_lite.services.planner.kubernetes import KubernetesConnector
 from tests.builders import eventually
 from tests.contract.planning import Bench, D, FakeSupervisor, P
@@ -151,11 +151,6 @@ async def test_numbers_are_read_and_changed(server: ApiServer, account: Path):
     assert server.replicas == {"p": 1, "d": 3}
     await connector.remove(order(2))
     assert server.replicas == {"p": 1, "d": 2}
-
-
-async def test_pods_do_not_change_their_role(server: ApiServer, account: Path):
-    """So a planner removes one and adds one."""
-    assert not isinstance(connect(server, account), SwitchingConnector)
 
 
 async def test_an_order_that_was_taken_changes_nothing_again(server: ApiServer, account: Path):

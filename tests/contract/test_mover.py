@@ -444,24 +444,6 @@ def test_a_writer_survives_the_kill_of_its_target(victim, operation, make_writer
     next_target.mover.close()
 
 
-def test_a_closed_agent_takes_nothing_more_for_memory_that_another_one_has(victim):
-    """As when an engine changes its role: the memory stays, and has a new agent."""
-    target = Party(NixlMover, 0)
-    writer = victim("writer")
-    writer.aim(target)
-    expect_notices(target.mover, 3)
-    target.mover.close()
-    renewed = NixlMover(f"{Party.made}-renewed")
-    renewed.register([(target.base, SIZE)], "DRAM", 0)
-    target.buffer[:] = 7
-    # Nobody answers its writes any more: it ends, or waits for ever.
-    ended = time.monotonic() + 3.0
-    while writer.process.poll() is None and time.monotonic() < ended:
-        assert renewed.notices() == []
-    assert (target.buffer == 7).all()
-    renewed.close()
-
-
 def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
     """Requests of all kinds, TLS, noise, and connections that say nothing. UCX takes only peers
     that begin with its number."""

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -155,6 +156,37 @@ async def test_a_withdrawal_goes_on_after_its_planner_s_end(bench: Bench, moment
         await eventually(no_operation, 20)
     assert len(bench.supervisor.taken("remove")) == 1
     assert bench.supervisor.ready == {P: 1, D: 1}
+
+
+@pytest.mark.parametrize("moment", ["", "remove before", "remove after", "add before", "add after"])
+async def test_with_a_full_budget_one_leaves_and_then_one_comes(bench: Bench, moment: str):
+    """Also when the planner ends in between."""
+    supervisor = bench.supervisor
+    supervisor.ready[P], supervisor.instant, supervisor.stop_at = 2, False, moment
+    leases = [await bench.worker(component) for component in (P, P, D)]
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+
+        async def replaced() -> None:
+            await supervisor.stopped.wait()
+            await first.aclose()
+            await second.enter_async_context(bench.planner(1, budget_devices=3))
+
+        await first.enter_async_context(bench.planner(budget_devices=3))
+        await bench.want(PrefillWorker=1, VllmWorker=2)
+        if moment.startswith("remove"):
+            await replaced()
+        await _in_phase(bench, "asked")
+        (victim,) = supervisor.draining[P]
+        assert victim in leases[:2] and supervisor.taken("add") == []
+        supervisor.finish_drains()
+        await bench.store.revoke(victim)
+        if moment.startswith("add"):
+            await replaced()
+        await eventually(lambda: supervisor.starting[D] == 1, 20)
+        supervisor.finish_starts()
+        await bench.until_settled(PrefillWorker=1, VllmWorker=2)
+    assert {order.lease_id for order in supervisor.taken("remove")} == {victim}
+    assert len(supervisor.taken("add")) == 1
 
 
 async def test_one_that_is_elected_while_it_looks_first_learns_what_is_under_way(

@@ -12,7 +12,7 @@ from dynamo_lite.cli.record_seals import seal_planner_records
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.protocol.planner import OperationRecord, PauseRecord, SwitchRecord, TargetRecord
+from dynamo_lite.protocol.planner import OperationRecord, PauseRecord, TargetRecord
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from tests.builders import eventually, graph_secret
 from tests.contract.planning import Bench, D, FakeSupervisor, P, Running
@@ -35,17 +35,15 @@ async def bench(
 
 
 def forged_records(bench: Bench) -> dict[str, bytes]:
-    """Orders to remove workers, to stop the planner and to change a role, with no seal."""
+    """Orders to remove workers and to stop the planner, with no seal."""
     victim = max(bench.leases)
     target = TargetRecord(counts={D: 1}, version=1000, by="x", reason="", manual={D: 1})
     removal = OperationRecord(
         id=1000, kind="remove", component=D, phase="ordered", count=1, lease_id=victim, at=1e10
     )
-    switch = SwitchRecord(id=1000, component=D, to=P, lease_id=victim, phase="ordered", at=1e10)
     return {
         names.planner_target_key(bench.namespace): encode_json(target),
         names.planner_operation_key(bench.namespace, 1000): encode_json(removal),
-        names.planner_switch_key(bench.namespace): encode_json(switch),
         names.planner_pause_key(bench.namespace): encode_json(PauseRecord(by="x")),
     }
 
@@ -156,7 +154,7 @@ async def test_records_are_sealed_again_for_a_new_secret(bench: Bench, tmp_path:
     await bench.want(VllmWorker=2)
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     await planner.pause(bench.store, place, "", bench.seals)
-    forged = names.planner_switch_key(bench.namespace)
+    forged = names.planner_operation_key(bench.namespace, 1000)
     await bench.store.put(forged, b"{}")
     old = bytes.fromhex((tmp_path / "secret").read_text())
     both = RecordSeals(graph_secret(tmp_path / "both", b"n" * 32, old))

@@ -60,7 +60,7 @@ class Kind:
 
 
 NULL = Kind(
-    graph="tests.process.switch_graph:Served",
+    graph="tests.process.roles_graph:Served",
     options=(
         *("-f", "configs/agg.yaml", "--VllmWorker.step-s=0.02"),
         # Longer than the longest answer: a Frontend that ends breaks none.

@@ -233,7 +233,6 @@ async def test_nobody_writes_the_keys_of_another_component(rights: Rights):
     own["Planner"] += [
         names.planner_target_key(NAMESPACE),
         names.planner_operation_key(NAMESPACE, 7),
-        names.planner_switch_key(NAMESPACE),
         names.planner_pause_key(NAMESPACE),
         names.planner_leader_key(NAMESPACE),
     ]

@@ -51,12 +51,10 @@ def _check_coverage(tally: Tally) -> None:
     assert counts["leases revoked by supervisors"]
     steps = ("add ordered", "add asked", "add withdrawing")
     steps += ("remove ordered", "remove leaving", "remove asked")
-    steps += ("switch ordered", "switch asked", "switch withdrawing")
     assert not [step for step in steps if not counts[f"planner killed in {step}"]]
     assert counts["planner killed"]
-    steps = ("ordered", "asked", "withdrawing", "ended")
-    assert not [step for step in steps if not counts[f"planner switch {step}"]]
-    assert counts["planner switches handed over"] and counts["planner switches cancelled"]
+    moved = "planner moved a device over"
+    assert counts[f"{moved} a supervisor"] and counts[f"{moved} pods"]
     assert counts["planner added"] and counts["planner removed"] and counts["planner elected"]
     assert counts["requests moved off draining workers"]
     assert counts["first tokens sent"] and counts["first tokens late"]

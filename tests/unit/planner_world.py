@@ -10,14 +10,12 @@ from dynamo_lite.policy.scaling.inputs import (
     Role,
     RoleSeen,
     Seen,
-    SwitchHistory,
 )
 from dynamo_lite.policy.scaling.memory import (
     Action,
     AddWorkers,
     Proposal,
     RemoveWorker,
-    SwitchWorker,
     WithdrawStart,
 )
 from dynamo_lite.policy.scaling.planner import PlannerMemory, begun, plan
@@ -64,34 +62,18 @@ class World:
         self.reachable = True
         #: No removal is begun.
         self.no_victim = False
-        #: Whether workers can switch their role.
-        self.can_switch = False
-        #: The one under way: its id, giver and taker, when the worker has drained and when the
-        #: other one is ready; inf: it cannot be started.
-        self.switch: tuple[int, Role, Role, float, float] | None = None
-        #: (time, giver) of every switch.
-        self.switches: list[tuple[float, Role]] = []
         self.numbers = 0
         #: (time, role, up) of every change that the planner has ordered.
         self.orders: list[tuple[float, Role, bool]] = []
 
     def seen(self) -> Seen:
         roles = {role: self._role(role, pool) for role, pool in self.pools.items()}
-        switches = None
-        if self.can_switch:
-            last = self.switches[-1] if self.switches else None
-            switches = SwitchHistory(
-                last_giver=last[1] if last else None,
-                last_age_s=self.now - last[0] if last else 0.0,
-                drain_s=10.0,
-            )
         return Seen(
             roles=roles if self.reachable else {},
             prefill=self.prefill,
             decode=self.decode,
             hold=self.hold,
             manual=self.manual,
-            switches=switches,
         )
 
     def _role(self, role: Role, pool: Pool) -> RoleSeen:
@@ -109,37 +91,15 @@ class World:
             operations=tuple(
                 Operation(id=i, kind=kind, age_s=self.now - began)  # pyright: ignore
                 for i, kind, began, _ in pool.operations
-            )
-            + self._switching(role),
+            ),
             start_s=pool.start_s,
             start_p95_s=pool.start_s,
             starts_done=pool.done,
             starts_failed=pool.failed,
         )
 
-    def _switching(self, role: Role) -> tuple[Operation, ...]:
-        if self.switch is None or role not in self.switch[1:3]:
-            return ()
-        number, giver, _, drained, _ = self.switch
-        if role is giver:
-            return (Operation(id=number, kind="give", age_s=self.now - self.switches[-1][0]),)
-        return (Operation(id=number, kind="take", age_s=max(self.now - drained, 0.0)),)
-
-    def pass_switch(self) -> None:
-        """The device changes its owner, and the other worker becomes ready."""
-        if self.switch is None:
-            return
-        _, _, taker, drained, ready = self.switch
-        pool = self.pools[taker]
-        if drained <= self.now and ready not in pool.starting:
-            pool.starting.append(ready)
-        if ready <= self.now:
-            pool.done += 1
-            self.switch = None
-
     def tick(self) -> Proposal:
         self.now += self.limits.tick_s
-        self.pass_switch()
         for pool in self.pools.values():
             self._pass_time(pool)
         self.memory, proposal = plan(self.memory, self.seen(), self.limits, self.now)
@@ -178,18 +138,6 @@ class World:
         self.memory = begun(self.memory, action, self.now)
         if isinstance(action, WithdrawStart):
             pool.starting = []
-            if self.switch is not None and self.switch[0] == action.operation:
-                self.switch = None
-                pool.failed += 1
-            return
-        if isinstance(action, SwitchWorker):
-            drained = self.now + pool.drain_s
-            taker = self.pools[action.to]
-            pool.ready -= 1
-            pool.draining.append(drained)
-            self.switches.append((self.now, action.role))
-            ready = drained + taker.start_s
-            self.switch = (self.numbers, action.role, action.to, drained, ready)
             return
         up = isinstance(action, AddWorkers)
         self.orders.append((self.now, action.role, up))

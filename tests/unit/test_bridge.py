@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from dynamo_lite.disagg.bridge import ThreadBridge
 from dynamo_lite.protocol.errors import StartupError
@@ -115,26 +114,3 @@ def test_a_session_that_cannot_be_opened_fails_the_start():
         bridge.start(WAIT_S)
     bridge.close()
     assert not session.thread.is_alive() and not ends
-
-
-def test_a_loop_that_is_given_serves_one_bridge_after_another():
-    loop = uvloop.new_event_loop()
-    done = threading.Semaphore(0)
-
-    async def work():
-        assert asyncio.get_running_loop() is loop
-        done.release()
-
-    sessions = [Session() for _ in range(2)]
-    bridges = [ThreadBridge(session, loop=loop) for session in sessions]
-    for session, bridge in zip(sessions, bridges, strict=True):
-        bridge.start(WAIT_S)
-        bridge.submit(work())
-        assert done.acquire(timeout=WAIT_S)
-        bridge.close()
-        assert not session.thread.is_alive()
-        bridge.submit(work())
-    assert not done.acquire(blocking=False)
-    loop.run_until_complete(asyncio.sleep(0))
-    assert not done.acquire(blocking=False), "work for a closed bridge is not kept for the next one"
-    loop.close()

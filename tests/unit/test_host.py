@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +22,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
-from dynamo_lite.runtime.process.role_order import RoleOrder
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import eventually
@@ -71,7 +69,6 @@ class Run:
         self.store = store or MemoryStore()
         self.messaging = MemoryMessaging()
         self.worker = Worker()
-        self.order: RoleOrder | None = None
         self.reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         options = {"nats_url": "nats://x", "etcd_url": "http://x", "lease_ttl_s": 5.0} | spec
         self.spec = ProcessSpec(
@@ -88,7 +85,6 @@ class Run:
                     open_store=lambda _: contextlib.nullcontext(self.store),
                     open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
                 ),
-                self.order,
             )
         )
 
@@ -586,76 +582,3 @@ async def test_a_second_signal_ends_the_process_at_once() -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def ordered(run: Run, *, healthy: bool = True) -> tuple[RoleOrder, asyncio.Task[int]]:
-    """A process that is told to go on in another role."""
-    run.order = order = RoleOrder()
-    task = run.start()
-    await run.until("ready")
-    run.worker.healthy = healthy
-    order.give(Path("plans/Other-1.json"))
-    return order, task
-
-
-async def test_an_ordered_change_of_the_role_drains_and_revokes_the_lease() -> None:
-    run = Run()
-    order, task = await ordered(run)
-    line = await run.until("draining")
-    assert (line["reason"], line["for_good"]) == ("it goes on as Other-1", True)
-    assert "keeps_not" not in line
-    assert await task == 0
-    assert order.stands
-    assert run.worker.calls == ["start", "drain 30", "close"]
-    assert await run.store.get_prefix("n/") == {}
-
-
-async def test_an_engine_that_is_not_well_is_not_kept() -> None:
-    run = Run()
-    order, task = await ordered(run, healthy=False)
-    line = await run.until("draining")
-    assert line["keeps_not"] == "the engine is not kept: it is not well"
-    assert await task == 0
-    assert not order.stands
-
-
-async def test_a_process_that_is_asked_to_end_meanwhile_ends() -> None:
-    run = Run()
-
-    async def told_to_end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0)
-
-    run.worker.on_drain = told_to_end
-    order, task = await ordered(run)
-    assert await task == 0
-    assert (order.stands, order.refused) == (False, "the process was asked to end")
-
-
-async def test_a_process_that_leaves_already_does_not_go_on() -> None:
-    run, leave = Run(), asyncio.Event()
-    run.order = order = RoleOrder()
-    run.worker.on_drain = leave.wait
-    task = run.start()
-    await run.until("ready")
-    assert run.worker.host is not None
-    run.worker.host.stop("lease revoked")
-    await run.until("draining")
-    order.give(Path("plans/Other-1.json"))
-    await eventually(lambda: bool(order.refused))
-    leave.set()
-    assert await task == 0
-    assert order.refused == "the engine is not kept: it is draining"
-
-
-async def test_an_order_beside_another_end_changes_nothing() -> None:
-    """In one turn of the loop: its state is "ready" still."""
-    run = Run()
-    run.order = order = RoleOrder()
-    task = run.start()
-    await run.until("ready")
-    assert run.worker.host is not None
-    run.worker.host.stop("its task failed", 70)
-    order.give(Path("plans/Other-1.json"))
-    assert await task == 70
-    assert (order.stands, order.refused) == (False, "its task failed")

@@ -4,10 +4,9 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self, cast
+from types import TracebackType
+from typing import Any, Self
 
 import pytest
 
@@ -16,7 +15,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve import instance_supervisor
 from dynamo_lite.serve.child_process import ChildProcess, Launch
 from dynamo_lite.serve.embedded import _EmbeddedServer
-from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
+from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress
 
@@ -63,7 +62,7 @@ def launch_in(folder: Path) -> Launch:
 
 @pytest.fixture
 def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    async def kept(first_start: FirstStart, *lives: Life) -> InstanceSupervisor:
+    async def kept(needed: bool, *lives: Life) -> InstanceSupervisor:
         """Runs until it has left. All lives must have been lived."""
         children = Children(*lives)
         monkeypatch.setattr(instance_supervisor, "ChildProcess", children)
@@ -73,7 +72,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             LeaseRevoker("http://127.0.0.1:1"),
             Progress(),
             lambda: None,
-            first_start=first_start,
+            needed=needed,
         )
         async with asyncio.timeout(10):
             await one.keep()
@@ -83,23 +82,22 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return kept
 
 
-@pytest.mark.parametrize("first_start", ["needed", "once", "again"])
+@pytest.mark.parametrize("needed", [True, False])
 async def test_a_process_that_was_ready_is_spawned_until_that_succeeds(
-    keep: Any, first_start: FirstStart, capsys: pytest.CaptureFixture[str]
+    keep: Any, needed: bool, capsys: pytest.CaptureFixture[str]
 ):
     """Its end and that of the whole graph would be worse than its absence."""
     lives = [(1, True), "no log folder", "no log folder", (0, True)]
-    one = await keep(first_start, *lives)
+    one = await keep(needed, *lives)
     assert (one.state.state, one.state.restarts, one.state.error) == ("stopped", 3, "")
     assert capsys.readouterr().err.count("not started: no log folder; restarting in") == 2
 
 
 async def test_a_first_spawn_that_fails(keep: Any):
     with pytest.raises(StartupError, match="no log folder"):
-        await keep("needed", "no log folder")
-    one = await keep("once", "no log folder")
+        await keep(True, "no log folder")
+    one = await keep(False, "no log folder")
     assert (one.state.state, one.state.error) == ("failed", "no log folder")
-    assert (await keep("again", "no log folder", (0, True))).state.state == "stopped"
 
 
 class Dies(Children):
@@ -138,9 +136,7 @@ async def test_others_hear_of_a_death_before_the_group_is_empty(
     monkeypatch.setattr(instance_supervisor, "ChildProcess", Dies(done))
     backoff, launch = Backoff(first_s=0.001), launch_in(tmp_path)
     async with asyncio.timeout(10):
-        await InstanceSupervisor(
-            launch, backoff, Revoker(done), Progress(), lambda: None, first_start="needed"
-        ).keep()
+        await InstanceSupervisor(launch, backoff, Revoker(done), Progress(), lambda: None).keep()
     assert done == ["rest killed", "7f revoked", "group empty", "group empty"]
 
 
@@ -180,59 +176,3 @@ class Sleeper(_EmbeddedServer):
 
     async def _is_ready(self) -> bool:
         return True
-
-
-class Kept(Children):
-    """A process that goes on as this instance; then others are started."""
-
-    def __init__(self, *lives: Life):
-        super().__init__(*lives)
-        self.exits = 0
-
-    def hand_over(self, launch: Launch) -> Self:
-        return self
-
-    def terminate(self) -> None: ...
-
-    async def __aexit__(self, *_: object) -> None:
-        self.exits += 1
-
-
-def successor(children: Kept, folder: Path, monkeypatch: pytest.MonkeyPatch) -> InstanceSupervisor:
-    monkeypatch.setattr(instance_supervisor, "ChildProcess", children)
-    launch = launch_in(folder)
-    revoker = LeaseRevoker("http://127.0.0.1:1")
-    one = InstanceSupervisor(
-        launch, Backoff(first_s=0.001), revoker, Progress(), lambda: None, first_start="again"
-    )
-    one.take_over(cast("ChildProcess", children), replace(launch, service="Other"))
-    return one
-
-
-async def test_a_process_that_was_handed_over_is_ended_if_the_stop_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    children = Kept((0, True))
-    one = successor(children, tmp_path, monkeypatch)
-    one.stop()
-    await one.keep()
-    assert children.exits == 1 and one.done.is_set()
-
-
-async def test_what_becomes_of_a_kept_process_later_does_not_change_that_it_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    one = successor(Kept((1, True), (0, True)), tmp_path, monkeypatch)
-    await one.keep()
-    assert not one.took_over and one.began_kept and one.not_kept == ""
-
-
-async def test_why_a_process_that_died_while_it_changed_its_role_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    one = successor(Kept((-9, False), (0, True)), tmp_path, monkeypatch)
-    await one.keep()
-    assert not one.began_kept and one.not_kept == "its process ended (signal 9)"
-    one._child = cast("ChildProcess", SimpleNamespace(order=lambda _: True))
-    one.change_role(successor(Kept(), tmp_path, monkeypatch))
-    assert one.not_kept == "", "the next change of role is another one"

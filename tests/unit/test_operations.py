@@ -11,7 +11,7 @@ from dynamo_lite.policy.scaling.drain import Safe, Unsafe
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused, StoreUnavailable, Unavailable, UnknownWorker
-from dynamo_lite.protocol.planner import OperationRecord, RoleCounts, SwitchState
+from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.sealed_records import RecordSeals
@@ -154,12 +154,6 @@ class Refusing:
 
     def retire(self, component: str, lease_id: int) -> str:
         raise UnknownWorker("no such lease") if lease_id else Refused("none", elsewhere=False)
-
-    def switch(self, component: str, lease_id: int, to: str) -> str:
-        raise Refused("none", elsewhere=False)
-
-    def switches(self) -> list[SwitchState]:
-        return []
 
 
 async def test_an_order_with_the_version_of_another_one_may_be_repeated(tmp_path: Path):

@@ -12,15 +12,13 @@ from dynamo_lite.protocol.planner import (
     ChangePhase,
     OperationRecord,
     PauseRecord,
-    SwitchRecord,
     TargetRecord,
 )
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.services.planner.authentic import AuthenticRecords
 from tests.builders import graph_secret
 
-TARGET, SWITCH = names.planner_target_key("n"), names.planner_switch_key("n")
-PAUSE = names.planner_pause_key("n")
+TARGET, PAUSE = names.planner_target_key("n"), names.planner_pause_key("n")
 
 
 @pytest.fixture
@@ -48,16 +46,6 @@ def operation(id: int, phase: ChangePhase = "ordered") -> OperationRecord:
     )
 
 
-def switch(id: int, phase: str = "ordered") -> SwitchRecord:
-    return SwitchRecord(
-        id=id,
-        component="PrefillWorker",
-        to="VllmWorker",
-        lease_id=7,
-        phase=phase,  # pyright: ignore[reportArgumentType]
-    )
-
-
 def operation_key(id: int) -> str:
     return names.planner_operation_key("n", id)
 
@@ -76,7 +64,7 @@ def test_what_is_not_sealed_for_its_key_changes_nothing(
     bad = {
         "unsealed": evil,
         "forged": another.sealed(TARGET, evil),
-        "copied": seals.sealed(SWITCH, evil),
+        "copied": seals.sealed(PAUSE, evil),
         "changed": good.replace(b'"VllmWorker":3', b'"VllmWorker":0'),
         "no record": b"nonsense",
     }
@@ -99,7 +87,6 @@ def test_a_process_that_starts_on_a_forged_record_has_none(
 ):
     for key, record in (
         (TARGET, target(5)),
-        (SWITCH, switch(5)),
         (operation_key(5), operation(5)),
         (PAUSE, PauseRecord(by="me")),
     ):
@@ -107,7 +94,7 @@ def test_a_process_that_starts_on_a_forged_record_has_none(
         records.came(key, data, type(record))
         assert records.decoded(key, data, type(record)) is None
         assert not records.unreadable(key)
-    assert drops == {"unauthentic": 4}
+    assert drops == {"unauthentic": 3}
 
 
 @pytest.mark.parametrize("deleted", [False, True])
@@ -164,20 +151,6 @@ def test_a_change_of_before_the_start_is_not_begun_again(records: AuthenticRecor
     assert list(records.refused) == [operation_key(5)]
 
 
-def test_an_old_switch_is_not_begun_again(records: AuthenticRecords):
-    data = {id: records.encoded(SWITCH, switch(id)) for id in (5, 6, 7)}
-    ended = records.encoded(SWITCH, switch(6, "ended"))
-    records.came(SWITCH, data[6], SwitchRecord)
-    records.came(SWITCH, ended, SwitchRecord)
-    records.came(TARGET, records.encoded(TARGET, target(7)), TargetRecord)
-    for old in (data[5], data[6]):
-        records.came(SWITCH, old, SwitchRecord)
-        assert records.decoded(SWITCH, old, SwitchRecord) == switch(6, "ended")
-        assert SWITCH in records.refused
-    records.came(SWITCH, data[7], SwitchRecord)
-    assert not records.refused
-
-
 def test_a_pause_that_is_over_does_not_pause(records: AuthenticRecords):
     first, second = (
         records.encoded(PAUSE, PauseRecord(by="me", reason="an upgrade", at=at))
@@ -221,7 +194,7 @@ def test_a_replaced_secret_makes_nothing_old(tmp_path: Path):
     old, new = b"o" * 32, b"n" * 32
     records = AuthenticRecords(RecordSeals(graph_secret(path, new, old)))
     before = RecordSeals(graph_secret(tmp_path / "before", old))
-    for key, record in ((TARGET, target(5)), (SWITCH, switch(5)), (PAUSE, PauseRecord(by="me"))):
+    for key, record in ((TARGET, target(5)), (PAUSE, PauseRecord(by="me"))):
         first = before.sealed(key, encode_json(record))
         again = records.encoded(key, record)
         assert first != again

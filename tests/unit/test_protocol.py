@@ -52,7 +52,6 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
-    ChangeRole,
     Claim,
     ClaimRefused,
     Committed,
@@ -67,7 +66,6 @@ from dynamo_lite.protocol.prefill import (
     Listen,
     Part,
     RemotePrefillRequest,
-    RoleReply,
     StayAccepted,
     StayRefused,
     WriterDone,
@@ -597,16 +595,6 @@ GOLDEN = [
         Leave(lease_id=31),
         prefill.decode_leave,
         b"\x81\xa8lease_id\x1f",
-    ),
-    (
-        ChangeRole(engine_id="e2", config_file="VllmWorker-1.engine.json"),
-        prefill.decode_change_role,
-        b"\x82\xa9engine_id\xa2e2\xabconfig_file\xb8VllmWorker-1.engine.json",
-    ),
-    (
-        RoleReply(refused="busy"),
-        prefill.decode_role_reply,
-        b"\x81\xa7refused\xa4busy",
     ),
     (
         LinkTest(order="1f.1", target=ENGINE),

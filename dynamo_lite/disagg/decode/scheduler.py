@@ -164,15 +164,6 @@ class DecodeScheduler:
         return self._now() - self.prefills.last_asked_at
 
     @property
-    def unfinished(self) -> str:
-        """Why this engine cannot leave its role yet; empty if it can."""
-        if left := self._book.unfinished:
-            return left
-        if self._net.listening:
-            return "a link to it is being tested"
-        return "it has requests, or blocks are held back" if self.prefills else ""
-
-    @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
         return self._events.busy or self.prefills.busy

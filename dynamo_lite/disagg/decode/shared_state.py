@@ -43,15 +43,6 @@ class LockedLedger:
             return bool(self._for_engine) or self.ledger.quarantined > 0
 
     @property
-    def unfinished(self) -> str:
-        """What its remote prefills still wait for; empty if there are none."""
-        with self.lock:
-            waiting, held = self.ledger.waiting, self.ledger.quarantined
-            if waiting or held:
-                return f"{waiting} remote prefills are not over, {held} quarantined"
-            return "instructions wait for a step" if self._for_engine or self._grants else ""
-
-    @property
     def awaits_writes(self) -> bool:
         """Whether any remote write may be in flight. Call with the lock held."""
         return bool(self.ledger.waiting or self.ledger.quarantined)

@@ -47,9 +47,6 @@ class OpenAttempts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def names(self) -> list[str]:
-        return list(self._open)
-
     @contextlib.contextmanager
     def open(self, attempt: str) -> Iterator[OpenAttempt]:
         """Registers the attempt; its outcome is to be awaited within the context."""

@@ -187,14 +187,6 @@ class PrefillScheduler:
                 self._report_end(job, "written" if job.complete else "abandoned")
 
     @property
-    def unfinished(self) -> str:
-        """Why this engine cannot leave its role yet; empty if it can."""
-        jobs = {*self._arrived, *self._jobs, *self._ending, *self._stopped}
-        if jobs:
-            return f"{len(jobs)} jobs are not over, or their transfers"
-        return "it tests a link" if self._link_tests.busy else ""
-
-    @property
     def busy(self) -> bool:
         return bool(self._ending or self._stopped) or self._link_tests.busy
 

@@ -28,9 +28,8 @@ class Operation:
     """A change of one role that is under way; see `protocol/planner.py: OperationRecord`."""
 
     id: int
-    #: give, take: a worker of this role becomes one of the other role, and the reverse.
-    kind: Literal["add", "remove", "give", "take"]
-    #: Since its first order; of `take`: since the other worker has ended.
+    kind: Literal["add", "remove"]
+    #: Since its first order.
     age_s: float
     #: Whether the supervisor, or Kubernetes, has confirmed the order.
     confirmed: bool = True
@@ -44,18 +43,6 @@ class LastChange:
 
     up: bool
     age_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwitchHistory:
-    """What is known of switches between roles."""
-
-    #: The role that has given a worker last, and how long ago; None: none has.
-    last_giver: Role | None = None
-    last_age_s: float = 0.0
-    #: Median seconds of a drain, and of the start after it; None: not measured yet.
-    drain_s: float | None = None
-    start_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +133,6 @@ class Seen:
     roles: Mapping[Role, RoleSeen] = field(default_factory=dict[Role, RoleSeen])
     prefill: PrefillLoad = field(default_factory=PrefillLoad)
     decode: DecodeLoad = field(default_factory=DecodeLoad)
-    #: None: roles cannot be switched on the same device, as under Kubernetes.
-    switches: SwitchHistory | None = None
     #: Why the planner must not act; empty if it may.
     hold: str = ""
     #: Numbers that an operator has set and that are not reached yet.

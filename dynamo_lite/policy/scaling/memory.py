@@ -45,17 +45,7 @@ class WithdrawStart:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwitchWorker:
-    """Drain one serving worker, and start one of the other role on its device."""
-
-    #: The role that gives it.
-    role: Role
-    to: Role
-    reason: str
-
-
-Action = AddWorkers | RemoveWorker | SwitchWorker | WithdrawStart
+Action = AddWorkers | RemoveWorker | WithdrawStart
 
 
 @dataclass(frozen=True, kw_only=True)

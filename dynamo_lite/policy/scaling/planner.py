@@ -12,8 +12,8 @@ needs is `needs.py`. When a need becomes an order is `step.py`; the budget of al
 - After a change, none in the other direction for the longer of the cooldown and the time of a
   start.
 - All workers together stay within the budget, starting and draining ones included. When it is
-  full, a role that is needed less gives one worker: it switches its role (`role_switch.py`), or
-  where that is not possible it is removed.
+  full, a worker of a role that can do with one less is removed. The role that needs it adds one
+  when that has ended.
 - A change by an operator or another process is accepted: the new number is where the next
   decision starts.
 """
@@ -31,7 +31,6 @@ from dynamo_lite.policy.scaling.memory import (
     RemoveWorker,
     RoleMemory,
     RolePlan,
-    SwitchWorker,
     WithdrawStart,
 )
 from dynamo_lite.policy.scaling.needs import (
@@ -42,7 +41,6 @@ from dynamo_lite.policy.scaling.needs import (
     prefill_arrivals,
     prefill_need,
 )
-from dynamo_lite.policy.scaling.role_switch import Unfit, WaitToSwitch, judge
 from dynamo_lite.policy.scaling.step import RoleStep, RoleWish, is_a_tick_later, start_s
 from dynamo_lite.policy.scaling.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
@@ -244,37 +242,29 @@ def _within_budget(
         if size := granted.get(role, 0):
             last.append(AddWorkers(role=role, size=size, reason=plans[role].reason))
         elif wish.add:
-            need, said = plans[role].reason, ""
-            for removal in _removals(role, seen, steps, wishes):
-                match judge(seen, removal, role, need, limits):
-                    case SwitchWorker() as switch:
-                        first = [switch, *(one for one in first if one is not removal)]
-                        giver = plans[removal.role]
-                        plans[removal.role] = replace(giver, reason=switch.reason)
-                        said = f"a {removal.role.value} worker becomes one; "
-                    case WaitToSwitch(why):
-                        said = f"{why}; "
-                    case Unfit(why):
-                        first += [removal] if removal not in first else []
-                        said = f"a {removal.role.value} worker is removed for it: {why}; "
-            reason = f"no device is free within the budget; {said}{need}"
+            said = ""
+            if (removal := _makes_room(role, seen, steps, wishes)) is not None:
+                first += [] if removal in first else [removal]
+                said = f"a {removal.role.value} worker is removed for it; "
+            reason = f"no device is free within the budget; {said}{plans[role].reason}"
             plans[role] = replace(plans[role], reason=reason)
     return (*first, *last), plans
 
 
-def _removals(
+def _makes_room(
     role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
-) -> list[RemoveWorker]:
-    """Those of other roles that make room for this one: they are due, or can be borne."""
-    found: list[RemoveWorker | None] = []
+) -> RemoveWorker | None:
+    """The removal of a worker of the other role that makes room for this one: it is due, or can be
+    borne. Where a worker drains, its device becomes free without another one's removal."""
     for other, wish in wishes.items():
-        if other == role or wish.add:
+        if other is role or wish.add:
             continue
         if wish.remove is not None:
-            found.append(wish.remove)
-        elif wish.gives and not seen.manual:
-            found.append(steps[other].removal_for(role))
-    return [removal for removal in found if removal is not None]
+            return wish.remove
+        drains = any(one.counts.draining for one in seen.roles.values())
+        if wish.gives and not seen.manual and not drains:
+            return steps[other].removal_for(role)
+    return None
 
 
 def _granted(
@@ -300,19 +290,14 @@ def _granted(
 
 def begun(memory: PlannerMemory, action: Action, now: float) -> PlannerMemory:
     """With an action of the last proposal that was really begun; call it for each of them."""
-    changes: dict[Role, bool] = {}
-    match action:
-        case AddWorkers(role=role):
-            changes = {role: True}
-        case RemoveWorker(role=role):
-            changes = {role: False}
-        case SwitchWorker(role=role, to=to):
-            changes = {role: False, to: True}
-        case WithdrawStart():
-            pass
-    # What ends before the next tick must not look like a change by another process.
-    changed = {
-        role: replace(memory.role(role), busy=True, changed_up=up, changed_at=now, up_ticks=0)
-        for role, up in changes.items()
-    }
-    return replace(memory, roles={**memory.roles, **changed})
+    if isinstance(action, WithdrawStart):
+        return memory
+    changed = replace(
+        memory.role(action.role),
+        # What ends before the next tick must not look like a change by another process.
+        busy=True,
+        changed_up=isinstance(action, AddWorkers),
+        changed_at=now,
+        up_ticks=0,
+    )
+    return replace(memory, roles={**memory.roles, action.role: changed})

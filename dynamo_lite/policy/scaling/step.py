@@ -24,12 +24,6 @@ _UP_STEP, _FREE_STEP = 0.5, 4
 _FALL_WINDOW = 0.25
 #: Of more workers than `_MANY`, this share may drain at a time.
 _MANY, _DRAIN_SHARE = 20, 0.05
-_UNDER_WAY = {
-    "add": "a start",
-    "remove": "a removal",
-    "give": "a switch to the other role",
-    "take": "a switch from the other role",
-}
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class RoleWish:
     add: int = 0
     remove: RemoveWorker | None = None
     withdraw: tuple[WithdrawStart, ...] = ()
-    #: It has passed its down check for the cooldown, so it may give a worker to the other role.
+    #: It has passed its down check for the cooldown, so one may be removed for the other role.
     gives: bool = False
 
 
@@ -222,13 +216,13 @@ class RoleStep:
                 reason=f"not ready after {operation.age_s:.0f} s",
             )
             for operation in operations
-            if operation.kind in ("add", "take")
+            if operation.kind == "add"
             and not operation.withdrawing
             and operation.age_s > deadline_s
         )
         first = operations[0]
         state: PlanState = "settling" if first.confirmed else "acting"
-        what = _UNDER_WAY[first.kind]
+        what = "a start" if first.kind == "add" else "a removal"
         reason = f"{what} is under way for {first.age_s:.0f} s"
         return RoleWish(withdraw=late), self._plan(state, wanted, reason, first.age_s)
 

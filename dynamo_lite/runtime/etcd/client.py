@@ -7,7 +7,6 @@ when etcd reports that.
 """
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -25,15 +24,6 @@ UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _NEVER_SENT = "failed to connect to all addresses"
 _AUTH_IS_OFF = "authentication is not enabled"
-
-
-def free_cancelled_calls() -> None:
-    """Frees the connections of closed clients whose calls were cancelled.
-
-    gRPC's cancelled calls are in reference cycles and keep their connections. With as many objects
-    as vLLM has, Python hardly ever looks for cycles by itself. This takes about 0.1 s.
-    """
-    gc.collect()
 
 
 class EtcdClient(aetcd.Client):

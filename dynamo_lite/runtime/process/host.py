@@ -23,7 +23,6 @@ from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, 
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.metrics import add_gauges, count_reconnects
 from dynamo_lite.runtime.process.readiness import ProbeBody, Probes, liveness, readiness
-from dynamo_lite.runtime.process.role_order import RoleOrder
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
@@ -91,20 +90,15 @@ async def run_process(
     component: Component,
     report: Report,
     environment: ProcessEnvironment | None = None,
-    order: RoleOrder | None = None,
 ) -> int:
     """Runs `component` until it is asked to stop. Returns the exit code (see `stop.py`).
-
-    order: when it is given, the component drains, and the caller goes on if the order still
-    stands. It is refused if the component is not well, was not ready, or is stopped otherwise.
 
     `report` gets `{"state": "starting" | "ready" | "draining" | "drained" | "failed", ...}`.
     """
     stop = StopRequest()
     with stop_on_signals(stop):
         async with AsyncExitStack() as stack:
-            made = environment or ProcessEnvironment()
-            process = _Process(spec, component, report, stop, made, order)
+            process = _Process(spec, component, report, stop, environment or ProcessEnvironment())
             try:
                 async with stop.interrupts():
                     await process.open(stack)
@@ -112,10 +106,7 @@ async def run_process(
                 return stop.code
             except Exception as exc:
                 return process.failed(exc)
-            code = await process.run()
-        if order is not None and (stop.by_signal or not process.follows_order):
-            order.refuse("the process was asked to end" if stop.by_signal else stop.reason)
-        return code
+            return await process.run()
 
 
 class _Process:
@@ -130,16 +121,12 @@ class _Process:
         report: Report,
         stop: StopRequest,
         environment: ProcessEnvironment,
-        order: RoleOrder | None = None,
     ):
         self._environment = environment
         self._spec = spec
         self._component = component
         self._report = report
         self._stop = stop
-        self._order = order
-        #: Whether the order, and nothing else, has ended the run.
-        self.follows_order = False
         #: "starting", "ready" or "draining"; shown in /health.
         self._state = "starting"
         self._draining_since: float | None = None
@@ -201,8 +188,6 @@ class _Process:
             end.push_async_callback(self.host.cancel_tasks)
             end.push_async_callback(self._close)
             end.push_async_callback(self._leave)
-            if self._order is not None:
-                await end.enter_async_context(running(self._await_order(), name="role order"))
             return await self._run()
 
     async def _run(self) -> int:
@@ -262,9 +247,7 @@ class _Process:
     def _report_draining(self) -> None:
         # Known before the end, so that one that dies in its drain is not started again.
         for_good = self._stop.code == EXIT_STOPPED
-        line = {"state": "draining", "reason": self._stop.reason, "for_good": for_good}
-        refused = "" if self._order is None else self._order.refused
-        self._report({**line, "keeps_not": refused} if refused else line)
+        self._report({"state": "draining", "reason": self._stop.reason, "for_good": for_good})
 
     async def _close(self) -> None:
         try:
@@ -272,19 +255,6 @@ class _Process:
                 await self._component.close()
         except Exception:
             logger.exception("closing %s failed or had a timeout", self._spec.component)
-
-    async def _await_order(self) -> None:
-        """The drain of a change of the role is like any other; whether the engine is kept is
-        decided before."""
-        assert self._order is not None
-        plan = await self._order.given()
-        facts = self._facts()
-        if self._state != "ready" or not facts.get("ok", True):
-            ill = facts.get("trouble") or facts.get("error") or "it is not well"
-            why = ill if self._state == "ready" else f"it is {self._state}"
-            self._order.refuse(f"the engine is not kept: {why}")
-        self.follows_order = not self._stop.is_set
-        self._stop.set(f"it goes on as {plan.stem}", EXIT_STOPPED)
 
     async def _await_loss(self) -> None:
         loss = await self.host.lease.lost()

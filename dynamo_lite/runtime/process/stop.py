@@ -35,8 +35,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason = ""
         self.code = EXIT_STOPPED
-        #: Whether a signal has requested it, first or later.
-        self.by_signal = False
         self._event = asyncio.Event()
         self._on_set: Callable[[], object] = lambda: None
 
@@ -85,7 +83,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         nonlocal seen
         if seen:
             os._exit(EXIT_FORCED)
-        seen = stop.by_signal = True
+        seen = True
         stop.set(number.name, EXIT_STOPPED)
 
     installed: list[signal.Signals] = []

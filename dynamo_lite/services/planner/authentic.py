@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.planner import OperationRecord, PauseRecord, SwitchRecord, TargetRecord
+from dynamo_lite.protocol.planner import OperationRecord, PauseRecord, TargetRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
@@ -27,11 +27,11 @@ from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 logger = logging.getLogger(__name__)
 
 #: A change goes through its phases in this order.
-_PHASES = ("ordered", "leaving", "asked", "withdrawing", "ended")
+_PHASES = ("ordered", "leaving", "asked", "withdrawing")
 #: Number of past pauses that are remembered, because pauses have no version.
 _PAUSES = 1000
 
-R = TypeVar("R", TargetRecord, SwitchRecord, OperationRecord, PauseRecord)
+R = TypeVar("R", TargetRecord, OperationRecord, PauseRecord)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class AuthenticRecords:
         if last is None or not self._seals.checked:
             return
         data, record = last
-        if isinstance(record, OperationRecord | SwitchRecord):
+        if isinstance(record, OperationRecord):
             self._over = max(self._over, record.id + 1)
         elif isinstance(record, PauseRecord):
             self._past_pauses.append(_digest(data))
@@ -151,8 +151,8 @@ class AuthenticRecords:
         match record:
             case TargetRecord(version=version) if version < self._newest:
                 return f"version {version} came after version {self._newest}"
-            case OperationRecord() | SwitchRecord():
-                if isinstance(before, OperationRecord | SwitchRecord) and before.id == record.id:
+            case OperationRecord():
+                if isinstance(before, OperationRecord):
                     if _PHASES.index(record.phase) < _PHASES.index(before.phase):
                         return f"phase {record.phase} came after {before.phase}"
                 elif record.id < max(self._newest, self._over):

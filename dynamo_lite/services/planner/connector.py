@@ -1,9 +1,9 @@
 """Who starts and removes workers: the seam, and the supervisor of the graph on this host."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.protocol.planner import (
@@ -13,8 +13,6 @@ from dynamo_lite.protocol.planner import (
     RoleCounts,
     SupervisorReply,
     SupervisorRequest,
-    Switch,
-    SwitchState,
 )
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
 
@@ -37,8 +35,6 @@ class Counted:
     roles: Mapping[str, RoleCounts]
     #: The highest version of any order; 0 if none is known.
     version: int = 0
-    #: The last switches, oldest first; see `SwitchingConnector`.
-    switches: Sequence[SwitchState] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +50,6 @@ class Order:
     lease_id: int = 0
     #: Its host.
     host: str = ""
-    #: Of a switch: the component of the worker that starts. `count` is that of `component`.
-    to: str = ""
 
 
 class Connector(Protocol):
@@ -87,21 +81,6 @@ class Connector(Protocol):
         ...
 
 
-@runtime_checkable
-class SwitchingConnector(Connector, Protocol):
-    """It can also give a worker's devices to a worker of another role, without setting them free
-    in between. A connector without this cannot: its workers are removed and added."""
-
-    async def switch(self, order: Order) -> None:
-        """Drains the worker and then starts the other one. The same order again is carried out
-        once. `Counted.switches` tells how far it is."""
-        ...
-
-    async def cancel_switch(self, order: Order) -> None:
-        """Cancels the start of the other one, unless it was ready: then it raises Refused."""
-        ...
-
-
 class LocalConnector:
     """The supervisor of the graph on this host. state_dir: of the graph."""
 
@@ -112,7 +91,7 @@ class LocalConnector:
 
     async def counts(self) -> Counted:
         reply = await self._ask(Counts())
-        return Counted(reply.counts, reply.version, reply.switches)
+        return Counted(reply.counts, reply.version)
 
     async def add(self, order: Order) -> None:
         await self._ask(Add(component=order.component, version=order.version))
@@ -123,19 +102,6 @@ class LocalConnector:
     async def remove(self, order: Order) -> None:
         request = Remove(component=order.component, lease_id=order.lease_id, version=order.version)
         await self._ask(request)
-
-    async def switch(self, order: Order) -> None:
-        await self._ask(
-            Switch(
-                component=order.component,
-                lease_id=order.lease_id,
-                to=order.to,
-                version=order.version,
-            )
-        )
-
-    async def cancel_switch(self, order: Order) -> None:
-        await self._ask(Remove(component=order.to, lease_id=order.lease_id, version=order.version))
 
     def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
         """The supervisor refuses workers that are not its own."""

@@ -12,7 +12,6 @@ from dynamo_lite.policy.scaling.memory import (
     AddWorkers,
     Proposal,
     RemoveWorker,
-    SwitchWorker,
     WithdrawStart,
 )
 from dynamo_lite.protocol.planner import PlannerDecision, RoleDecision
@@ -22,7 +21,6 @@ _MOST = 500
 _KINDS: Mapping[type[Action], str] = {
     AddWorkers: "add",
     RemoveWorker: "remove",
-    SwitchWorker: "switch",
     WithdrawStart: "withdraw",
 }
 
@@ -34,8 +32,6 @@ def as_text(action: Action) -> str:
         return f"{component} +{action.size}: {action.reason}"
     if isinstance(action, WithdrawStart):
         return f"{component} start withdrawn: {action.reason}"
-    if isinstance(action, SwitchWorker):
-        return f"{component} -> {COMPONENTS[action.to]}: one {action.reason}"
     which = "a starting one" if action.starting else "one"
     return f"{component} -1 ({which}): {action.reason}"
 
@@ -106,7 +102,7 @@ class PlannerMetrics:
         )
         self._actions = Counter(
             "dynamo_lite_planner_actions",
-            "Changes that were decided: add, remove, switch, withdraw; in a dry run, too",
+            "Changes that were decided: add, remove, withdraw; in a dry run, too",
             ["component", "action", "held"],
             registry=registry,
         )

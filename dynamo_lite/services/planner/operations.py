@@ -5,24 +5,27 @@ what is there and orders what is missing, so a leader that takes over repeats no
 taken: an addition is complete when there are `count` workers, a removal names its victim.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.policy.scaling.drain import Safe
-from dynamo_lite.protocol.errors import Refused, UnknownWorker
+from dynamo_lite.protocol.errors import DynamoLiteError, Refused, UnknownWorker
 from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.connector import Connector, Counted, Order
 from dynamo_lite.services.planner.departure import Departure
-from dynamo_lite.services.planner.stepping import needs_new_id, step
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import RunningOperation, UnderWay
 
 logger = logging.getLogger(__name__)
+
+_RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 
 
 class Operations:
@@ -119,23 +122,27 @@ class Operations:
                 await self._step(one, counted)
 
     async def _step(self, one: RunningOperation, counted: Counted) -> None:
-        async def work() -> None:
-            if not one.stored:
-                await self._store_phase(one, one.record.phase)
-            await self._go_on(one, counted)
-
-        async def refused(exc: Refused) -> None:
+        """Failures of the connector and of etcd put it off."""
+        what = f"{one.record.kind} {one.record.component}"
+        within_s = self._may_act()
+        try:
+            async with asyncio.timeout(within_s):
+                if not one.stored:
+                    await self._store_phase(one, one.record.phase)
+                await self._go_on(one, counted)
+        except Refused as exc:
             logger.warning("%s: %s", what, exc)
             if isinstance(exc, UnknownWorker):
                 self._under_way.foreign.add(one.record.lease_id)
             await self._under_way.end(one, "refused")
-
-        what = f"{one.record.kind} {one.record.component}"
-        act_s = self._may_act()
-        await step(one, work, refused, within_s=act_s, clock=self._clock, what=what)
+        except (DynamoLiteError, TimeoutError) as exc:
+            restart = _RETRY.after_exit(one.failures, 0.0)
+            one.failures = restart.failures
+            one.retry_at = self._clock.monotonic() + restart.delay_s
+            logger.warning("%s is tried again in %g s: %s", what, restart.delay_s, exc)
 
     async def _store_phase(self, one: RunningOperation, phase: ChangePhase) -> None:
-        if needs_new_id(one):
+        if one.needs_new_id:
             await self._under_way.renumber(one, await self._target.new_id(one.record.id))
         await self._under_way.enter(one, phase)
 

@@ -19,7 +19,6 @@ from dynamo_lite.policy.scaling.memory import (
     AddWorkers,
     PlannerMemory,
     Proposal,
-    SwitchWorker,
     WithdrawStart,
 )
 from dynamo_lite.policy.scaling.planner import begun, plan
@@ -54,7 +53,6 @@ from dynamo_lite.services.planner.observation import Observation, Observed, unti
 from dynamo_lite.services.planner.operations import Operations
 from dynamo_lite.services.planner.records import PlannerRecords
 from dynamo_lite.services.planner.roles import LastChanges, roles_seen
-from dynamo_lite.services.planner.switching import Switching
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import UnderWay
 
@@ -104,7 +102,8 @@ class Planner:
         self._changes = LastChanges(host.clock.monotonic)
         self._manual = Manual(self._records, self._target)
         self._under_way = UnderWay(host.store, namespace, host.clock, authentic)
-        parts = (
+        self._operations = Operations(
+            self._under_way,
             host.store,
             namespace,
             connector,
@@ -114,8 +113,6 @@ class Planner:
             lambda: self._observation.members.values(),
             self._least,
         )
-        self._operations = Operations(self._under_way, *parts)
-        self._switching = Switching(*parts, authentic)
         explain = names.endpoint_subject(namespace, self._spec.component, "explain", host.lease.id)
         handler = counted(self._on_explain, "explain", host.drops)
         await enter(host.messaging.serve(explain, handler))
@@ -140,7 +137,7 @@ class Planner:
                 "leads": records.leads,
                 "hold": self._proposal.hold,
                 "roles": [msgspec.to_builtins(role) for role in roles_of(self._proposal)],
-                "operations": len(self._under_way) + len(self._switching),
+                "operations": len(self._under_way),
                 "manual": dict(target.manual) if target else {},
                 "limits": asdict(self._limits),
                 "devices": self._devices,
@@ -186,7 +183,6 @@ class Planner:
         number = await self._count(connector)
         if self._led and number is not None:
             await operations.advance(number)
-            await self._switching.advance(number)
             # What has just been ordered is not in these numbers.
             number = await self._count(connector)
         seen = self._seen(observed, number)
@@ -203,11 +199,9 @@ class Planner:
     async def _follow_leadership(self, leads: bool) -> None:
         if leads and not self._led:
             await self._under_way.load()
-            await self._switching.load()
             logger.info("leads")
         elif self._led and not leads:
             self._under_way.forget()
-            self._switching.forget()
         self._led = leads
         self._metrics.leads.set(leads)
 
@@ -224,7 +218,7 @@ class Planner:
     def _show(self, proposal: Proposal, now: float) -> None:
         self._proposal = proposal
         self._metrics.decided(proposal)
-        self._metrics.ended(self._under_way.ended + self._switching.ended)
+        self._metrics.ended(self._under_way.ended)
         if self._history.add(proposal, now):
             texts = [as_text(action) for action in (*proposal.actions, *proposal.held)]
             said = f" ({'would do' if proposal.hold else 'does'}: {'; '.join(texts)})"
@@ -236,9 +230,7 @@ class Planner:
         if number is not None:
             self._changes.note(self._records.target)
             members = self._observation.members
-            roles = roles_seen(
-                observed, number, self._under_way, self._switching, members, self._changes
-            )
+            roles = roles_seen(observed, number, self._under_way, members, self._changes)
         manual = self._manual.wanted(roles)
         limit = self._limits.decode_max_num_seqs
         return Seen(
@@ -247,7 +239,6 @@ class Planner:
             decode=replace(observed.decode, max_num_seqs=limit or None),
             hold=self._hold(bool(manual)),
             manual=manual,
-            switches=self._switching.seen(self._records and self._records.switch),
         )
 
     def _hold(self, manual: bool) -> str:
@@ -272,12 +263,6 @@ class Planner:
                 await self._operations.add(component, action.size, number, action.reason)
             elif isinstance(action, WithdrawStart):
                 await self._operations.withdraw(action.operation)
-                await self._switching.withdraw(action.operation)
-            elif isinstance(action, SwitchWorker):
-                if (chosen := await self._victim(action.role)) is None:
-                    return False
-                to = COMPONENTS[action.to]
-                await self._switching.begin(to, chosen, number, action.reason)
             elif action.starting and not self._may_end_starting(component, action.overdue):
                 return False
             else:
@@ -303,8 +288,7 @@ class Planner:
         component, members = COMPONENTS[role], self._observation.members
         hosts = {m.host for m in members.values() if m.component == component}
         fit = self._connected.removable(component, hosts)
-        leave = self._under_way.victims(members) | self._switching.victims(members)
-        spared = self._under_way.foreign | self._switching.foreign | leave
+        spared = self._under_way.foreign | self._under_way.victims(members)
         workers = (await drains.look(members.values())).workers(component)
         may = [
             worker.candidate

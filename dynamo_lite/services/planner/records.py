@@ -24,7 +24,6 @@ from dynamo_lite.protocol.planner import (
     LeaderRecord,
     OperationRecord,
     PauseRecord,
-    SwitchRecord,
     TargetRecord,
 )
 from dynamo_lite.runtime.first_listing import until_listed
@@ -61,7 +60,6 @@ class PlannerRecords:
         self._leader_key = names.planner_leader_key(namespace)
         self._target_key = names.planner_target_key(namespace)
         self._pause_key = names.planner_pause_key(namespace)
-        self._switch_key = names.planner_switch_key(namespace)
         self._operations = names.planner_operations_prefix(namespace)
         self._values: dict[str, bytes] = {}
         self._listed = asyncio.Event()
@@ -82,13 +80,6 @@ class PlannerRecords:
     def target(self) -> TargetRecord | None:
         return self._authentic.decoded(
             self._target_key, self._values.get(self._target_key), TargetRecord
-        )
-
-    @property
-    def switch(self) -> SwitchRecord | None:
-        """The last one, also while it is under way."""
-        return self._authentic.decoded(
-            self._switch_key, self._values.get(self._switch_key), SwitchRecord
         )
 
     @property
@@ -144,8 +135,6 @@ class PlannerRecords:
         await self._stack.aclose()
 
     async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
-        # These change because of a tick.
-        own = (self._operations, self._switch_key)
         async for event in events:
             match event:
                 case Snapshot(entries):
@@ -167,7 +156,8 @@ class PlannerRecords:
             else:
                 self._vacant.set()
             self._listed.set()
-            if isinstance(event, Snapshot) or not event.key.startswith(own):
+            # The records of changes change because of a tick.
+            if isinstance(event, Snapshot) or not event.key.startswith(self._operations):
                 self._on_change()
 
     async def _elect(self) -> None:
@@ -190,8 +180,6 @@ class PlannerRecords:
     def _tell(self, key: str, value: bytes) -> None:
         if key == self._target_key:
             self._authentic.came(key, value, TargetRecord)
-        elif key == self._switch_key:
-            self._authentic.came(key, value, SwitchRecord)
         elif key == self._pause_key:
             self._authentic.came(key, value, PauseRecord)
         elif key.startswith(self._operations):

@@ -8,7 +8,6 @@ from dynamo_lite.policy.scaling.inputs import LastChange, Role, RoleSeen
 from dynamo_lite.protocol.planner import Change, RoleCounts, TargetRecord
 from dynamo_lite.services.planner.connector import COMPONENTS, Counted
 from dynamo_lite.services.planner.observation import Observed
-from dynamo_lite.services.planner.switching import Switching
 from dynamo_lite.services.planner.under_way import UnderWay
 
 
@@ -36,7 +35,6 @@ def roles_seen(
     observed: Observed,
     number: Counted,
     under_way: UnderWay,
-    switching: Switching,
     members: Collection[int],
     changes: LastChanges,
 ) -> dict[Role, RoleSeen]:
@@ -46,19 +44,18 @@ def roles_seen(
         if component not in number.roles:
             continue
         counts = _without_leaving(number.roles[component], under_way.leaving(component))
-        leave = under_way.victims(members) | switching.victims(members)
-        serving = observed.serving(role, leave)
+        serving = observed.serving(role, under_way.victims(members))
         start_s, start_p95_s = under_way.start_times(component)
         done, failed = under_way.starts(component)
         seen[role] = RoleSeen(
             counts=counts,
             others=max(serving - counts.ready - counts.starting, 0),
-            operations=under_way.of(component) + switching.of(component),
+            operations=under_way.of(component),
             start_s=start_s,
             start_p95_s=start_p95_s,
             youngest_s=observed.youngest_s(role),
             starts_done=done,
-            starts_failed=failed + switching.failed_starts(component),
+            starts_failed=failed,
             changed=changes.of(component),
         )
     return seen

@@ -15,24 +15,42 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.departure import Departure
-from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, enter, resumable
 
 logger = logging.getLogger(__name__)
 
+#: How the start of a worker ends without one.
+_FAILED_STARTS = ("failed", "withdrawn", "refused")
+#: How long a change is resumed whose first order may not have been given.
+_ORDERED_S = 300.0
+
 
 @dataclass
-class RunningOperation(Stepped[OperationRecord]):
+class RunningOperation:
+    record: OperationRecord
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
     resumed: bool = False
+    #: Whether etcd has this record for sure.
+    stored: bool = False
+    #: Whether etcd has had any record of it for sure.
+    known: bool = False
+    #: Failed steps in a row, and when the next one may be tried, monotonic.
+    failures: int = 0
+    retry_at: float = 0.0
     departure: Departure | None = None
     #: How long its start took, measured once.
     took_s: float | None = None
 
+    @property
+    def needs_new_id(self) -> bool:
+        """Whether the first put of its record has failed. Target records that were stored meanwhile
+        are newer than its id, so other planners would take its record for a replay."""
+        return self.failures > 0 and not self.known
+
 
 class UnderWay:
-    """The additions and removals that this planner has to complete while it leads. A switch is in
-    `Switching`. records: as of `Target`."""
+    """The additions and removals that this planner has to complete while it leads. records: as of
+    `Target`."""
 
     def __init__(
         self,
@@ -64,14 +82,18 @@ class UnderWay:
         now = self._clock.monotonic()
         self._running.clear()
         for key, value in entries.items():
-            record = await resumable(
-                self._store, key, value, OperationRecord, self._clock, self._records
+            record = self._records.decoded(key, value, OperationRecord)
+            if record is None:
+                continue
+            if record.phase == "ordered" and self._clock.wall() - record.at > _ORDERED_S:
+                # The load was another one then, and the planner does not wait for it.
+                logger.warning("%s is dropped: it is too old", record)
+                await self._store.delete(key)
+                continue
+            self._running[record.id] = RunningOperation(
+                record, began=now, resumed=True, stored=True, known=True
             )
-            if record is not None:
-                self._running[record.id] = RunningOperation(
-                    record, began=now, resumed=True, stored=True, known=True
-                )
-                logger.info("resumes %s", record)
+            logger.info("resumes %s", record)
 
     def forget(self) -> None:
         """Another planner leads."""
@@ -128,7 +150,7 @@ class UnderWay:
         """How many have succeeded and failed."""
         return (
             self.ended[component, "add", "done"],
-            sum(self.ended[component, "add", outcome] for outcome in FAILED_STARTS),
+            sum(self.ended[component, "add", outcome] for outcome in _FAILED_STARTS),
         )
 
     # Changes
@@ -150,7 +172,12 @@ class UnderWay:
         return self._running.get(operation)
 
     async def enter(self, one: RunningOperation, phase: ChangePhase) -> None:
-        await enter(one, phase, self._key(one.record), self._store, self._records)
+        """Stores its record with this phase. After StoreUnavailable etcd may have it or not."""
+        one.record, one.stored = msgspec.structs.replace(one.record, phase=phase), False
+        key = self._key(one.record)
+        await self._store.put(key, self._records.encoded(key, one.record))
+        one.stored = one.known = True
+        one.failures = 0
 
     async def end(self, one: RunningOperation, outcome: str, *, started: bool = False) -> None:
         """started: its time so far counts as one of a start."""

@@ -36,30 +36,26 @@ _HANDOVER_S = 0.00002
 
 
 def schedule_arrivals_at_once(config: VllmConfig, engine_config: EngineConfig | None) -> None:
-    """Sets the scheduler of a decode engine, unless the user has set another one."""
-    if engine_config is None or not isinstance(engine_config.role, DecodeEngineConfig):
-        return
-    if may_wait_in_steps(config) and config.scheduler_config.scheduler_cls is None:
-        config.scheduler_config.scheduler_cls = f"{__name__}.{ArrivalScheduler.__name__}"
-
-
-def may_wait_in_steps(config: VllmConfig) -> bool:
-    """Whether `ArrivalScheduler` suits the engine.
+    """Sets the scheduler of a decode engine, unless the user has set another one.
 
     Engines whose steps overlap keep vLLM's: they learn of an arrival one step later anyway. So do
     engines with data parallelism or draft models, for which a step without computing matters.
     """
-    return (
+    if engine_config is None or not isinstance(engine_config.role, DecodeEngineConfig):
+        return
+    plain = (
         config.max_concurrent_batches == 1
         and not config.scheduler_config.async_scheduling
         and config.parallel_config.data_parallel_size == 1
         and config.speculative_config is None
     )
+    if plain and config.scheduler_config.scheduler_cls is None:
+        config.scheduler_config.scheduler_cls = f"{__name__}.{ArrivalScheduler.__name__}"
 
 
 def waits_in_steps(config: VllmConfig) -> bool:
-    """Whether the engine's scheduler is an `ArrivalScheduler`."""
-    return issubclass(config.scheduler_config.get_scheduler_cls(), ArrivalScheduler)
+    """Whether `schedule_arrivals_at_once` has set the engine's scheduler."""
+    return config.scheduler_config.get_scheduler_cls() is ArrivalScheduler
 
 
 class ArrivalScheduler(Scheduler):

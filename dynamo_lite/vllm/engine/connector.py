@@ -1,9 +1,8 @@
 """The out-of-tree KV connector that stock vLLM loads.
 
 vLLM makes one in the scheduler's process and one in every worker process. The connector
-opens the half for its process (decode or prefill, scheduler or rank; `scheduler_half.py` and
-`opened_rank.py`) and forwards vLLM's hooks to it. In a switchable engine an order replaces it by
-the other role's half (`role_change.py`).
+opens the half for its process (decode or prefill, scheduler or rank; `opened_rank.py` opens
+ranks) and forwards vLLM's hooks to it.
 """
 
 import atexit
@@ -23,12 +22,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from dynamo_lite.disagg.bridge import ThreadBridge
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
-from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, read_engine_config
-from dynamo_lite.disagg.messages import DecodeStep, NewRole, PrefillStep, RankResults
+from dynamo_lite.disagg.engine_config import (
+    ENGINE_CONFIG_FILE,
+    PrefillEngineConfig,
+    read_engine_config,
+)
+from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.server_clients import NatsEtcdClients
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.engine.arrivals import (
     arrival_wait_s,
@@ -38,14 +43,13 @@ from dynamo_lite.vllm.engine.arrivals import (
 )
 from dynamo_lite.vllm.engine.connector_types import (
     ConnectorStats,
-    NewRanksMetadata,
     ReportMetadata,
     StepMetadata,
+    engine_metadata,
 )
 from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
-from dynamo_lite.vllm.engine.kv_memory import preferred_layout, rank_index
-from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank, reopening
-from dynamo_lite.vllm.engine.scheduler_half import ActiveHalf
+from dynamo_lite.vllm.engine.kv_memory import preferred_layout
+from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank
 from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended
 from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _PR_SET_PDEATHSIG = 1
+_BRIDGE_START_S = 15.0
 
 
 def _die_with_parent() -> None:
@@ -79,26 +84,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
-        #: None in a worker process.
-        self._active: ActiveHalf | None = None
+        #: None in a worker process, and before vLLM's blocks are there.
+        self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._opened: OpenedRank | None = None
-        self._kv_caches: dict[str, torch.Tensor] = {}
-        #: For the scheduler half, once.
-        self._new_rank: NewRanksMetadata | None = None
         self._manager: KVCacheManager | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._active = ActiveHalf(
-                self._engine_config, self._engine_config_file, vllm_config, kv_cache_config
-            )
-
-    @property
-    def short_length(self) -> int | None:
-        """See `ActiveHalf`."""
-        return None if self._active is None else self._active.short_length
-
-    @property
-    def _scheduler(self) -> DecodeScheduler | PrefillScheduler | None:
-        return None if self._active is None else self._active.half
 
     @property
     def _decode(self) -> DecodeScheduler | None:
@@ -115,30 +104,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     # Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._kv_caches = kv_caches
-        self._opened = self._open_rank()
-
-    def _open_rank(self) -> OpenedRank:
-        return open_rank(
+        self._opened = open_rank(
             self._engine_config,
             self._engine_config_file,
-            self._kv_caches,
+            kv_caches,
             self._vllm_config,
             self._kv_cache_config,
         )
-
-    def _reopen_rank(self, new: NewRole) -> None:
-        """An exception ends the engine's process; the worker is started again in its new role."""
-        assert self._opened is not None
-        with reopening():
-            self._opened.close()
-            self._opened = None
-            self._engine_config_file = Path(new.config_file)
-            self._engine_config = read_engine_config(new.config_file)
-            hold_lease(self._engine_config.lease_id)
-            self._opened = self._open_rank()
-        shake = self._opened.handshake
-        self._new_rank = NewRanksMetadata({rank_index(self._vllm_config): shake})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._opened is None else self._opened.handshake
@@ -155,8 +127,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         """All layers are written after the step."""
 
     def wait_for_save(self) -> None:
-        step = self._step()
-        if isinstance(self._rank, PrefillRank) and isinstance(step, PrefillStep):
+        if isinstance(self._rank, PrefillRank):
+            step = self._step()
+            assert isinstance(step, PrefillStep)
             self._rank.step(step, step_ended(on_gpu=self._rank.on_gpu))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -166,10 +139,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._rank.drain_preempted(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        step = self._step()
-        if isinstance(step, NewRole):
-            self._reopen_rank(step)
-        elif isinstance(self._rank, DecodeRank) and isinstance(step, DecodeStep):
+        if isinstance(self._rank, DecodeRank):
+            step = self._step()
+            assert isinstance(step, DecodeStep)
             self._rank.step(step)
             if step.wait_s:
                 wait_for_arrival(self._rank, step.wait_s)
@@ -181,13 +153,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if (new := self._new_rank) is not None:
-            self._new_rank = None
-            return new
         report = None if self._rank is None else self._rank.report()
         return None if report is None else ReportMetadata(report)
 
-    def _step(self) -> DecodeStep | PrefillStep | NewRole | None:
+    def _step(self) -> DecodeStep | PrefillStep:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata.step
@@ -197,24 +166,54 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks are up."""
-        assert self._active is not None
-        self._active.begin([shake for _, shake in sorted(metadata.items())])
+        """All ranks are up: makes the engine's metadata, and connects to the servers."""
+        assert self._scheduler is not None
+        self._scheduler.metadata = engine_metadata(
+            self._engine_config,
+            self._vllm_config.cache_config.block_size,
+            self._kv_cache_config.num_blocks,
+            [shake for _, shake in sorted(metadata.items())],
+        )
+        self._scheduler.bridge.start(_BRIDGE_START_S)
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         hand_out_runs(kv_cache_manager.block_pool)
-        if self._active is not None:
-            self._active.bind(kv_cache_manager)
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(kv_cache_manager)
+
+    def _make_scheduler(self, manager: "KVCacheManager") -> DecodeScheduler | PrefillScheduler:
+        config, cache = self._engine_config, self._vllm_config.cache_config
+        clients = NatsEtcdClients(config)
+        if isinstance(config.role, PrefillEngineConfig):
+            return PrefillScheduler(
+                config,
+                cache.block_size,
+                manager.block_pool,
+                lambda request_id: manager.get_block_ids(request_id)[0],
+                clients=clients,
+                open_bridge=ThreadBridge,
+            )
+        hashed = self._kv_cache_config.hash_block_size or cache.block_size
+        return DecodeScheduler(
+            config,
+            cache.block_size,
+            manager.block_pool,
+            clients=clients,
+            open_bridge=ThreadBridge,
+            cache=manager.cache_blocks if cache.enable_prefix_caching else None,
+            kept_free=manager.watermark_blocks,
+            hash_block_size=hashed if cache.enable_prefix_caching else None,
+            overlapping_steps=self._vllm_config.max_concurrent_batches,
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._prefill is not None:
             return self._prefill.num_new_matched_tokens(request, num_computed_tokens)
-        if self._decode is None:
-            return 0, False
+        assert self._decode is not None
         return self._decode.num_new_matched_tokens(
             request, num_computed_tokens, transferable=_is_transferable(request)
         )
@@ -230,11 +229,6 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        assert self._active is not None
-        if (new := self._active.leave()) is not None:
-            return StepMetadata(new)
-        if self._active.half is None:
-            return StepMetadata(None)
         if self._decode is not None:
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
@@ -259,13 +253,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         sent: set[str] = set(connector_output.finished_sending or ())
         results = RankResults(sent=sent, received=received - lost, lost=lost)
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, NewRanksMetadata):
-            assert self._active is not None
-            self._active.take(metadata)
-            return
         report = metadata.report if isinstance(metadata, ReportMetadata) else None
-        if self._scheduler is None:
-            return
+        assert self._scheduler is not None
         self._scheduler.worker_output(results, report)
 
     def request_finished(
@@ -273,12 +262,12 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._decode is not None:
             self._decode.request_finished(request.request_id)
-        if self._prefill is not None:
-            return self._prefill.request_finished(request), None
-        return False, None
+            return False, None
+        assert self._prefill is not None
+        return self._prefill.request_finished(request), None
 
     def has_pending_push_work(self) -> bool:
-        return self._active is not None and self._active.busy
+        return self._scheduler is not None and self._scheduler.busy
 
     # Both halves
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.disagg.messages import DecodeStep, NewRole, PrefillStep, WorkerReport
+from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, WorkerReport
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 
 #: The fingerprint entry that comes from the engine's ranks; the component adds all others.
@@ -22,9 +22,9 @@ KV_LAYOUT = "kv_layout"
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler half to the worker halves, each step. None: between two roles."""
+    """From the scheduler half to the worker halves, each step."""
 
-    step: DecodeStep | PrefillStep | NewRole | None
+    step: DecodeStep | PrefillStep
 
 
 @dataclass
@@ -39,20 +39,8 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class NewRanksMetadata(KVConnectorWorkerMetadata):
-    """From the worker halves to the scheduler half: they are open in the new role."""
-
-    #: By index of the rank.
-    handshakes: "dict[int, RankHandshake]"
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NewRanksMetadata":
-        assert isinstance(other, NewRanksMetadata)
-        return NewRanksMetadata({**self.handshakes, **other.handshakes})
-
-
-@dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """From each rank to the scheduler half, once in each role."""
+    """From each rank to the scheduler half, once."""
 
     #: The rank's `RankMetadata` in msgpack.
     rank: bytes

@@ -5,8 +5,10 @@ prompts come as token ids, and outputs leave as the engine produced them, one ba
 Detokenisation happens in the Frontend.
 """
 
+import asyncio
 import contextlib
-import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,10 +17,12 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
 
 from dynamo_lite.disagg.counters import PREFLIGHT, SPAN
-from dynamo_lite.disagg.engine_config import EngineConfig
+from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
 from dynamo_lite.engine.base import EngineLoad, KvEvents
@@ -41,11 +45,11 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
+from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
-from dynamo_lite.vllm.engine.kept_core import KeptCore
-from dynamo_lite.vllm.engine.running_core import RunningCore
-
-logger = logging.getLogger(__name__)
+from dynamo_lite.vllm.engine.kv_events import followed
+from dynamo_lite.vllm.engine.supported import refusal_reported
+from dynamo_lite.vllm.first_token import FirstTokenRules
 
 _DESCRIBE_S = 5.0
 
@@ -65,27 +69,27 @@ class EngineContext:
     on_drop: OnDrop = uncounted
     #: Records the spans that the engine's processes note.
     tracer: Tracer | None = None
-    #: Outlives this role; None: the engine is started with the role and ends with it.
-    kept: KeptCore | None = None
 
 
 class VllmEngine:
-    """What decode and prefill engines share: vLLM's process in one role, its status and its load.
+    """What decode and prefill engines share: vLLM's process, its status and its load.
 
-    publishes_kv: whether the engine's blocks are published.
+    All calls come from one event loop. publishes_kv: whether the engine's blocks are published.
     """
 
     def __init__(self, context: EngineContext, *, publishes_kv: bool = False):
         self._context, self._engine_config = context, context.engine_config
         self._metrics = RemotePrefillMetrics(context.registry, context.on_drop)
-        kept = context.kept
-        if kept is None:
-            self._core = RunningCore(context.args, context.on_drop if publishes_kv else None)
-        else:
-            self._core = kept.of_role(context.args, context.on_drop)
         self._publishes_kv = publishes_kv
-        #: vLLM's client while this role lasts.
+        #: What publishes the engine's blocks; None before the start, and if nothing does.
+        self.kv_events: KvEvents | None = None
+        #: vLLM's client; None before the start and after the end.
         self._client: Any = None
+        self._config: VllmConfig | None = None
+        self._rules: FirstTokenRules | None = None
+        #: The model's length when it was loaded.
+        self._loaded_len: int | None = None
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._link_tests = (
             None
             if self._engine_config is None
@@ -95,19 +99,14 @@ class VllmEngine:
         self.metadata: EngineMetadata | None = None
 
     async def __aenter__(self) -> Self:
-        core, config, file = self._core, self._engine_config, self._context.engine_config_path
+        config = self._engine_config
+        if config is not None:
+            write_engine_config(self._context.engine_config_path, config)
         try:
-            if core.client is None:
-                await core.start(config, file)
-                if self._context.kept is not None:
-                    self._context.kept.started()
-            else:
-                assert config is not None
-                await core.change_role(config, file, self._context.messaging)
-            self._client = core.client
+            self._client = await self._in_thread(self._load)
             if config is not None:
                 described, ttl_s = (await self.describe()).metadata, config.lease_ttl_s
-                self.metadata = await core.in_thread(lambda: self._fingerprinted(described, ttl_s))
+                self.metadata = await self._in_thread(lambda: self._fingerprinted(described, ttl_s))
         except BaseException:
             await self._close()
             raise
@@ -118,19 +117,12 @@ class VllmEngine:
 
     @property
     def config(self) -> VllmConfig:
-        return self._core.config
+        assert self._config is not None
+        return self._config
 
     @property
     def model(self) -> str:
         return self.config.model_config.model
-
-    @property
-    def kv_events(self) -> KvEvents | None:
-        """What publishes the engine's blocks; None if nothing does."""
-        if not self._publishes_kv:
-            return None
-        kept = self._context.kept
-        return self._core.kv_events if kept is None else kept.events
 
     async def describe(self) -> EngineStatus:
         """Requests the status of the engine's process over NATS.
@@ -158,7 +150,7 @@ class VllmEngine:
         """Any call makes an idle engine core check for steps to make."""
         try:
             if self._client is not None:
-                await self._core.wake()
+                await self._client.is_sleeping_async()
         except EngineDeadError as exc:
             raise Unavailable("the engine's process has ended") from exc
 
@@ -206,25 +198,40 @@ class VllmEngine:
     def _fingerprinted(self, described: EngineMetadata, lease_ttl_s: float) -> EngineMetadata:
         """Adds the fingerprint; the engine's process has only set its layout."""
         layout = described.fingerprint[KV_LAYOUT]
-        made = fingerprint(self.config, layout, max_model_len=self._core.loaded_len)
+        made = fingerprint(self.config, layout, max_model_len=self._loaded_len)
         # A decode engine waits for the last write of a lost writer by its own time-to-live.
         made["lease_ttl_s"] = f"{lease_ttl_s:g}"
         return msgspec.structs.replace(described, fingerprint=made)
 
-    def _unfinished(self) -> list[str]:
-        """The engine's names of the requests that still run."""
-        return []
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        """Loading takes many seconds, and the event loop must keep running."""
+        return await asyncio.get_running_loop().run_in_executor(self._starter, work)
+
+    def _load(self) -> Any:
+        context = self._context
+        config = self._config = vllm_config(
+            context.args,
+            self._engine_config,
+            context.engine_config_path,
+            kv_events=self._publishes_kv,
+        )
+        if self._publishes_kv:
+            self.kv_events = followed(config, context.on_drop)
+        self._loaded_len = config.model_config.max_model_len
+        self._rules = FirstTokenRules(config)
+        with refusal_reported(context.engine_config_path):
+            return EngineCoreClient.make_async_mp_client(
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                log_stats=True,
+            )
 
     async def _close(self) -> None:
         if self._link_tests is not None:
             self._link_tests.close()
-        if self._context.kept is None:
-            self._client = None
-            await self._core.close()
-        else:
-            # The engine goes on without what the drain has not finished.
-            with contextlib.suppress(EngineDeadError):
-                await self._abort(self._unfinished())
-            self._client = None
+        if self._client is not None:
+            client, self._client = self._client, None
+            await self._in_thread(client.shutdown)
+        self._starter.shutdown(wait=False)
         with contextlib.suppress(FileNotFoundError):
             self._context.engine_config_path.unlink()

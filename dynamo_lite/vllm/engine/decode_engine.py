@@ -73,16 +73,13 @@ class VllmDecodeEngine(VllmEngine):
                     deltas += await self._go_on(request)
                 yield deltas
 
-    def _unfinished(self) -> list[str]:
-        return self._leave(self._ids.all())
-
     def _expect_first_token(
         self, first_tokens: FirstTokens, request: GenerateRequest, made: EngineCoreRequest
     ) -> None:
         """made: the engine's request."""
-        assert self._core.rules is not None and made.sampling_params is not None
+        assert self._rules is not None and made.sampling_params is not None
         params = made.sampling_params
-        sampling = self._core.rules.sampling(params, len(made.prompt_token_ids or ()))
+        sampling = self._rules.sampling(params, len(made.prompt_token_ids or ()))
         if sampling is not None:
             first_tokens.expect(made.request_id, request, stop_tokens(params))
             requests.ask_first_token(made, sampling)

@@ -8,27 +8,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
-from dynamo_lite.vllm.engine.arrivals import (
-    ArrivalScheduler,
-    may_wait_in_steps,
-    schedule_arrivals_at_once,
-)
+from dynamo_lite.vllm.engine.arrivals import schedule_arrivals_at_once
 from dynamo_lite.vllm.engine.kv_events import kv_events_config
-from dynamo_lite.vllm.engine.short_first import (
-    AsyncShortFirst,
-    ShortFirst,
-    ShortFirstMixin,
-    let_short_pass,
-)
+from dynamo_lite.vllm.engine.short_first import let_short_pass
 from dynamo_lite.vllm.engine.supported import check_args, check_config
-
-
-class ShortFirstAndArrivals(ShortFirstMixin, ArrivalScheduler):
-    """Of an engine that can be of either role while it runs, and whose steps do not overlap.
-
-    vLLM makes an engine's scheduler once. This one is composed of those of both roles, each of
-    which adds nothing in the other role.
-    """
 
 
 def vllm_config(
@@ -53,7 +36,8 @@ def vllm_config(
         args.kv_events_config = kv_events_config()
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    choose_scheduler(config, engine_config)
+    let_short_pass(config, engine_config)
+    schedule_arrivals_at_once(config, engine_config)
     if engine_config is not None:
         check_config(config)
     return config
@@ -61,28 +45,12 @@ def vllm_config(
 
 def transfer_config(engine_config: EngineConfig, engine_config_path: Path) -> KVTransferConfig:
     """Makes vLLM load the connector. engine_config_path: its file."""
-    only_decodes = (
-        isinstance(engine_config.role, DecodeEngineConfig) and not engine_config.switchable
-    )
     return KVTransferConfig(
         kv_connector="DynamoLiteConnector",
         kv_connector_module_path="dynamo_lite.vllm.engine.connector",
         # A prefill engine also loads prefixes; "kv_both" keeps their blocks until then.
-        kv_role="kv_consumer" if only_decodes else "kv_both",
+        kv_role="kv_consumer" if isinstance(engine_config.role, DecodeEngineConfig) else "kv_both",
         engine_id=engine_config.engine_id,
         kv_connector_extra_config={ENGINE_CONFIG_FILE: str(engine_config_path)},
         kv_load_failure_policy="recompute",
     )
-
-
-def choose_scheduler(config: VllmConfig, engine_config: EngineConfig | None) -> None:
-    """Sets the scheduler of the engine's role or roles, unless the user has set another one."""
-    if engine_config is None or not engine_config.switchable:
-        let_short_pass(config, engine_config)
-        schedule_arrivals_at_once(config, engine_config)
-    elif config.scheduler_config.scheduler_cls is None:
-        if may_wait_in_steps(config):
-            made = ShortFirstAndArrivals
-        else:
-            made = AsyncShortFirst if config.scheduler_config.async_scheduling else ShortFirst
-        config.scheduler_config.scheduler_cls = f"{made.__module__}.{made.__name__}"

@@ -1,9 +1,7 @@
 """A rank with its mover and registered memory: what is open once vLLM has made the KV caches."""
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class OpenedRank:
@@ -43,26 +39,12 @@ class OpenedRank:
     mover: Mover
     #: Kept here, since peers write into it while the rank is open.
     scratch: ScratchMemory
-    #: None in a decode engine.
-    fence: FenceReader | None = None
 
     def close(self) -> None:
         if isinstance(self.mover, PolledMover):
             # First: the rank may have to leave transfers in flight untouched.
             self.mover.stop()
         self.rank.close()
-        if self.fence is not None:
-            self.fence.close()
-
-
-@contextmanager
-def reopening() -> Iterator[None]:
-    """Around the end of one rank, with its NIXL agent, and the opening of the next one on the same
-    memory: logs how long it took."""
-    began = time.monotonic()
-    yield
-    took_ms = 1000 * (time.monotonic() - began)
-    logger.info("the KV memory has a new NIXL agent, in the new role, after %.0f ms", took_ms)
 
 
 def open_rank(
@@ -104,7 +86,7 @@ def open_rank(
         else:
             rank = DecodeRank(mover, own)
         on_failure.pop_all()
-    return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch, fence)
+    return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch)
 
 
 def open_mover(

@@ -87,13 +87,10 @@ class VllmPrefillEngine(VllmEngine):
     def _samples(self, job: RemotePrefillRequest) -> bool:
         """Whether this prefill engine samples the first token that the job asks for."""
         wanted = job.first_token
-        if wanted is None or self._core.rules is None:
+        if wanted is None or self._rules is None:
             return False
-        return self._core.rules.samples(wanted.sampling, len(job.prompt_token_ids) + 1)
+        return self._rules.samples(wanted.sampling, len(job.prompt_token_ids) + 1)
 
     async def _close(self) -> None:
         self._attempts.cancel()
         await super()._close()
-
-    def _unfinished(self) -> list[str]:
-        return self._attempts.names()

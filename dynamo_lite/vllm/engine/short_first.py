@@ -6,7 +6,6 @@ running requests do when a step's tokens are used up. They keep their blocks and
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -14,12 +13,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.engine_config import (
+    ENGINE_CONFIG_FILE,
+    EngineConfig,
+    PrefillEngineConfig,
+    read_engine_config,
+)
 from dynamo_lite.disagg.transfer_params import PrefillLength, unpack
 from dynamo_lite.policy.decision.lanes import BEFORE_LONG, lane_of
-
-if TYPE_CHECKING:
-    from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
 
 #: Long prompts skip at most this many steps in a row. If skipping did not help, none is skipped
 #: for the second number of steps.
@@ -38,18 +39,18 @@ def let_short_pass(config: VllmConfig, engine_config: EngineConfig | None) -> No
         scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
 
 
-class ShortFirstMixin(Scheduler):
-    """Adds nothing while the connector's role lets no prompt pass."""
-
+class _ShortFirstMixin(Scheduler):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        transfer = self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        role = read_engine_config(transfer.kv_connector_extra_config[ENGINE_CONFIG_FILE]).role
+        assert isinstance(role, PrefillEngineConfig)
+        self._short_length = role.queue.short_length
         self._skipped = self._no_skips = 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        short_length = cast("DynamoLiteConnector", self.connector).short_length
-        if short_length is None:
-            return super().schedule(throttle_prefills)
-        held = [] if self._no_skips else self._held(short_length)
+        held = [] if self._no_skips else self._held()
         self._no_skips = max(self._no_skips - 1, 0)
         self._skipped = self._skipped + 1 if held else 0
         if self._skipped == _PATIENCE_STEPS:
@@ -71,16 +72,14 @@ class ShortFirstMixin(Scheduler):
             self._no_skips = _VAIN_STEPS  # there are no blocks for the short ones
         return made
 
-    def _held(self, short_length: int) -> list[Request]:
+    def _held(self) -> list[Request]:
         """The running long prompts, if there are short ones to compute."""
         computing = [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
-        long = [request for request in computing if not _passes(request, short_length)]
+        long = [request for request in computing if not self._passes(request)]
         if not long:
             return []
         room = len(self.running) < self.max_num_active_reqs
-        passing = len(long) < len(computing) or (
-            room and any(_passes(request, short_length) for request in self._ready())
-        )
+        passing = len(long) < len(computing) or (room and any(map(self._passes, self._ready())))
         return long if passing else []
 
     def _ready(self) -> Iterator[Request]:
@@ -93,17 +92,18 @@ class ShortFirstMixin(Scheduler):
             ):
                 yield request
 
+    def _passes(self, request: Request) -> bool:
+        job = unpack(request, PrefillLength)
+        # The decode engine counts the same way when it chooses the lane.
+        tokens = (
+            request.num_prompt_tokens if job is None else job.num_tokens - job.num_computed_tokens
+        )
+        return lane_of(tokens, request.priority, self._short_length) in BEFORE_LONG
 
-def _passes(request: Request, short_length: int) -> bool:
-    job = unpack(request, PrefillLength)
-    # The decode engine counts the same way when it chooses the lane.
-    tokens = request.num_prompt_tokens if job is None else job.num_tokens - job.num_computed_tokens
-    return lane_of(tokens, request.priority, short_length) in BEFORE_LONG
 
-
-class ShortFirst(ShortFirstMixin, Scheduler):
+class ShortFirst(_ShortFirstMixin, Scheduler):
     """For engines whose steps do not overlap."""
 
 
-class AsyncShortFirst(ShortFirstMixin, AsyncScheduler):
+class AsyncShortFirst(_ShortFirstMixin, AsyncScheduler):
     """For engines that schedule the next step while one runs."""

@@ -668,7 +668,7 @@ def test_an_engine_that_takes_a_request(
 ):
     from vllm import SamplingParams
 
-    from dynamo_lite.vllm.engine import core, running_core
+    from dynamo_lite.vllm.engine import core
     from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
     from dynamo_lite.vllm.wire import sampling_to_bytes
 
@@ -678,9 +678,9 @@ def test_an_engine_that_takes_a_request(
         cores.append(EngineCore())
         return cores[-1]
 
-    monkeypatch.setattr(running_core, "vllm_config", lambda *_, **__: vllm_config)
-    monkeypatch.setattr(running_core.Executor, "get_class", lambda _: None)
-    monkeypatch.setattr(running_core.EngineCoreClient, "make_async_mp_client", make_client)
+    monkeypatch.setattr(core, "vllm_config", lambda *_, **__: vllm_config)
+    monkeypatch.setattr(core.Executor, "get_class", lambda _: None)
+    monkeypatch.setattr(core.EngineCoreClient, "make_async_mp_client", make_client)
 
     async def script(cancel: Cancel) -> None:
         network()

@@ -85,9 +85,9 @@ def context() -> EngineContext:
 def start(engine: VllmEngine, core: EngineCore) -> None:
     """As if the engine had been loaded."""
     config: Any = SimpleNamespace(model_config=MODEL, speculative_config=None)
-    engine._client, engine._core._config = core, config
+    engine._client, engine._config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
-    engine._core.rules = FirstTokenRules(config)
+    engine._rules = FirstTokenRules(config)
 
 
 class Rig:
@@ -269,7 +269,7 @@ async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(prefill_r
 
 
 async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_rig: PrefillRig):
-    prefill_rig.engine._core.rules = SimpleNamespace(samples=lambda *_: False)  # type: ignore[assignment]
+    prefill_rig.engine._rules = SimpleNamespace(samples=lambda *_: False)  # type: ignore[assignment]
     async with prefilling(prefill_rig) as tokens:
         prefill_rig.core.step(EngineCoreOutput("a1", [7]))
     assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))

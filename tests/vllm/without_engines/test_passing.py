@@ -25,7 +25,7 @@ from dynamo_lite.disagg.engine_config import (
 )
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.vllm.engine import connector, scheduler_half
+from dynamo_lite.vllm.engine import connector
 from dynamo_lite.vllm.engine.engine_config import transfer_config
 from dynamo_lite.vllm.engine.free_blocks import FreeRuns
 from tests.unit.decode_engine import Bridge
@@ -106,7 +106,7 @@ def engine(
 ) -> Engine:
     monkeypatch.setattr(connector, "_die_with_parent", lambda: None)
     monkeypatch.setattr(connector.atexit, "register", lambda _: None)
-    monkeypatch.setattr(scheduler_half, "ThreadBridge", Bridge)
+    monkeypatch.setattr(connector, "ThreadBridge", Bridge)
     init_none_hash(sha256)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(LLAMA))

@@ -34,8 +34,7 @@ class Engine(ShortFirst):
 
     def __init__(self, running: list[Any], waiting: list[Any]):
         self.running, self.waiting = running, deque(waiting)  # type: ignore[assignment]
-        self.connector = SimpleNamespace(short_length=100)  # type: ignore[assignment]
-        self._skipped, self._no_skips = 0, 0
+        self._short_length, self._skipped, self._no_skips = 100, 0, 0
         self.kv_holding_waiting = deque()  # type: ignore[assignment]
         self.finished_recving_kv_req_ids = set()
         self.max_num_running_reqs = self.max_num_active_reqs = 8

@@ -1,4 +1,4 @@
-"""Graphs whose workers change their roles: decode workers with null engines, stand-ins for prefill
+"""Graphs with workers of both roles: decode workers with null engines, stand-ins for prefill
 workers, and a client of them or the shipped Frontend."""
 
 import asyncio
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
 from tests.process import null_graph
 from tests.process.backlog_reports import report_backlog
-from tests.process.fleet_graph import CallerConfig, NullBackend, NullConfig, NullWorker
+from tests.process.fleet_graph import CallerConfig, NullConfig, NullWorker
 
 
 async def _file(path: str) -> None:
@@ -49,11 +48,8 @@ class TellingWorker(NullWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class IdleConfig:
-    """fail_if: a file; while it exists, starts are refused. start_if, leave_if: files without which
-    a start and a drain wait."""
+    """leave_if: a file without which a drain waits."""
 
-    fail_if: str = ""
-    start_if: str = ""
     leave_if: str = ""
 
 
@@ -64,9 +60,6 @@ class IdleWorker:
         self._config = IdleConfig(**config)
 
     async def start(self, host: Any) -> dict[str, Any]:
-        if self._config.fail_if and Path(self._config.fail_if).exists():
-            raise StartupError("told to fail")
-        await _file(self._config.start_if)
         await host.register("prefill")
         return {}
 
@@ -91,54 +84,8 @@ _DECODE = Service(
 _CALLER = Service(name="Caller", config=CallerConfig, component="tests.process.fleet_graph:Caller")
 
 
-class KeptNull(NullBackend):
-    """Implements KeptBackend: nothing is kept but this object."""
-
-    def __init__(self) -> None:
-        self.change_s: float | None = None
-
-    def in_role(self, spec: ProcessSpec) -> "KeptNull":
-        self.change_s = 0.125
-        return self
-
-    async def end(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptTellingConfig(TellingConfig):
-    switchable: bool = True
-    remote_prefill: bool = True
-
-
-class KeptTelling(TellingWorker):
-    def __init__(self, config: dict[str, Any], spec: Any, parts: Any = None):
-        super().__init__(config, spec)
-        self.parts = parts or KeptNull()
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptIdleConfig(IdleConfig):
-    switchable: bool = True
-
-
-class KeptIdle(IdleWorker):
-    def __init__(self, config: dict[str, Any], spec: Any, parts: Any = None):
-        super().__init__(
-            {name: value for name, value in config.items() if name != "switchable"}, spec
-        )
-        self.parts = parts or KeptNull()
-
-
-Switching = Graph(services=(_CALLER, _DECODE, PREFILL))
+Called = Graph(services=(_CALLER, _DECODE, PREFILL))
 Planned = Graph(services=(_CALLER, PLANNER, _DECODE, PREFILL))
-#: The process of a worker goes on in its other role.
-Kept = Graph(
-    services=(
-        _CALLER,
-        replace(_DECODE, config=KeptTellingConfig, component=f"{__name__}:KeptTelling"),
-        replace(PREFILL, config=KeptIdleConfig, component=f"{__name__}:KeptIdle"),
-    )
-)
 
 
 def told(prompt: list[int], position: int) -> int:
