@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 
@@ -58,28 +60,29 @@ class RunningGraph:
     def set_options(self, service: str, **values: str) -> None:
         """Sets live options of a service (snake_case) and waits until its first process and its
         engine use them. Raises CalledProcessError, TimeoutExpired and TimeoutError."""
-        before = self._options(service)["version"]
         edits = [f"{service}.{name.replace('_', '-')}={value}" for name, value in values.items()]
         command = [sys.executable, "-m", "dynamo_lite.cli.cli", "config", "set", *edits]
         command += ["--state-dir", str(self.folder)]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=_FOLLOW_S)
         deadline = time.monotonic() + _FOLLOW_S
-        while not _follows(self._options(service), before + 1):
+        expected = {name.replace("_", "-"): yaml.safe_load(text) for name, text in values.items()}
+        while any(not expected.items() <= u.items() for u in options_in_use(self.process(service))):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{service} does not follow {' '.join(edits)}")
             time.sleep(_POLL_S)
-
-    def _options(self, service: str) -> dict[str, Any]:
-        return json.loads(self._status(service, "health"))["options"]
 
     def _status(self, service: str, path: str) -> bytes:
         with urllib.request.urlopen(f"{self.process(service).status_url}/{path}", timeout=5) as r:
             return r.read()
 
 
-def _follows(options: dict[str, Any], version: int) -> bool:
-    engine = options["engine_version"]
-    return options["version"] >= version and (engine is None or engine >= version)
+def options_in_use(process: ProcessState) -> list[dict[str, Any]]:
+    """The live options that are set, as the process and, of a decode worker with remote prefill,
+    its engine use them: the last lines of their common log say so."""
+    log = Path(process.log).read_text(errors="replace")
+    parts = 2 if process.service == "VllmWorker" else 1
+    said = ["{}"] * parts + re.findall(r": in effect: (.*)\n", log)
+    return [json.loads(each) for each in said[-parts:]]
 
 
 def make_bench_model() -> None:

@@ -39,16 +39,21 @@ from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.serve.removed import removed_command
 
 
-class _Commands(TyperGroup):
-    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs, and commands that are gone.
+class _Group(TyperGroup):
+    """Answers commands that are gone."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = [args[0]] if ctx.parent is None else [ctx.info_name, args[0]]
+        if gone := removed_command(*words):
+            raise ConfigError([f"{' '.join(words)}: {gone}"])
+        return super().resolve_command(ctx, args)
+
+
+class _Commands(_Group):
+    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs.
 
     A running graph has its own signal handlers.
     """
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if gone := removed_command(args[0]):
-            raise ConfigError([f"{args[0]}: {gone}"])
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         for kind in (signal.SIGTERM, signal.SIGHUP):
@@ -66,10 +71,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
-app.add_typer(config_commands.app, name="config")
-app.add_typer(access_commands.app, name="access")
+app.add_typer(config_commands.app, name="config", cls=_Group)
+app.add_typer(access_commands.app, name="access", cls=_Group)
 app.command()(join_command.join)
-app.add_typer(planner_commands.app, name="planner")
+app.add_typer(planner_commands.app, name="planner", cls=_Group)
 app.command()(watch_commands.explain)
 app.command()(watch_commands.top)
 app.command()(capacity.simulate)

@@ -2,10 +2,8 @@
 
 import json
 import sys
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -18,7 +16,7 @@ from dynamo_lite.cli.arguments import (
     StateDir,
 )
 from dynamo_lite.cli.on_store import on_store
-from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.removed import removed_command
 
 app = typer.Typer(
@@ -39,14 +37,6 @@ app = typer.Typer(
     """,
 )
 
-Keys = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="KEY...", help="Component.option, or a component for all of its options."
-    ),
-]
-T = TypeVar("T")
-
 
 @app.command("get")
 def get(
@@ -57,34 +47,40 @@ def get(
     namespace: Namespace = None,
     as_json: Json = False,
 ) -> None:
-    """Show the live options, the values of the file, and which processes follow.
+    """Show the live options of the components that run, and what is set for others.
 
-    LIVE: the value that was set; `-`: none, so the value of the file is used. FILE: as the
+    SET: the value that was set; `-`: none, so the value of the file is used. FILE: as the
     live processes have read it; `?`: there are none.
     """
-    from dynamo_lite.cli import listing, live_options, live_options_view, record_seals
+    from dynamo_lite.cli import listing, live_options, record_seals
 
-    only = live_options.split_key(key) if key else None
+    component, only = live_options.split_key(key) if key else ("", "")
 
-    async def look(store: Any, place: Any) -> list[tuple[str, Any, list[dict[str, Any]]]]:
+    async def look(store: Any, place: Any) -> list[dict[str, Any]]:
         seals = record_seals.find_seals(state_dir, place, secret_file)
         members = await listing.members(place)
         if warning := record_seals.unchecked(members, seals):
             print(f"warning: {warning}", file=sys.stderr)
         return [
-            (
-                component,
-                await live_options.read(store, place.namespace, component, seals),
-                await live_options.followers(members, component),
-            )
-            for component in ([only[0]] if only else live_options.LIVE_OPTIONS)
+            row
+            for name in ([component] if component else live_options.LIVE_OPTIONS)
+            for row in await live_options.rows(store, place.namespace, name, members, seals, only)
         ]
 
-    found = _on_store(state_dir, etcd_url, namespace, look)
+    found = on_store(state_dir, etcd_url, namespace, look)
     if as_json:
-        print(json.dumps([live_options_view.as_json(*each) for each in found], indent=2))
+        print(json.dumps(found, indent=2))
         return
-    print("\n\n".join(live_options_view.as_text(*each, only[1] if only else "") for each in found))
+    shown = live_options.shown
+    cells = [
+        (
+            row["key"],
+            shown(row["set"]) if "set" in row else "-",
+            ", ".join(map(shown, row["file"])) or "?",
+        )
+        for row in found
+    ]
+    print(listing.table(("key", "set", "file"), cells))
 
 
 @app.command("set")
@@ -115,7 +111,12 @@ def set_(
 
 @app.command("unset")
 def unset(
-    keys: Keys,
+    keys: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY...", help="Component.option, or a component for all of its options."
+        ),
+    ],
     etcd_url: EtcdUrl = None,
     secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
@@ -131,59 +132,6 @@ def unset(
     _edit(parse_unsets(keys), state_dir, etcd_url, namespace, secret_file)
 
 
-@app.command("watch")
-def watch(
-    etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
-) -> None:
-    """Print changes of live options as they happen, until Ctrl-C."""
-    from dynamo_lite.cli import live_options, live_options_view, record_seals
-
-    async def follow(store: Any, place: Any) -> None:
-        seals = record_seals.find_seals(state_dir, place, secret_file)
-        print(f"watching {place.namespace}; Ctrl-C ends", file=sys.stderr)
-        async for change in live_options.changes(store, place.namespace, seals):
-            lines = [change] if isinstance(change, str) else live_options_view.change_lines(change)
-            for line in lines:
-                print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
-
-    try:
-        _on_store(state_dir, etcd_url, namespace, follow)
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
-
-
-@app.command("seal")
-def seal(
-    etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
-) -> None:
-    """Seal what is stored again, with the first key of the secret. No value changes.
-
-    For the replacement of a secret: before the last round, which removes the old key. Live options
-    that are not authentic are refused, and such records of the planner are left as they are.
-    """
-    from dynamo_lite.cli import live_options, record_seals
-
-    async def write(store: Any, place: Any) -> list[str]:
-        seals = record_seals.find_seals(state_dir, place, secret_file)
-        if not seals.checked:
-            raise StartupError("no secret to seal with; name it with --secret-file FILE")
-        found: list[str] = []
-        for component in live_options.LIVE_OPTIONS:
-            if await live_options.read(store, place.namespace, component, seals) is not None:
-                await live_options.write(store, place.namespace, component, {}, seals=seals)
-                found.append(component)
-        return found + await record_seals.seal_planner_records(store, place.namespace, seals)
-
-    found = _on_store(state_dir, etcd_url, namespace, write)
-    print(f"sealed: {', '.join(found)}" if found else "nothing is set")
-
-
 def _edit(
     edits: dict[str, dict[str, Any]],
     state_dir: Path,
@@ -191,40 +139,23 @@ def _edit(
     namespace: str | None,
     secret_file: Path | None,
 ) -> None:
-    from dynamo_lite.cli import listing, live_options, live_options_view, planner, record_seals
+    from dynamo_lite.cli import listing, live_options, planner, record_seals
     from dynamo_lite.protocol import names
 
-    async def write(store: Any, place: Any) -> list[Any]:
+    async def write(store: Any, place: Any) -> dict[str, list[Any]]:
         seals = record_seals.find_seals(state_dir, place, secret_file)
-        members = await listing.members(place)
         keys = [names.live_options_key(place.namespace, component) for component in edits]
-        await record_seals.check_may_write(store, keys, members, seals)
+        await record_seals.check_may_write(store, keys, await listing.members(place), seals)
         if (edit := edits.get("Planner")) is not None:
             await planner.check_options(store, place, edit, seals)
-        changes: list[Any] = []
-        for component, edit in edits.items():
-            processes = await live_options.followers(members, component) if seals.checked else ()
-            newest = live_options.newest_version(processes)
-            changes.append(
-                await live_options.write(
-                    store, place.namespace, component, edit, seals=seals, newest=newest
-                )
-            )
-        return changes
+        return {
+            component: await live_options.write(store, place.namespace, component, edit, seals)
+            for component, edit in edits.items()
+        }
 
-    for change in _on_store(state_dir, etcd_url, namespace, write):
-        print("\n".join(live_options_view.change_lines(change)))
-
-
-def _on_store(
-    state_dir: Path,
-    etcd_url: str | None,
-    namespace: str | None,
-    work: Callable[[Any, Any], Awaitable[T]],
-) -> T:
-    """As `on_store`, but an invalid record raises StartupError, which says how to replace it."""
-    try:
-        return on_store(state_dir, etcd_url, namespace, work)
-    except ProtocolError as exc:
-        repair = "`dynamo-lite config unset COMPONENT` replaces it"
-        raise StartupError(f"the record in etcd is invalid: {exc}; {repair}") from exc
+    shown = live_options.shown
+    for component, changes in on_store(state_dir, etcd_url, namespace, write).items():
+        for key, before, after in changes:
+            print(f"{key}: {shown(before)} -> {shown(after)}")
+        if not changes:
+            print(f"{component}: no value differs")

@@ -50,7 +50,7 @@ def as_text(at: float, lease_id: int, d: Decision) -> str:
         f"  queue    {queue}",
         f"  limits   local up to {limits.max_local_prefill_length} tokens to compute, and from"
         f" {limits.max_prefill_queue_size} jobs{f' or {tokens} tokens' if tokens else ''} in the"
-        f" queue on (options version {limits.version})",
+        " queue on",
         f"  outcome  {_outcome(d)}",
     ]
     if d.asked is not None:

@@ -1,6 +1,9 @@
 """The planner's records and answers, for `dynamo-lite planner`."""
 
 import contextlib
+import os
+import pwd
+import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.listing import Broker, Place, facts_of, members, open_broker
-from dynamo_lite.cli.live_options import Edit, newest_version, options_of, read, whoami
+from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.record_seals import check_may_write
 from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.limits import contradictions, refusals
@@ -22,6 +25,7 @@ from dynamo_lite.protocol.errors import (
     StartupError,
     Unavailable,
 )
+from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import (
     ExplainPlan,
@@ -116,7 +120,7 @@ async def explain(store: Store, place: Place, broker: Broker, last: int) -> Plan
 
 async def pause(store: Store, place: Place, reason: str, seals: RecordSeals = UNSEALED) -> None:
     """Raises StartupError where the planner would ignore it: without the graph's secret."""
-    record = PauseRecord(by=whoami(), reason=reason[:1024], at=SYSTEM_CLOCK.wall())
+    record = PauseRecord(by=_whoami(), reason=reason[:1024], at=SYSTEM_CLOCK.wall())
     key = names.planner_pause_key(place.namespace)
     await check_may_write(store, [key], await members(place), seals)
     await store.put(key, seals.sealed(key, encode_json(record)))
@@ -172,9 +176,10 @@ async def _target(store: Store, place: Place, state: PlannerState, seals: Record
     """Raises StartupError where the planner would ignore what it writes."""
     key = names.planner_target_key(place.namespace)
     await check_may_write(store, [key], await members(place), seals)
-    newest = newest_version(state.planners.values()) if seals.checked else 0
+    seen = [facts.get("newest") for facts in state.planners.values()] if seals.checked else []
+    newest = max((version for version in seen if isinstance(version, int)), default=0)
     records = AuthenticRecords(seals, newest=newest)
-    return Target(store, place.namespace, whoami(), SYSTEM_CLOCK, records)
+    return Target(store, place.namespace, _whoami(), SYSTEM_CLOCK, records)
 
 
 async def _tried(write: Callable[[], Awaitable[TargetRecord]]) -> TargetRecord:
@@ -190,24 +195,27 @@ async def check_options(
     """Raises ConfigError when the planner's options would contradict each other.
 
     The values of the file and the devices of one worker are those that a live planner reports, or
-    the defaults and one. Raises ProtocolError for an invalid record.
+    the defaults and one. Raises StartupError for an invalid record.
     """
-    fields = options_of("Planner")
     devices: dict[str, int] = {}
-    base = {name: getattr(PlannerOptions(), name) for name in fields.values()}
+    file: dict[str, Any] = {}
     for facts in (await _all_facts(place)).values():
-        options = facts.get("options", {}).get("file", {})
-        base |= {fields[key]: value for key, value in options.items() if key in fields}
+        file |= facts.get("options", {}).get("file", {})
         devices |= facts.get("planner", {}).get("devices", {})
-    # An edit that unsets everything replaces the record, whatever it is.
-    replaced = all(edit.get(key, 0) is msgspec.UNSET for key in fields)
-    record = None if replaced else await read(store, place.namespace, "Planner", seals)
-    if record is not None:
-        changed = {name: getattr(record.values, name) for name in fields.values()}
-        base |= {name: value for name, value in changed.items() if value is not msgspec.UNSET}
-    base |= {fields[key]: value for key, value in edit.items() if value is not msgspec.UNSET}
-    if mistakes := contradictions(msgspec.convert(base, PlannerOptions), by_role(devices)):
+    replaced = replaces("Planner", edit)
+    now = {} if replaced else await read(store, place.namespace, "Planner", seals)
+    planned = applied({**file, **edited(now, edit)}, PlannerOptions())
+    if mistakes := contradictions(planned, by_role(devices)):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
+
+
+def _whoami() -> str:
+    """By the process's own user id, since the environment is not reliable."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:256]
 
 
 _NONE = "no planner runs; graphs.disagg_planner has one"

@@ -1,12 +1,10 @@
 """Which secret a command seals records with, and when it may write without one."""
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dynamo_lite.cli.listing import Place
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
 from dynamo_lite.runtime.store import Store
@@ -53,20 +51,3 @@ async def check_may_write(
         data = await store.get(key)
         if data is not None and is_sealed(data):
             raise StartupError(f"nothing was changed: {key} is sealed with a secret; {_HINT}")
-
-
-async def seal_planner_records(store: Store, namespace: str, seals: RecordSeals) -> list[str]:
-    """Seals the planner's records again, with the first key of the secret. Returns their keys.
-
-    Those that are not authentic, or were changed meanwhile, are left as they are. Raises
-    StoreUnavailable.
-    """
-    found = await store.get_prefix(names.planner_prefix(namespace))
-    # It is under a lease, which a swap takes away, and not sealed.
-    found.pop(names.planner_leader_key(namespace), None)
-    sealed: list[str] = []
-    for key, data in found.items():
-        with contextlib.suppress(ProtocolError):
-            if await store.swap(key, data, seals.sealed(key, seals.opened(key, data))):
-                sealed.append(key)
-    return sealed

@@ -4,14 +4,13 @@ Times are durations, since the clocks of two hosts differ.
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.generate import Seconds
-from dynamo_lite.protocol.options import DecisionThresholds, subset
+from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.protocol.prefill import AttemptId, EngineId
 from dynamo_lite.protocol.records import LeaseId, Natural
 
@@ -67,22 +66,6 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens - self.cached_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Version:
-    #: Version of the live options; 0: nothing differs from the configuration file.
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Followed(DecisionThresholds, _Version):
-    """The thresholds of a decision. On the wire `version` precedes them."""
-
-    @classmethod
-    def of(cls, version: int, thresholds: DecisionThresholds) -> Self:
-        """The thresholds among `thresholds`, which may be a larger set."""
-        return cls(version=version, **asdict(subset(DecisionThresholds, thresholds)))
-
-
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a remote prefill."""
 
@@ -105,7 +88,7 @@ class Decision(DecisionInputs, frozen=True, kw_only=True):
     age_s: float
     verdict: Literal["local", "remote"]
     reason: Word
-    thresholds: Followed
+    thresholds: DecisionThresholds
     #: Seconds that the local prefill took.
     computed_s: float | None = None
     asked: Asked | None = None

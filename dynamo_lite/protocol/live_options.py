@@ -7,13 +7,12 @@ component. It has no lease: it outlives the processes that wrote and follow it.
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from dynamo_lite.protocol import records
-from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.options import (
     AdmissionOptions,
@@ -27,83 +26,69 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound="DataclassInstance")
 
-
-class LiveValues(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    rename="kebab",
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
-    """The live options of a component. UNSET: as in the configuration file."""
-
-    def applied_to(self, options: Options) -> Options:
-        """`options` with every field replaced that is set here."""
-        values = {f.name: getattr(self, f.name, UNSET) for f in dataclasses.fields(options)}
-        changed = {name: value for name, value in values.items() if value is not UNSET}
-        return dataclasses.replace(options, **changed)
+#: Key, as in the component's section of the configuration file, to value. A key that is not there
+#: has the value of the file; None is a value.
+Values = Mapping[str, Any]
 
 
-def _live(name: str, *sets: type, **sections: type) -> type[LiveValues]:
-    """Every field of these sets of options, with its range, or UNSET.
+def _live(*sets: type, **sections: type) -> Mapping[str, Any]:
+    """Key to type, with its range, of each field of these sets of options.
 
-    sets: their keys are those of the component's own section. sections: section
-    (snake_case) to the set that stands in it.
+    sets: of the component's own section. sections: section to the set that stands in it.
     """
-    fields: list[tuple[str, Any, Any]] = []
-    for section, kind in (*sections.items(), *(("", kind) for kind in sets)):
-        prefix = f"{section.replace('_', '-')}." if section else ""
-        hints = get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            key = prefix + field.name.replace("_", "-")
-            default = msgspec.field(default=UNSET, name=key)
-            fields.append((field.name, hints[field.name] | UnsetType, default))
-    made = msgspec.defstruct(
-        name, fields, bases=(LiveValues,), module=__name__, frozen=True, kw_only=True
+    return MappingProxyType(
+        {
+            _key(field, section): hint
+            for section, kind in (*(("", kind) for kind in sets), *sections.items())
+            for field, hint in get_type_hints(kind, include_extras=True).items()
+        }
     )
-    return cast("type[LiveValues]", made)
 
 
-VllmWorkerLiveOptions = _live("VllmWorkerLiveOptions", DisaggOptions, AdmissionOptions)
-RouterLiveOptions = _live("RouterLiveOptions", kv_router=KvRoutingOptions)
-#: The section `kv-router` has an effect with `router: kv`.
-FrontendLiveOptions = _live("FrontendLiveOptions", AdmissionOptions, kv_router=KvRoutingOptions)
-PlannerLiveOptions = _live("PlannerLiveOptions", PlannerOptions)
+def _key(field: str, section: str) -> str:
+    return (f"{section}.{field}" if section else field).replace("_", "-")
 
-#: Component to its options that can be changed.
-LIVE_OPTIONS: Mapping[str, type[LiveValues]] = MappingProxyType(
+
+#: Component to its options that can be changed, each with its type.
+LIVE_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "VllmWorker": VllmWorkerLiveOptions,
-        "Frontend": FrontendLiveOptions,
-        "Router": RouterLiveOptions,
-        "Planner": PlannerLiveOptions,
+        "VllmWorker": _live(DisaggOptions, AdmissionOptions),
+        # The section `kv-router` has an effect with `router: kv`.
+        "Frontend": _live(AdmissionOptions, kv_router=KvRoutingOptions),
+        "Router": _live(kv_router=KvRoutingOptions),
+        "Planner": _live(PlannerOptions),
     }
 )
 
-T = TypeVar("T", bound=msgspec.Struct)
 
-
-class LiveOptionsRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+class LiveOptionsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """At `names.live_options_key(namespace, component)`."""
 
-    values: T
-    #: Grows by one with each change.
+    values: dict[str, Any]
+    #: Higher in each record than in all before it.
     version: records.Positive
-    #: USER@HOST of the last change.
-    by: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    #: Of the last change, in seconds since the epoch; for display.
-    at: float = 0.0
 
 
-def encode_live_options(record: LiveOptionsRecord[T]) -> bytes:
-    """Raises ProtocolError when its readers would refuse the record."""
-    data = encode_json(record)
-    if decode_live_options(data, type(record.values)) != record:
-        raise ProtocolError("live options: a value does not round-trip through JSON")
-    return data
+def applied(values: Values, options: Options, section: str = "") -> Options:
+    """`options`, which stand in this section, with what is set instead."""
+    keys = {field.name: _key(field.name, section) for field in dataclasses.fields(options)}
+    changed = {name: values[key] for name, key in keys.items() if key in values}
+    return dataclasses.replace(options, **changed)
 
 
-def decode_live_options(data: bytes, kind: type[T]) -> LiveOptionsRecord[T]:
+def checked(component: str, key: str, value: Any) -> Any:
+    """The value, as a record gives it to its readers. Raises ProtocolError."""
+    if (kind := LIVE_OPTIONS[component].get(key)) is None:
+        raise ProtocolError(f"{key}: unknown key")
+    try:
+        # Through JSON, which has no NaN and no infinity.
+        return msgspec.json.decode(msgspec.json.encode(value), type=kind)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise ProtocolError(f"{key}: {exc}") from exc
+
+
+def decode_live_options(data: bytes, component: str) -> LiveOptionsRecord:
     """Raises ProtocolError."""
-    return decode_json(data, LiveOptionsRecord[kind])
+    record = decode_json(data, LiveOptionsRecord)
+    values = {key: checked(component, key, value) for key, value in record.values.items()}
+    return LiveOptionsRecord(values=values, version=record.version)

@@ -247,8 +247,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_step_age_s: float | None = None
     #: Prefill workers that are registered but unresponsive or unhealthy.
     unresponsive_writers: int = 0
-    #: Version of the live options that its decisions use.
-    options_version: int = 0
     #: Prefill workers that respond, but whose link to this engine has failed.
     unusable_writers: int = 0
     #: Leases of the prefill workers that may still write into its blocks: they hold the claim of an

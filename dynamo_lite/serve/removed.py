@@ -20,10 +20,12 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: `command` or `command option` to what to use instead.
+#: `command`, `command subcommand` or `command option` to what to use instead.
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
+        "config seal": "`config set` a value again: it seals all values of its component",
         "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
+        "config watch": "`config get` shows what is set",
         "switch": (
             "remove one worker, then add one: `dynamo-lite scale PrefillWorker=1`, then"
             " `dynamo-lite scale VllmWorker=2`"

@@ -16,7 +16,6 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_first_token, decode_listen
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.server import GenerateServer
@@ -93,10 +92,9 @@ class VllmWorker:
         self._options = options = ComponentOptions(
             host,
             self._config,
-            VllmWorkerLiveOptions(),
             lambda values: server.limit(limits(self._config, values)),
         )
-        await self._stack.enter_async_context(options.following)
+        await self._stack.enter_async_context(options.following())
         host.spawn(self._deliver(engine, server), "engine-steps")
         if self._config.remote_prefill:
             self._backlog = await follow_backlog(
@@ -105,7 +103,7 @@ class VllmWorker:
         if self._config.kv_events:
             await self._publish_to_routers(host, engine, server)
         await self._register(host, engine, server)
-        self._watch(host, engine, server, options)
+        self._watch(host, engine, server)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
@@ -159,19 +157,12 @@ class VllmWorker:
         age_s = host.clock.monotonic() - probe.asked_at
         return {"writers": [f"{lease:x}" for lease in self._writers], "writers_age_s": age_s}
 
-    def _watch(
-        self,
-        host: Host,
-        engine: DecodeEngine,
-        server: GenerateServer,
-        options: ComponentOptions,
-    ) -> None:
+    def _watch(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
         gauges = None
         if engine.metadata is not None:
             gauges = StatusGauges(host.registry, DECODE_GAUGES)
 
         def on_status(status: EngineStatus) -> None:
-            options.engine_version = status.options_version
             self._writers = status.writers
             if gauges is not None:
                 gauges.show(status)

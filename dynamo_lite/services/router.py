@@ -13,7 +13,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.live_options import LiveValues, RouterLiveOptions
+from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.routing import (
     Chosen,
     NobodyKnown,
@@ -57,11 +57,11 @@ class Router:
             self._stack, host, self._workers, config.kv_router, random.Random()
         )
 
-        def apply(values: LiveValues) -> None:
-            picker.options = values.applied_to(config.kv_router)
+        def apply(values: Values) -> None:
+            picker.options = applied(values, config.kv_router, "kv_router")
 
-        self._options = options = ComponentOptions(host, config, RouterLiveOptions(), apply)
-        await enter(options.following)
+        self._options = options = ComponentOptions(host, config, apply)
+        await enter(options.following())
         frontends = await enter(
             Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
         )

@@ -11,13 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.live_options import (
-    LiveOptionsRecord,
-    RouterLiveOptions,
-    encode_live_options,
-)
+from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -257,7 +253,9 @@ async def test_a_release_that_overtakes_its_question_counts(cluster: Cluster) ->
         assert router.health()["requests"] == 0
 
 
-async def test_what_it_weighs_changes_while_it_runs(cluster: Cluster) -> None:
+async def test_what_it_weighs_changes_while_it_runs(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     cluster.workers[0].compute(PROMPTS[3])
     async with cluster.router() as router:
         await until_prefix(cluster, PROMPTS[3], 1)
@@ -272,14 +270,15 @@ async def test_what_it_weighs_changes_while_it_runs(cluster: Cluster) -> None:
 
         assert await chosen() == {1}
         key = names.live_options_key(cluster.namespace, "Router")
-        record = LiveOptionsRecord(values=RouterLiveOptions(kv_weight=0.0), version=4)
-        await cluster.store.put(key, encode_live_options(record))
-        await eventually(lambda: router.health()["options"]["version"] == 4)
+        options, weight = lambda: router.health()["options"], {"kv-router.kv-weight": 0.0}
+        record = LiveOptionsRecord(values=weight, version=4)
+        await cluster.store.put(key, encode_json(record))
+        await eventually(lambda: options()["set"] == weight)
         assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"
         await cluster.store.put(key, b'{"values":{"kv-router.kv-weight":-1},"version":5}')
-        await eventually(lambda: router.health()["options"]["refused"] != "")
-        assert router.health()["options"]["version"] == 4
-        assert router.health()["options"]["file"]["kv-router.request-load-tokens"] == 0
+        await eventually(lambda: "options refused" in caplog.text)
+        assert options()["set"] == weight
+        assert options()["file"]["kv-router.request-load-tokens"] == 0
         await cluster.store.delete(key)
-        await eventually(lambda: router.health()["options"]["version"] == 0)
+        await eventually(lambda: options()["set"] == {})
         assert await chosen() == {1}

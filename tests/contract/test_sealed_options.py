@@ -8,12 +8,9 @@ import pytest
 
 from dynamo_lite.cli import live_options
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.live_options import (
-    LiveOptionsRecord,
-    VllmWorkerLiveOptions,
-    encode_live_options,
-)
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from tests.builders import graph_secret
@@ -22,6 +19,8 @@ from tests.contract.test_live_options import COMPONENT, LENGTH, SIZE, Follower
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 OLD, NEW = b"o" * 32, b"n" * 32
+#: A version that no clock gives.
+NEVER = 1 << 60
 
 
 @pytest.fixture
@@ -41,8 +40,7 @@ def key(namespace: str) -> str:
 
 
 def record(length: int, version: int) -> bytes:
-    values = VllmWorkerLiveOptions(max_local_prefill_length=length)
-    return encode_live_options(LiveOptionsRecord(values=values, version=version))
+    return encode_json(LiveOptionsRecord(values={LENGTH: length}, version=version))
 
 
 async def test_what_is_not_authentic_changes_nothing_and_is_counted(
@@ -55,36 +53,31 @@ async def test_what_is_not_authentic_changes_nothing_and_is_counted(
 ):
     other = names.live_options_key(namespace, "Frontend")
     another = RecordSeals(graph_secret(tmp_path / "another"))
-    good = seals.sealed(key, record(5, 9))
+    good = seals.sealed(key, record(5, NEVER))
     bad = {
-        "unsealed": record(5, 9),
-        "forged": another.sealed(key, record(5, 9)),
-        "copied": seals.sealed(other, record(5, 9)),
+        "unsealed": record(5, NEVER),
+        "forged": another.sealed(key, record(5, NEVER)),
+        "copied": seals.sealed(other, record(5, NEVER)),
         "changed": good.replace(b":5}", b":6}"),
         "no record": b"nonsense",
     }
-    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100}, seals=seals)
+    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100}, seals)
     follower = Follower(store, namespace, seals)
-    async with follower.live as live:
+    async with follower.options.following():
         for count, data in enumerate(bad.values(), 1):
             await store.put(key, data)
             await follower.until(lambda count=count: follower.drops["unauthentic"] == count)
-            assert "not authentic" in live.refused
-            assert (live.values.max_local_prefill_length, live.version) == (100, 1)
-            with pytest.raises(ProtocolError, match=f"{key}: not authentic"):
+            assert follower.values == {LENGTH: 100}
+            with pytest.raises(StartupError, match=f"{key}: not authentic"):
                 await live_options.read(store, namespace, COMPONENT, seals)
             for edit in ({LENGTH: 5}, {}):
-                with pytest.raises(ProtocolError, match="not authentic"):
-                    await live_options.write(store, namespace, COMPONENT, edit, seals=seals)
+                with pytest.raises(StartupError, match="not authentic"):
+                    await live_options.write(store, namespace, COMPONENT, edit, seals)
             assert await store.get(key) == data
         edits = live_options.parse_unsets([COMPONENT])[COMPONENT]
-        change = await live_options.write(
-            store, namespace, COMPONENT, edits, seals=seals, newest=live.newest
-        )
-        assert change.new is not None and change.new.version == 2
-        await follower.until(lambda: not live.refused)
-        assert (live.values, live.version) == (VllmWorkerLiveOptions(), 2)
-    assert [version for _, version in follower.told] == [1, 2]
+        await live_options.write(store, namespace, COMPONENT, edits, seals)
+        await follower.until(lambda: len(follower.told) == 2)
+    assert follower.told == [{LENGTH: 100}, {}]
     assert follower.drops == {"unauthentic": len(bad)}
     warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert len([text for text in warnings if "not authentic" in text]) == 1
@@ -96,8 +89,8 @@ async def test_a_process_that_starts_on_a_forged_record_has_its_file(
 ):
     await store.put(key, record(5, 9))
     follower = Follower(store, namespace, seals)
-    async with follower.live as live:
-        assert (live.values, live.version) == (VllmWorkerLiveOptions(), 0)
+    async with follower.options.following():
+        assert follower.values == {}
         assert follower.drops == {"unauthentic": 1} and not follower.told
 
 
@@ -105,30 +98,50 @@ async def test_a_process_that_starts_on_a_forged_record_has_its_file(
 async def test_an_old_record_is_not_taken_again(
     store: EtcdStore, namespace: str, key: str, seals: RecordSeals, deleted: bool
 ):
-    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100}, seals=seals)
+    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100}, seals)
     old = await store.get(key)
     assert old is not None
     follower = Follower(store, namespace, seals)
-    async with follower.live as live:
-        await live_options.write(store, namespace, COMPONENT, {LENGTH: 200}, seals=seals)
-        await follower.until(lambda: live.version == 2)
+    async with follower.options.following():
+        await live_options.write(store, namespace, COMPONENT, {LENGTH: 200}, seals)
+        await follower.until(lambda: len(follower.told) == 2)
         if deleted:
             await store.delete(key)
-            await follower.until(lambda: live.version == 0)
+            await follower.until(lambda: len(follower.told) == 3)
         await store.put(key, old)
         await follower.until(lambda: follower.drops["unauthentic"] == 1)
-        assert "version 1 came after version 2" in live.refused
-        assert live.version == (0 if deleted else 2)
-        await live_options.write(
-            store, namespace, COMPONENT, {SIZE: 3}, seals=seals, newest=live.newest
-        )
-        await follower.until(lambda: live.version == 3)
-        assert live.values.max_prefill_queue_size == 3
+        assert follower.values == ({} if deleted else {LENGTH: 200})
+        await live_options.write(store, namespace, COMPONENT, {SIZE: 3}, seals)
+        await follower.until(lambda: SIZE in follower.values)
+
+
+async def test_what_is_set_after_the_record_was_deleted_is_newer_than_it(
+    store: EtcdStore, namespace: str, key: str, seals: RecordSeals
+):
+    follower = Follower(store, namespace, seals)
+    async with follower.options.following():
+        for length in (1, 2, 3, 4, 5):
+            await live_options.write(store, namespace, COMPONENT, {LENGTH: length}, seals)
+            await follower.until(lambda length=length: follower.values == {LENGTH: length})
+            await store.delete(key)
+            await follower.until(lambda: follower.values == {})
+    assert not follower.drops
+
+
+async def test_a_clock_that_is_set_back_does_not_keep_a_change_from_its_readers(
+    store: EtcdStore, namespace: str, key: str, seals: RecordSeals
+):
+    await store.put(key, seals.sealed(key, record(5, NEVER)))
+    follower = Follower(store, namespace, seals)
+    async with follower.options.following():
+        await live_options.write(store, namespace, COMPONENT, {LENGTH: 6}, seals)
+        await follower.until(lambda: follower.values == {LENGTH: 6})
 
 
 async def test_the_secret_is_replaced_while_processes_follow(
     store: EtcdStore, namespace: str, key: str, tmp_path: Path
 ):
+    """A value that is set again to what it is seals the whole record with the new key."""
     path = tmp_path / "secret"
 
     def rewrite(*keys: bytes) -> RecordSeals:
@@ -136,21 +149,25 @@ async def test_the_secret_is_replaced_while_processes_follow(
         return RecordSeals(graph_secret(path, *keys))
 
     first = rewrite(OLD)
-    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100}, seals=first)
+    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100, SIZE: 3}, first)
+    old = await store.get(key)
+    assert old is not None
     both = rewrite(NEW, OLD)
     follower = Follower(store, namespace, both)
-    async with follower.live as live:
-        assert live.values.max_local_prefill_length == 100
-        await live_options.write(store, namespace, COMPONENT, {}, seals=both)
-        await follower.until(lambda: live.version == 2)
-        assert live.values.max_local_prefill_length == 100
+    async with follower.options.following():
+        assert follower.values == {LENGTH: 100, SIZE: 3}
+        assert await live_options.write(store, namespace, COMPONENT, {SIZE: 3}, both) == []
+        await store.put(key, old)
+        await follower.until(lambda: follower.drops["unauthentic"] == 1)
+        assert await live_options.write(store, namespace, COMPONENT, {SIZE: 3}, both) == []
+    assert len(follower.told) == 1
     late = Follower(store, namespace, rewrite(NEW))
-    async with late.live as live:
-        assert (live.values.max_local_prefill_length, live.version) == (100, 2)
+    async with late.options.following():
+        assert late.values == {LENGTH: 100, SIZE: 3}
         gone = RecordSeals(graph_secret(tmp_path / "gone", OLD))
-        await store.put(key, gone.sealed(key, record(5, 9)))
+        await store.put(key, gone.sealed(key, record(5, NEVER)))
         await late.until(lambda: late.drops["unauthentic"] == 1)
-        assert live.version == 2
+        assert late.values == {LENGTH: 100, SIZE: 3}
 
 
 async def test_without_a_secret_sealed_and_unsealed_records_are_followed(
@@ -158,18 +175,8 @@ async def test_without_a_secret_sealed_and_unsealed_records_are_followed(
 ):
     await store.put(key, seals.sealed(key, record(5, 4)))
     follower = Follower(store, namespace, UNSEALED)
-    async with follower.live as live:
-        assert (live.values.max_local_prefill_length, live.version) == (5, 4)
+    async with follower.options.following():
+        assert follower.values == {LENGTH: 5}
         await store.put(key, record(6, 1))
-        await follower.until(lambda: live.version == 1)
+        await follower.until(lambda: follower.values == {LENGTH: 6})
     assert not follower.drops
-
-
-async def test_changes_that_are_not_authentic_are_told_as_refused(
-    store: EtcdStore, namespace: str, key: str, seals: RecordSeals
-):
-    await store.put(key, record(5, 9))
-    changes = live_options.changes(store, namespace, seals)
-    said = await anext(changes)
-    assert isinstance(said, str) and "not authentic" in said
-    await changes.aclose()

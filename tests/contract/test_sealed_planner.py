@@ -8,7 +8,6 @@ import pytest
 
 from dynamo_lite.cli import planner, planner_view
 from dynamo_lite.cli.listing import Place
-from dynamo_lite.cli.record_seals import seal_planner_records
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StartupError
@@ -150,22 +149,24 @@ async def test_what_is_under_way_is_resumed_by_the_next_planner(bench: Bench):
     assert len(bench.supervisor.taken("add")) == 1
 
 
-async def test_records_are_sealed_again_for_a_new_secret(bench: Bench, tmp_path: Path):
+async def test_a_replaced_secret_leaves_a_pause_that_was_repeated_and_what_is_ordered_since(
+    bench: Bench, tmp_path: Path
+):
+    """The record of what was wanted has the old seal, and the planner writes a new one."""
     await bench.want(VllmWorker=2)
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     await planner.pause(bench.store, place, "", bench.seals)
-    forged = names.planner_operation_key(bench.namespace, 1000)
-    await bench.store.put(forged, b"{}")
     old = bytes.fromhex((tmp_path / "secret").read_text())
-    both = RecordSeals(graph_secret(tmp_path / "both", b"n" * 32, old))
-    sealed = await seal_planner_records(bench.store, bench.namespace, both)
-    target, pause = (
-        names.planner_target_key(bench.namespace),
-        names.planner_pause_key(bench.namespace),
-    )
-    assert sorted(sealed) == sorted([target, pause])
-    new = RecordSeals(graph_secret(tmp_path / "new", b"n" * 32))
-    state = await planner.look(bench.store, place, new)
-    assert state.target is not None and state.target.manual == {D: 2}
-    assert state.paused is not None
-    assert len(state.malformed) == 1 and forged in state.malformed[0]
+    both = RecordSeals(graph_secret(tmp_path / "secret", b"n" * 32, old))
+    await planner.pause(bench.store, place, "again", both)
+    bench.seals = RecordSeals(graph_secret(tmp_path / "secret", b"n" * 32))
+    target = names.planner_target_key(bench.namespace)
+    async with bench.planner() as running:
+        await eventually(lambda: running.facts["hold"] == "paused: again")
+        await refuses(running, target)
+        await planner.set_counts(bench.store, place, {D: 3}, bench.seals)
+        await bench.until_settled(VllmWorker=3)
+        await refuses(running)
+    record = await bench.target_record()
+    assert record is not None and record.counts == {D: 3}
+    assert len(bench.supervisor.orders) == 1

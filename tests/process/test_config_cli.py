@@ -2,11 +2,7 @@
 
 import asyncio
 import json
-import queue
-import signal
 import subprocess
-import sys
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
 from tests.builders import ManualClock, endpoint_record, graph_secret, register
-from tests.process.command import PATIENCE_S, ROOT, run
+from tests.process.command import run
 from tests.unit.decode_engine import Decode, prompt
 
 LENGTH, SIZE = "VllmWorker.max-local-prefill-length", "VllmWorker.max-prefill-queue-size"
@@ -31,31 +27,33 @@ def place(etcd_url: str, namespace: str, tmp_path: Path) -> tuple[str, ...]:
     return ("--etcd-url", etcd_url, "--namespace", namespace, "--state-dir", str(tmp_path))
 
 
-def shown(place: tuple[str, ...]) -> dict[str, Any]:
+def values_set(place: tuple[str, ...]) -> dict[str, Any]:
     result = run("config", "get", "--json", *place)
     assert result.returncode == 0, result.stderr
-    return next(each for each in json.loads(result.stdout) if each["component"] == "VllmWorker")
+    return {row["key"]: row["set"] for row in json.loads(result.stdout) if "set" in row}
 
 
 def test_options_are_set_shown_and_unset(place: tuple[str, ...]):
-    assert shown(place)["version"] == 0
+    assert values_set(place) == {}
     result = run("config", "set", f"{LENGTH}=256", f"{SIZE}=2", *place)
     assert result.returncode == 0, result.stderr
-    first, second = result.stdout.splitlines()
-    assert first.startswith(f"{LENGTH}: (file) -> 256  (version 1 by ")
-    assert second.startswith(f"{SIZE}: (file) -> 2  (version 1 by ")
-    assert run("config", "set", LENGTH, "300", *place).returncode == 0
-    found = shown(place)
-    assert (found["version"], found["processes"]) == (2, [])
-    assert found["values"] == {"max-local-prefill-length": 300, "max-prefill-queue-size": 2}
-    table = run("config", "get", LENGTH, *place).stdout.splitlines()
-    assert table[1].split()[:3] == [LENGTH, "300", "?"]
-    assert "version 2 by " in table[-1] and len(table) == 4
+    assert result.stdout.splitlines() == [f"{LENGTH}: (file) -> 256", f"{SIZE}: (file) -> 2"]
+    assert run("config", "set", f"{LENGTH}=300", *place).returncode == 0
+    assert values_set(place) == {LENGTH: 300, SIZE: 2}
+    # No component runs, so only what is set is shown.
+    table = run("config", "get", *place).stdout.splitlines()
+    assert [line.split() for line in table] == [
+        ["KEY", "SET", "FILE"],
+        [LENGTH, "300", "?"],
+        [SIZE, "2", "?"],
+    ]
+    table = run("config", "get", "VllmWorker.steal-back", *place).stdout.splitlines()
+    assert table[1].split() == ["VllmWorker.steal-back", "-", "?"] and len(table) == 2
     result = run("config", "unset", LENGTH, *place)
-    assert result.stdout.startswith(f"{LENGTH}: 300 -> (file)  (version 3 by ")
+    assert result.stdout == f"{LENGTH}: 300 -> (file)\n"
     assert run("config", "unset", "VllmWorker", *place).returncode == 0
-    found = shown(place)
-    assert (found["version"], found["values"]) == (4, {})
+    assert values_set(place) == {}
+    assert run("config", "unset", LENGTH, *place).stdout == "VllmWorker: no value differs\n"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +65,7 @@ def test_options_are_set_shown_and_unset(place: tuple[str, ...]):
         (["unset", "VllmWorker.nothing"], "unknown key"),
         (["get", "nothing"], "unknown key"),
         (["set"], "Missing argument"),
+        (["set", LENGTH, "3"], "expected KEY=VALUE"),
         (["set", f"{LENGTH}=5", "--dry-run"], "--dry-run: removed in 0.3.0: "),
     ],
 )
@@ -76,7 +75,7 @@ def test_bad_input_is_refused_and_nothing_changes(
     result = run("config", *arguments, *place)
     assert result.returncode == 2
     assert message in result.stderr and not result.stdout
-    assert shown(place)["version"] == 0
+    assert values_set(place) == {}
 
 
 def test_without_a_server_it_says_so(tmp_path: Path):
@@ -99,48 +98,13 @@ async def test_what_nobody_can_read_is_named_and_replaced(
         assert f"the record in etcd is invalid: {namespace}/config/VllmWorker: " in result.stderr
         assert "config unset" in result.stderr
     assert run("config", "unset", "VllmWorker", *place).returncode == 0
-    assert shown(place)["version"] == 1
+    assert values_set(place) == {}
 
 
-def test_changes_are_watched_until_ctrl_c(place: tuple[str, ...]):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dynamo_lite.cli.cli", "config", "watch", *place],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    lines: queue.Queue[str] = queue.Queue()
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()])
-    reader.start()
-    try:
-        told, value = "", 0
-        while not told:  # what is set before it looks is no change
-            value += 1
-            assert run("config", "set", f"{LENGTH}={value}", *place).returncode == 0
-            assert value < 30, "no change was told"
-            try:
-                told = lines.get(timeout=1.0)
-            except queue.Empty:
-                continue
-        assert LENGTH in told and "version" in told
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        errors = process.stderr.read() if process.stderr else ""
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-    assert "Traceback" not in errors
-
-
-async def test_who_follows_is_told(place: tuple[str, ...], etcd_url: str, namespace: str):
-    file = {"max-local-prefill-length": 512}
-    options = {"version": 1, "engine_version": 1, "file": file, "refused": ""}
+async def test_the_values_of_the_file_are_those_of_the_live_processes(
+    place: tuple[str, ...], etcd_url: str, namespace: str
+):
+    options = {"file": {"max-local-prefill-length": 512}, "set": {}}
     async with (
         StatusServer(lambda: {"ok": True, "options": options}, CollectorRegistry()) as server,
         EtcdStore(etcd_url) as store,
@@ -148,13 +112,11 @@ async def test_who_follows_is_told(place: tuple[str, ...], etcd_url: str, namesp
     ):
         record = endpoint_record(lease.id, namespace=namespace, status_url=server.url)
         await register(store, record, lease=lease)
-        for version, count in ((1, 1), (2, 0)):
-            result = await run_async("config", "set", f"{LENGTH}={version}", *place)
-            assert result.returncode == 0
-            told = (await run_async("config", "get", *place)).stdout
-            assert f"version {version} by" in told
-            assert f"followed by {count} of 1 live processes" in told
-            assert [line.split()[2] for line in told.splitlines() if LENGTH in line] == ["512"]
+        told = (await run_async("config", "get", *place)).stdout
+        assert [line.split() for line in told.splitlines() if LENGTH in line] == [
+            [LENGTH, "-", "512"]
+        ]
+        assert "Router" not in told and "Frontend" not in told and "Planner" not in told
 
 
 async def test_where_processes_have_a_secret_only_its_owner_changes_options(
@@ -163,7 +125,7 @@ async def test_where_processes_have_a_secret_only_its_owner_changes_options(
     path, key = tmp_path / "graph_secret", names.live_options_key(namespace, "VllmWorker")
     graph_secret(path, b"o" * 32)
     known = (*place, "--secret-file", str(path))
-    options = {"version": 0, "newest": 7, "engine_version": None, "file": {}, "refused": "forged"}
+    options = {"file": {}, "set": {}}
     async with (
         StatusServer(lambda: {"ok": True, "options": options}, CollectorRegistry()) as server,
         EtcdStore(etcd_url) as store,
@@ -179,29 +141,28 @@ async def test_where_processes_have_a_secret_only_its_owner_changes_options(
             assert "this graph has a secret; name it with --secret-file" in refused.stderr
         assert await store.get(key) is None
         result = await run_async("config", "set", f"{LENGTH}=256", *known)
-        assert "(file) -> 256  (version 8 by " in result.stdout, result.stderr
+        assert result.stdout == f"{LENGTH}: (file) -> 256\n", result.stderr
         data = await store.get(key)
         assert data is not None and set(json.loads(data)) == {"seal", "record"}
         told = await run_async("config", "get", LENGTH, *known)
-        assert "version 8 by" in told.stdout and not told.stderr
-        assert "refuses the record in etcd: forged" in told.stdout
+        assert told.stdout.split()[-3:-1] == [LENGTH, "256"] and not told.stderr
         told = await run_async("config", "get", LENGTH, *place)
-        assert "version 8 by" in told.stdout and "seals of the records were not" in told.stderr
+        assert "256" in told.stdout and "seals of the records were not" in told.stderr
+        # The new key first: with it the record is sealed again.
         graph_secret(path, b"n" * 32, b"o" * 32)
-        result = await run_async("config", "seal", *known)
-        assert result.stdout == "sealed: VllmWorker\n", result.stderr
+        result = await run_async("config", "set", f"{LENGTH}=256", *known)
+        assert result.stdout == "VllmWorker: no value differs\n", result.stderr
         graph_secret(path, b"n" * 32)
         told = await run_async("config", "get", LENGTH, *known)
-        assert told.returncode == 0 and "version 9 by" in told.stdout
+        assert told.returncode == 0 and "256" in told.stdout
         await store.put(key, data)
-        for arguments in (["get"], ["set", f"{LENGTH}=1"], ["seal"]):
+        for arguments in (["get"], ["set", f"{LENGTH}=1"]):
             result = await run_async("config", *arguments, *known)
             assert result.returncode == 1 and f"{key}: not authentic" in result.stderr
         result = await run_async("config", "unset", "VllmWorker", *known)
         assert result.returncode == 0, result.stderr
     refused = await run_async("config", "set", f"{LENGTH}=5", *place)
     assert refused.returncode == 1 and "is sealed with a secret" in refused.stderr
-    assert "no secret to seal with" in (await run_async("config", "seal", *place)).stderr
 
 
 async def run_async(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,6 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -296,9 +295,9 @@ class Decode:
         """The last attempt of a request."""
         return self.half.prefills.by_request[request_id].attempt
 
-    def tune(self, values: VllmWorkerLiveOptions, version: int) -> None:
-        """The live options of the engine's component have changed."""
-        self.net._live.change(values, version)
+    def tune(self, **values: Any) -> None:
+        """These live options of the engine's component are set now, and no others."""
+        self.net._live.change({name.replace("_", "-"): value for name, value in values.items()})
 
     async def describe(self) -> EngineStatus | None:
         reply = await self.net._on_describe(b"")

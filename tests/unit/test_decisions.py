@@ -18,13 +18,12 @@ from dynamo_lite.protocol.decisions import (
     Decision,
     DecisionInputs,
     Explain,
-    Followed,
     QueueSeen,
     decode_explain,
     decode_explained,
 )
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
+from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.protocol.prefill import Granted
 from tests.builders import ENGINE, ManualClock
 from tests.unit.decode_engine import (
@@ -66,7 +65,7 @@ async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, cloc
     assert said.queue is not None
     assert (said.queue.jobs, said.queue.prefill_workers, said.queue.age_s) == (2, 1, 0.5)
     followed = said.thresholds
-    assert (followed.version, followed.max_local_prefill_length) == (0, LIMIT)
+    assert followed.max_local_prefill_length == LIMIT
     assert (followed.max_prefill_queue_size, followed.remote_prefill_timeout_s) == (
         QUEUE_SIZE,
         TIMEOUT_S,
@@ -82,28 +81,28 @@ async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
 
 async def test_options_that_change_move_the_next_decisions(decode: Decode):
     decode.admit(prompt("r1", 10))
-    decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=20), 7)
+    decode.tune(max_local_prefill_length=20)
     decode.admit(prompt("r2", 10))
-    decode.tune(VllmWorkerLiveOptions(max_prefill_queue_size=0), 8)
+    decode.tune(max_prefill_queue_size=0)
     decode.admit(prompt("r3", 10))
-    decode.tune(VllmWorkerLiveOptions(), 9)
+    decode.tune()
     decode.admit(prompt("r4", 10))
-    assert [(d.verdict, d.reason, d.thresholds.version) for d in told(decode)] == [
-        ("remote", "long", 0),
-        ("local", "short", 7),
-        ("local", "queue_full", 8),
-        ("remote", "long", 9),
+    assert [(d.verdict, d.reason, d.thresholds.max_local_prefill_length) for d in told(decode)] == [
+        ("remote", "long", LIMIT),
+        ("local", "short", 20),
+        ("local", "queue_full", LIMIT),
+        ("remote", "long", LIMIT),
     ]
 
 
 async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
     decode: Decode, clock: ManualClock
 ):
-    decode.tune(VllmWorkerLiveOptions(remote_prefill_timeout_s=1.5), 1)
+    decode.tune(remote_prefill_timeout_s=1.5)
     decode.admit(prompt("r1", 10))
     job = await decode.job_of_step()
     assert job.deadline == clock.wall() + 1.5
-    decode.tune(VllmWorkerLiveOptions(remote_prefill_timeout_s=60.0), 2)
+    decode.tune(remote_prefill_timeout_s=60.0)
     clock.now += 1.6
     assert decode.half.build_step().give_up == [(job.attempt, "r1")]
 
@@ -174,7 +173,7 @@ async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
 
 
 async def test_what_is_computed_here_is_measured(decode: Decode, clock: ManualClock):
-    decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
+    decode.tune(max_local_prefill_length=1000)
     decode.admit(prompt("r1", 100))
     for tokens in (60, 40):
         decode.half.build_step((), {"r1": tokens, "other": 5})
@@ -323,8 +322,7 @@ async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
 
 
-LIMITS = Followed(
-    version=1,
+LIMITS = DecisionThresholds(
     max_local_prefill_length=10,
     max_prefill_queue_size=8,
     queue_view_max_age_s=3.0,
@@ -354,8 +352,7 @@ def test_a_local_verdict_is_told_in_a_few_lines():
         "prompt   100 tokens, 40 of them cached here",
         "queue    1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker;"
         " read 0.10 s earlier",
-        "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on"
-        " (options version 1)",
+        "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
         "outcome  computed here in 500.0 ms",
     ]
 

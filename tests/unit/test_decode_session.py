@@ -9,16 +9,12 @@ from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.policy.attempts.instructions import DeleteJob
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode_json, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explained
-from dynamo_lite.protocol.live_options import (
-    LiveOptionsRecord,
-    VllmWorkerLiveOptions,
-    encode_live_options,
-)
+from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.prefill import Granted, Leave, WriterDone
 from tests.builders import ENGINE, NAMESPACE, loop_time
-from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_engine import LIMIT, TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, OtherEngine, Scene
 from tests.unit.virtual import virtual
 
@@ -142,10 +138,8 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
     async with Scene().open(WRITER) as scene:
         key = names.live_options_key(NAMESPACE, "VllmWorker")
         await scene.ask("r1")
-        changed = VllmWorkerLiveOptions(max_local_prefill_length=20)
-        await scene.store.put(
-            key, encode_live_options(LiveOptionsRecord(values=changed, version=3))
-        )
+        changed = LiveOptionsRecord(values={"max-local-prefill-length": 20}, version=3)
+        await scene.store.put(key, encode_json(changed))
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r2", 10)) == 0
         await scene.store.put(key, b"nonsense")
@@ -157,11 +151,11 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
         await scene.ask("r4")
         reply = await scene.explain()
         told = decode_explained(reply).decisions
-        assert [(d.verdict, d.thresholds.version) for d in told] == [
-            ("remote", 0),
-            ("local", 3),
-            ("local", 3),
-            ("remote", 0),
+        assert [(d.verdict, d.thresholds.max_local_prefill_length) for d in told] == [
+            ("remote", LIMIT),
+            ("local", 20),
+            ("local", 20),
+            ("remote", LIMIT),
         ]
 
 
@@ -203,7 +197,7 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
 async def test_what_finds_no_room_is_told_and_counted():
     """Otherwise prompts that are computed here under overload would hide it."""
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
-        scene.decode.tune(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
+        scene.decode.tune(max_prefill_queue_tokens=100)
         await scene.ask("r1")
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 100})
         await asyncio.sleep(0.01)
@@ -221,7 +215,7 @@ async def test_what_finds_no_room_is_told_and_counted():
 @virtual
 async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them():
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
-        scene.decode.tune(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
+        scene.decode.tune(max_prefill_queue_tokens=100)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 60}, claimed_tokens=40)
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r1", 10)) == 0
@@ -312,11 +306,9 @@ def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
                         monkeypatch.setattr(net.workers._roster, "_apply", broken)
                         await scene.join(OTHER)
                     case _:
-                        record = LiveOptionsRecord(
-                            version=1, values=VllmWorkerLiveOptions(max_prefill_queue_size=1)
-                        )
                         key = names.live_options_key(NAMESPACE, "VllmWorker")
-                        await scene.store.put(key, encode_live_options(record))
+                        record = b'{"values":{"max-prefill-queue-size":1},"version":1}'
+                        await scene.store.put(key, record)
                 await asyncio.sleep(60)  # virtual, and cut short
 
     body()

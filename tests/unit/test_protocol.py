@@ -50,6 +50,7 @@ from dynamo_lite.protocol.generate import (
     Welcome,
 )
 from dynamo_lite.protocol.grant import Grant
+from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
@@ -226,7 +227,6 @@ STATUS = EngineStatus(
     total_blocks=64,
     last_step_age_s=0.5,
     unresponsive_writers=2,
-    options_version=3,
     unusable_writers=1,
     writers=[7587886413599009306],
 )
@@ -280,8 +280,7 @@ DECISION = decisions.Decision(
     age_s=1.5,
     verdict="remote",
     reason="long",
-    thresholds=decisions.Followed(
-        version=3,
+    thresholds=DecisionThresholds(
         max_local_prefill_length=512,
         max_prefill_queue_size=8,
         queue_view_max_age_s=3.0,
@@ -348,7 +347,7 @@ GOLDEN = [
         b"\x00\x00\xb5prefill_workers_alive\x03\xabtime_left_s\xcb@>\x00\x00\x00\x00\x00\x00"
         b"\xactransferable\xc3\xa7leaving\xc2\xaeprefix_awaited\xc2\xaarequest_id\xb3cmpl-1-0-"
         b"0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa7verdict\xa6remote\xa6reason"
-        b"\xa4long\xaathresholds\x86\xa7version\x03\xb8max_local_prefill_length\xcd\x02\x00\xb6"
+        b"\xa4long\xaathresholds\x85\xb8max_local_prefill_length\xcd\x02\x00\xb6"
         b"max_prefill_queue_size\x08\xb4queue_view_max_age_s\xcb@\x08\x00\x00\x00\x00\x00\x00"
         b"\xb8remote_prefill_timeout_s\xcb@>\x00\x00\x00\x00\x00\x00\xb8max_prefill_queue_token"
         b"s\x00\xaacomputed_s\xc0\xa5asked\x84\xa7attempt\xa2a1\xa7outcome\xa9committed\xa8stag"
@@ -636,10 +635,10 @@ GOLDEN = [
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x8b\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\x8a\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
-        b"\xb4unresponsive_writers\x02\xafoptions_version\x03\xb0unusable_writers\x01"
+        b"\xb4unresponsive_writers\x02\xb0unusable_writers\x01"
         b"\xa7writers\x91\xcfiM\x96}\xa6\x94\xea\x1a",
     ),
 ]

@@ -50,6 +50,14 @@ def test_a_command_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyPatch
     assert result.exception.mistakes == ["gone: removed in 0.3.0: use the other one"]
 
 
+def test_a_subcommand_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(removed, "REMOVED_COMMANDS", {"config gone": "use the other one"})
+    result = CliRunner().invoke(app, ["config", "gone", "--option", "1"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.mistakes == ["config gone: removed in 0.3.0: use the other one"]
+    assert CliRunner().invoke(app, ["planner", "gone"]).exit_code == 2
+
+
 def test_nothing_that_is_there_is_listed_as_gone():
     there = {
         f"{service.name}.{key}" for service in GRAPH.services for key in accepted_keys(service)

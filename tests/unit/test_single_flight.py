@@ -12,10 +12,11 @@ from dynamo_lite.policy.decision.disagg import Local, Remote
 from dynamo_lite.policy.decision.single_flight import (
     FlightReason,
     GoOn,
-    SingleFlightThresholds,
     WaitForLeader,
     follow,
+    min_shared_tokens,
 )
+from dynamo_lite.protocol.options import DisaggOptions
 from tests.builders import ManualClock
 from tests.unit.decode_engine import (
     BLOCK,
@@ -40,8 +41,15 @@ def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
         shared_tokens=shared,
         leader_tokens=leader,
         waits=waits,
-        thresholds=SingleFlightThresholds(min_shared_tokens=100),
+        min_shared_tokens=100,
     )
+
+
+def test_a_wait_has_to_be_worth_a_remote_prefill_or_what_was_set():
+    assert min_shared_tokens(DisaggOptions(max_local_prefill_length=50), 16) == 48
+    assert min_shared_tokens(DisaggOptions(max_local_prefill_length=20), 16) == 16
+    for least in (5, 0):
+        assert min_shared_tokens(DisaggOptions(single_flight_min_length=least), 16) == least
 
 
 @pytest.mark.parametrize(

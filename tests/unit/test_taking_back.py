@@ -9,7 +9,6 @@ import pytest
 from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.counters import SPAN
 from dynamo_lite.policy.attempts.attempt import AttemptState
-from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import ClaimRefused, Granted
 from dynamo_lite.protocol.trace import new_trace
 from dynamo_lite.queue.base import QueueDepth
@@ -32,12 +31,12 @@ async def knows_its_costs(decode: Decode) -> None:
     """A prompt of 100 tokens takes 0.1 s here, and a remote one was claimed at once."""
     # Coins follow from the attempts' ids.
     decode.new_attempt = map("a{}".format, itertools.count()).__next__
-    decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
+    decode.tune(max_local_prefill_length=1000)
     assert decode.admit(prompt("here", 100)) == 0
     decode.half.build_step(scheduled={"here": 100})
     decode.clock.now += 0.1
     decode.half.build_step()
-    decode.tune(VllmWorkerLiveOptions(), 2)
+    decode.tune()
     attempt = await decode.ask("there", 100, claimed=True)
     job = await decode.queue.pull(timeout_s=0)
     assert job is not None
@@ -167,10 +166,10 @@ async def test_streams_are_not_paused_for_it(decode: Decode, clock: ManualClock)
 async def test_it_can_be_switched_off_while_prompts_wait(decode: Decode, clock: ManualClock):
     await knows_its_costs(decode)
     await decode.ask("r1", 100)
-    decode.tune(VllmWorkerLiveOptions(steal_back=False), 3)
+    decode.tune(steal_back=False)
     clock.now += LONG_S
     assert looks(decode, 30) == [] and looked(decode) == {}
-    decode.tune(VllmWorkerLiveOptions(steal_back=True), 4)
+    decode.tune(steal_back=True)
     assert looks(decode) != []
 
 

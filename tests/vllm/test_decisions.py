@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 from unittest.mock import ANY
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.vllm.asking import ask, assert_same, client, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
-from tests.vllm.live import command, explained, live_options, version_of
+from tests.vllm.live import command, explained, live_options
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -152,27 +153,23 @@ def test_a_live_threshold_moves_the_next_decisions_under_load(disagg: Graph):
     """700 tokens are long by the file, and short by what is set."""
     tokens, high = 700, 1000
 
-    def of_version(version: int) -> list[dict[str, Any]]:
-        listed = json.loads(command(disagg, "explain", "--last", "200", "--json"))
-        return [
-            d
-            for d in listed
-            if d["prompt_tokens"] == tokens and d["thresholds"]["version"] == version
-        ]
+    def limits() -> list[int]:
+        """Those of the decisions, oldest first, without repetition."""
+        listed = json.loads(command(disagg, "explain", "--last", "1000", "--json"))
+        found = [d for d in listed if d["prompt_tokens"] == tokens]
+        for each in found:
+            limit = each["thresholds"]["max_local_prefill_length"]
+            assert (each["reason"] == "short") == (tokens <= limit)
+        by_age = sorted(found, key=lambda d: d["at"])
+        return [k for k, _ in groupby(d["thresholds"]["max_local_prefill_length"] for d in by_age)]
 
-    before = version_of(disagg)
-    during = before + 1
     with load_of(disagg, tokens):
-        eventually(lambda: of_version(before), timeout_s=30, what="a decision by the file")
+        eventually(lambda: limits() == [LIMIT], timeout_s=30, what="a decision by the file")
         with live_options(disagg, {"VllmWorker.max-local-prefill-length": high}):
-            eventually(lambda: of_version(during), timeout_s=30, what="a decision by what is set")
-        eventually(lambda: of_version(during + 1), timeout_s=30, what="one by the file again")
-    for version, limit in ((before, LIMIT), (during, high), (during + 1, LIMIT)):
-        found = of_version(version)
-        assert {d["thresholds"]["max_local_prefill_length"] for d in found} == {limit}
-        assert {d["reason"] == "short" for d in found} == {tokens <= limit}
-    at = [max(d["at"] for d in of_version(v)) for v in (before, during, during + 1)]
-    assert at == sorted(at)
+            eventually(lambda: limits() == [LIMIT, high], timeout_s=30, what="one by what is set")
+        eventually(
+            lambda: limits() == [LIMIT, high, LIMIT], timeout_s=30, what="one by the file again"
+        )
 
 
 def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):

@@ -41,6 +41,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.tasks import needed
@@ -111,10 +112,15 @@ class ControlSession:
             self._connected = connected = self._connect(queue, messaging)
             writer_events = connected.writer_events
             store = await enter(self._clients.store())
-            seals = RecordSeals.of_file(config.secret_file)
-            await enter(
-                self._live.follow(store, config.namespace, self._on_drop, seals, on_failure)
+            options = LiveOptions(
+                store,
+                config.namespace,
+                self._role.component,
+                on_change=self._live.change,
+                on_drop=self._on_drop,
+                seals=RecordSeals.of_file(config.secret_file),
             )
+            await enter(options.following(on_failure))
             await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
             await enter(writer_events.serving())
             for name, where, handler in (
@@ -226,10 +232,5 @@ class ControlSession:
     @property
     def queue_jobs(self) -> int | None:
         """From the last reading of the queue; None if that is too old."""
-        view, longest_s = self.queue_watch.view, self._live.now.options.queue_view_max_age_s
+        view, longest_s = self.queue_watch.view, self._live.now.queue_view_max_age_s
         return None if view is None or self._now() - view.read_at > longest_s else view.jobs
-
-    @property
-    def options_version(self) -> int:
-        """Of the live options that this engine follows."""
-        return self._live.now.version

@@ -32,8 +32,8 @@ class Decider:
         known: the prompt's record so far. If the prompt has had a remote prefill before, the
         time limit of that one applies. The request's own deadline always applies.
         """
-        at, effective = self._now(), self._live.now
-        timeout_s = effective.options.remote_prefill_timeout_s
+        at, options = self._now(), self._live.now
+        timeout_s = options.remote_prefill_timeout_s
         if known is not None and known.until is not None:
             timeout_s = known.until - at
         inputs = DecisionInputs(
@@ -45,7 +45,7 @@ class Decider:
             leaving=self._net.leaving,
             prefix_awaited=known is not None and known.wait is not None and known.wait.served,
         )
-        return Decided(decide(inputs, effective.options), at, inputs, effective)
+        return Decided(decide(inputs, options), at, inputs, options)
 
     def _queue(self, tokens: int, priority: int, now: float) -> QueueSeen | None:
         """The last reading plus the jobs that this engine has added since, or the jobs of all

@@ -18,9 +18,9 @@ from dynamo_lite.protocol.decisions import (
     Asked,
     Decision,
     Explained,
-    Followed,
     decode_explain,
 )
+from dynamo_lite.protocol.options import DecisionThresholds, subset
 
 #: How many decisions an engine remembers, and for how many seconds.
 MOST, LONGEST_S = 4096, 900.0
@@ -75,7 +75,7 @@ def _as_message(prefill: RemotePrefill, now: float) -> Decision:
         age_s=now - decided.at,
         verdict="remote" if prefill.is_remote else "local",
         reason=decided.verdict.reason.value,
-        thresholds=Followed.of(decided.effective.version, decided.effective.options),
+        thresholds=subset(DecisionThresholds, decided.options),
         computed_s=prefill.computed_s,
         asked=Asked(
             attempt=prefill.attempt,

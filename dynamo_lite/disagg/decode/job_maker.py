@@ -50,7 +50,7 @@ class JobMaker:
         size, wanted = self._block_size, request.num_prompt_tokens - 1
         first = first_awaited(self._pool, block_ids, (wanted - external) // size)
         end = -(-wanted // size)
-        now, options = self._clock.monotonic(), prefill.decided.effective.options
+        now, options = self._clock.monotonic(), prefill.decided.options
         job_tokens = wanted - first * size
         lane = self._backlog.lane_of(job_tokens, request.priority)
         attempt = self._new_attempt()

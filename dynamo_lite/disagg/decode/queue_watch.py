@@ -101,7 +101,7 @@ class QueueWatch:
 
     def _patience_s(self) -> float:
         rank = 0 if self._in_doubt else self._rank()
-        return reads_after_s(rank, self._live.now.options.queue_view_max_age_s)
+        return reads_after_s(rank, self._live.now.queue_view_max_age_s)
 
     async def _hears_within(self, seconds: float) -> bool:
         """Whether another engine's reading comes in this time."""

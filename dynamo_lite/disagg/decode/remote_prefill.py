@@ -4,12 +4,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamo_lite.disagg.decode.live_thresholds import EffectiveThresholds
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.policy.decision.disagg import Remote, Verdict
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.decisions import DecisionInputs
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.trace import TraceContext
 
 
@@ -20,7 +20,7 @@ class Decided(NamedTuple):
     #: Monotonic seconds.
     at: float
     inputs: DecisionInputs
-    effective: EffectiveThresholds
+    options: DisaggOptions
 
 
 class QueuePlace(NamedTuple):

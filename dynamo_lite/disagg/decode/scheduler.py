@@ -65,7 +65,7 @@ class DecodeScheduler:
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
         self.prefills = prefills = RemotePrefills(stats, DecisionLog(config, now), now)
-        live, news = LiveThresholds(config.role, block_size), threading.Event()
+        live, news = LiveThresholds(config.role.options), threading.Event()
         self._net = net = ControlSession(
             config,
             self._book,
@@ -82,7 +82,7 @@ class DecodeScheduler:
         self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
         self._rate = rate = PrefillRate(prefills, overlapping_steps)
         self._steals = StealBack(news, self._book, prefills, net.backlog, live, rate, stats)
-        flights = SingleFlight(hash_block_size, prefills, stats, now)
+        flights = SingleFlight(block_size, hash_block_size, prefills, stats, now)
         self._prompts = Prompts(
             block_size,
             pool,
@@ -189,6 +189,5 @@ class DecodeScheduler:
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.workers.unresponsive,
             unusable_writers=self._net.workers.unusable,
-            options_version=self._net.options_version,
             writers=sorted(ledger.writers),
         )

@@ -15,7 +15,7 @@ from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counte
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.decision.single_flight import WaitForLeader, follow
+from dynamo_lite.policy.decision.single_flight import WaitForLeader, follow, min_shared_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +23,20 @@ logger = logging.getLogger(__name__)
 class SingleFlight:
     """Runs on the engine's thread. now: monotonic.
 
-    hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None when the engine
-    caches no prefixes: then no request waits.
+    block_size: in tokens. hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None
+    when the engine caches no prefixes: then no request waits.
     """
 
     def __init__(
         self,
+        block_size: int,
         hash_block_size: int | None,
         prefills: RemotePrefills,
         stats: Counters,
         now: Callable[[], float],
     ):
-        self._size, self._prefills, self._stats, self._now = hash_block_size, prefills, stats, now
+        self._block_size, self._size = block_size, hash_block_size
+        self._prefills, self._stats, self._now = prefills, stats, now
 
     def hashes(self, leader: Prompt) -> Sequence[Hashable]:
         """Hashes of the blocks that the engine will cache once the leader's KV is here."""
@@ -65,7 +67,7 @@ class SingleFlight:
             shared_tokens=prefix - cached,
             leader_tokens=0 if leader is None else leader.awaited_tokens,
             waits=wait.waits,
-            thresholds=decided.effective.single_flight,
+            min_shared_tokens=min_shared_tokens(decided.options, self._block_size),
         )
         if leader is None or not isinstance(decision, WaitForLeader):
             return False

@@ -64,7 +64,7 @@ class StealBack:
             return []
         self._news.clear()
         self._looked_at, streams, self._streams = now, self._streams, 0
-        if not self._live.now.options.steal_back:
+        if not self._live.now.steal_back:
             return []
         queued = self._prefills.queued()
         return self._look(queued, streams, now) if queued else []

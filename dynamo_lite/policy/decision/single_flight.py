@@ -11,9 +11,12 @@ import enum
 from dataclasses import dataclass
 
 from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, DecisionReason, Verdict
+from dynamo_lite.protocol.options import DisaggOptions
 
 #: Verdicts of prompts that are long enough for a remote prefill.
 _LONG = WANT_OF_ROOM | {DecisionReason.LONG}
+#: It waits again after one failed leader, but not after several.
+_MAX_WAITS = 2
 
 
 class FlightReason(enum.Enum):
@@ -40,14 +43,12 @@ class GoOn:
     reason: FlightReason
 
 
-@dataclass(frozen=True)
-class SingleFlightThresholds:
-    """When a follower waits."""
-
-    #: Smallest number of shared uncached tokens for which waiting pays.
-    min_shared_tokens: int
-    #: Most waits of one request: it waits again after one failed leader, but not after several.
-    max_waits: int = 2
+def min_shared_tokens(options: DisaggOptions, block_size: int) -> int:
+    """block_size: in tokens."""
+    if options.single_flight_min_length is not None:
+        return options.single_flight_min_length
+    # A prefix that is worth a remote prefill is also worth a wait for one.
+    return options.max_local_prefill_length // block_size * block_size
 
 
 def follow(
@@ -57,21 +58,22 @@ def follow(
     shared_tokens: int,
     leader_tokens: int,
     waits: int,
-    thresholds: SingleFlightThresholds,
+    min_shared_tokens: int,
 ) -> WaitForLeader | GoOn:
     """Whether a prompt with this verdict waits for a remote prefill in flight.
 
     shared_tokens: its uncached tokens that the leader's KV will bring. leader_tokens: all tokens
     that the leader waits for. waits: how often it has waited.
+    min_shared_tokens: fewer shared tokens are not worth a wait.
     """
     # In all other cases the prompt is short, or the leader's remote prefill may fail, too.
     if verdict.reason not in _LONG:
         return GoOn(FlightReason.NOT_LONG)
     if shared_tokens <= 0:
         return GoOn(FlightReason.NOTHING_SHARED)
-    if waits >= thresholds.max_waits:
+    if waits >= _MAX_WAITS:
         return GoOn(FlightReason.WAITED)
-    if shared_tokens < thresholds.min_shared_tokens:
+    if shared_tokens < min_shared_tokens:
         return GoOn(FlightReason.SHARED_SHORT)
     if 2 * shared_tokens < uncached_tokens:
         return GoOn(FlightReason.MOSTLY_ITS_OWN)

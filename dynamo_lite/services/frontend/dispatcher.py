@@ -11,7 +11,7 @@ from dynamo_lite.policy.routing.admission import Admission
 from dynamo_lite.policy.routing.kv_routing import KvPicker
 from dynamo_lite.policy.routing.pickers import Picker, RoundRobin
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
+from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -69,16 +69,16 @@ class RequestDispatcher:
 
         config = self._config
         failover = await self._open_failover(host, on_deltas, on_ended)
-        admission = Admission(limits(config, FrontendLiveOptions()))
+        admission = Admission(limits(config, {}))
         refused: Counter[str] = Counter()
 
-        def apply(values: LiveValues) -> None:
+        def apply(values: Values) -> None:
             admission.limit(limits(config, values))
             if isinstance(self._picker, KvPicker):
-                self._picker.options = values.applied_to(config.kv_router)
+                self._picker.options = applied(values, config.kv_router, "kv_router")
 
-        self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
-        await self._stack.enter_async_context(options.following)
+        self._options = options = ComponentOptions(host, config, apply)
+        await self._stack.enter_async_context(options.following())
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
         return Intake(
             failover,

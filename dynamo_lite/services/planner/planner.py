@@ -25,7 +25,7 @@ from dynamo_lite.policy.scaling.planner import begun, plan
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
-from dynamo_lite.protocol.live_options import LiveValues, PlannerLiveOptions
+from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import PlannerOptions, subset
 from dynamo_lite.protocol.planner import (
     PlannerReport,
@@ -89,8 +89,8 @@ class Planner:
         self._metrics = PlannerMetrics(host.registry)
         enter = self._stack.enter_async_context
         self._connected = connector = self._connector or self._open_connector()
-        self._options = ComponentOptions(host, self._config, PlannerLiveOptions(), self._apply)
-        await enter(self._options.following)
+        self._options = ComponentOptions(host, self._config, self._apply)
+        await enter(self._options.following())
         self._observation = await enter(Observation(host))
         # In a dry run it must not keep another planner from acting.
         elects = not self._config.dry_run
@@ -159,8 +159,8 @@ class Planner:
         role = next(role for role, name in COMPONENTS.items() if name == component)
         return bounds(self._limits, role)[0]
 
-    def _apply(self, values: LiveValues) -> None:
-        limits = values.applied_to(subset(PlannerOptions, self._config))
+    def _apply(self, values: Values) -> None:
+        limits = applied(values, subset(PlannerOptions, self._config))
         if mistakes := contradictions(limits, by_role(self._devices)):
             logger.warning("live options that contradict each other: %s", "; ".join(mistakes))
         self._limits = limits
