@@ -1,7 +1,7 @@
-"""The planner in the capacity simulator: attainment, GPU-seconds, reversals and convergence.
+"""The planner on a simulated graph: attainment, GPU-seconds, reversals and convergence.
 
-    python -m benchmarks.planner --seeds 20 --json planner.json --svg docs/benchmarks
-    python -m benchmarks.planner --loads sine --planner planner:down-window-s=300
+    python -m benchmarks.planner --seeds 20 --json planner.json
+    python -m benchmarks.planner --loads sine --option down-window-s=300
     python -m benchmarks.planner --sensitivity --references 0
 
 Each load is played by the planner with every seed, and by the oracle and static graphs with the
@@ -12,36 +12,41 @@ loads are played with other start times, and with engines that are faster and sl
 
 import argparse
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 
+from benchmarks.capacity.fleet import WorkerCounts
+from benchmarks.capacity.graph import Slo
+from benchmarks.capacity.load import SHAPES, Shape
+from benchmarks.capacity.oracle import Oracle
+from benchmarks.capacity.run import Run, Setting
+from benchmarks.capacity.scaler import PlannerScaler
+from benchmarks.capacity.timing import GPU_LIKE
 from benchmarks.command import parser_of, write_json
-from dynamo_lite.capacity.compare import Setting, run_variant, variant
-from dynamo_lite.capacity.options import GraphModelOptions, Slo, WorkerCounts
-from dynamo_lite.capacity.picture import picture
-from dynamo_lite.capacity.report import summary
-from dynamo_lite.capacity.timing import read_timing
-from dynamo_lite.capacity.traces import SHAPES, Shape, generate
-from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.policy.scaling.limits import contradictions
 from dynamo_lite.protocol.options import DecisionThresholds, PlannerOptions
 
-#: The targets: attainment, GPU-seconds in those of the oracle, and ticks after a start.
-LEAST, MOST_RATIO, MOST_TICKS = 0.95, 1.2, 3
+#: The targets: attainment, and ticks after a start.
+LEAST, MOST_TICKS = 0.95, 3
 #: No change of a role in the other direction within so many seconds; numbers that stay the same by
 #: one for so many seconds have converged.
 REVERSAL_S, STEADY_S = 600.0, 300.0
 #: Of prefill and decode workers; the oracle with the best ones counts.
-ORACLES = ("0.7+1.0", "0.8+1.0", "0.9+1.0", "1.0+1.0", "1.1+1.0")
+ORACLES = ((0.7, 1.0), (0.8, 1.0), (0.9, 1.0), (1.0, 1.0), (1.1, 1.0))
 SLO = Slo(ttft_s=2.0, itl_s=0.05)
+#: Requests per second at the start, and tokens.
+RATE, PROMPT_TOKENS, OUTPUT_TOKENS = 2.0, 12_000, 500
+MOST_WORKERS = 24
+
+#: Who chooses the numbers of workers: nobody, the oracle with these shares, or the planner.
+Who = WorkerCounts | tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -50,41 +55,41 @@ class Case:
 
     load: str
     seed: int
-    rate: float = 2.0
     duration_s: float = 3600.0
-    prompt_tokens: int = 12_000
-    output_tokens: int = 500
     start_s: float = 60.0
-    #: Times of steps in those of the timing file.
+    #: Times of steps in those of the timing.
     scale: float = 1.0
-    timing: str = "gpu_like"
+    #: Options of the planner that are not the default ones.
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def setting(self) -> Setting:
-        """All runs begin with the numbers that the first seconds need."""
-        timing = read_timing(self.timing)
-        timing = msgspec.structs.replace(timing, step=timing.step.scaled(self.scale))
         shape = Shape(
             kind=self.load,
             duration_s=self.duration_s,
-            rate=self.rate,
-            peak=4 * self.rate,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
+            rate=RATE,
+            peak=4 * RATE,
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
         )
-        setting = Setting(
-            requests=generate(shape, block_tokens=512, seed=self.seed).requests,
-            timing=timing,
-            options=GraphModelOptions(
-                router="kv",
-                thresholds=DecisionThresholds(max_prefill_queue_size=16),
-                slo=SLO,
-                seed=self.seed,
-            ),
-            counts=WorkerCounts(2, 2),
-            most_workers=24,
+        return Setting(
+            requests=shape.requests(self.seed),
+            timing=replace(GPU_LIKE, step=GPU_LIKE.step.scaled(self.scale)),
+            thresholds=DecisionThresholds(max_prefill_queue_size=16),
+            most_workers=MOST_WORKERS,
             start_s=self.start_s,
+            seed=self.seed,
         )
-        return replace(setting, counts=variant("oracle", setting).counts)
+
+    def limits(self) -> PlannerOptions:
+        """Raises ValueError for wrong options."""
+        most = dict.fromkeys(("budget_devices", "prefill_max", "decode_max"), MOST_WORKERS)
+        options: dict[str, Any] = {**most, "start_s": self.start_s, **self.options}
+        if unknown := options.keys() - PlannerOptions.__dataclass_fields__.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))}: no option of the planner")
+        limits = msgspec.convert(options, PlannerOptions, strict=False)
+        if mistakes := contradictions(limits):
+            raise ValueError("; ".join(mistakes))
+        return limits
 
 
 @dataclass(frozen=True)
@@ -97,30 +102,36 @@ class Played:
     reversals: int
     #: From the step of the load; None: the load has none, or the numbers never stay.
     converged_s: float | None
-    summary: dict[str, Any]
+    #: Most workers of both roles.
+    most: int
 
 
-def play(case: Case, name: str) -> Played:
+def play(case: Case, who: Who) -> Played:
+    """The planner and the oracle begin with the numbers that the first seconds need."""
     setting = case.setting()
-    result = run_variant(variant(name, setting), setting)
-    seen = summary(result, SLO)
-    changes = [(one.at_s, one.wanted) for one in result.changes]
+    counts, scaler, name = Oracle(setting, SLO).at_start(), None, "planner"
+    if isinstance(who, WorkerCounts):
+        counts, name = who, str(who)
+    elif who is None:
+        scaler = PlannerScaler(case.limits())
+    else:
+        scaler, name = Oracle(setting, SLO, who), f"oracle {who[0]:g}+{who[1]:g}"
+        counts = scaler.at_start()
+    result = Run(setting, counts, scaler).run()
     timelines = [
-        timeline(
-            [(0.0, getattr(setting.counts, role))] + [(at, getattr(n, role)) for at, n in changes]
-        )
+        timeline((at, getattr(wanted, role)) for at, wanted in result.changes)
         for role in ("prefill", "decode")
     ]
     converged = None
-    if case.load == "step" and changes:
+    if case.load == "step" and len(result.changes) > 1:
         converged = convergence(timelines, case.duration_s / 3, case.start_s)
     return Played(
         name,
-        seen["attainment"]["both"],
-        seen["gpu_s"]["total"],
+        result.graph.records.attained(SLO),
+        result.graph.device_seconds(),
         sum(map(reversals, timelines)),
         converged,
-        seen,
+        sum(max(number for _, number in line) for line in timelines),
     )
 
 
@@ -168,34 +179,33 @@ def _at(line: Sequence[tuple[float, int]], at: float) -> int:
 class Bench:
     """Plays what a row needs."""
 
-    def __init__(self, pool: ProcessPoolExecutor, planner: str):
-        self._pool, self._planner = pool, planner
+    def __init__(self, pool: ProcessPoolExecutor):
+        self._pool = pool
 
     def rows(self, case: Case, seeds: int, references: int) -> list[dict[str, Any]]:
         """Of the seeds from 0 on."""
         cases = [replace(case, seed=seed) for seed in range(seeds)]
-        played = self._pool.map(partial(play, name=self._planner), cases)
+        played = self._pool.map(partial(play, who=None), cases)
         return [
             self._row(one, planner, compare=one.seed < references)
             for one, planner in zip(cases, played, strict=True)
         ]
 
     def _row(self, case: Case, planner: Played, *, compare: bool) -> dict[str, Any]:
-        row: dict[str, Any] = {"case": asdict(case), "planner": planner}
+        row: dict[str, Any] = {"case": case, "planner": planner}
         if compare:
-            oracles = self._played(case, [f"oracle:{shares}" for shares in ORACLES])
+            oracles = self._played(case, ORACLES)
             enough = [one for one in oracles if one.attained >= LEAST]
             row["oracle"] = min(enough, key=lambda one: one.gpu_s, default=None)
             row["static"] = self._static(case, planner)
         return row
 
-    def _played(self, case: Case, names: Sequence[str]) -> list[Played]:
-        return list(self._pool.map(partial(play, case), names))
+    def _played(self, case: Case, who: Sequence[Who]) -> list[Played]:
+        return list(self._pool.map(partial(play, case), who))
 
     def _static(self, case: Case, planner: Played) -> Played | None:
         """The cheapest that reaches at least what the planner has."""
-        series = planner.summary["series"]
-        total = max(max(series["prefill"]) + max(series["decode"]) - 2, 2)
+        total = max(planner.most - 2, 2)
         best = self._enough(case, total, planner.attained)
         while best is not None and total > 2:
             total -= 1
@@ -211,16 +221,16 @@ class Bench:
     def _enough(self, case: Case, total: int, least: float) -> Played | None:
         """Of the graphs with so many workers, about a quarter to a half of them for prefill."""
         shares = range(max((total + 1) // 4, 1), max(total // 2, 1) + 1)
-        names = [f"static:{prefill}P{total - prefill}D" for prefill in shares]
-        good = [one for one in self._played(case, names) if one.attained >= least]
+        graphs = [WorkerCounts(prefill, total - prefill) for prefill in shares]
+        good = [one for one in self._played(case, graphs) if one.attained >= least]
         return min(good, key=lambda one: one.gpu_s, default=None)
 
 
-def described(name: str, rows: Sequence[dict[str, Any]], start_s: float, tick_s: float) -> str:
+def described(name: str, rows: Sequence[dict[str, Any]], case: Case) -> str:
     """A line of the table."""
     planner = [row["planner"] for row in rows]
     took = [one.converged_s for one in planner if one.converged_s is not None]
-    within = start_s + MOST_TICKS * tick_s
+    within = case.start_s + MOST_TICKS * case.limits().tick_s
     statics = sorted({row["static"].name for row in rows if row.get("static")})
     return "  ".join(
         (
@@ -263,9 +273,12 @@ def _range(values: Sequence[float], form: str) -> str:
     return middle if least == most else f"{middle} ({least}-{most})"
 
 
-def cases(given: argparse.Namespace) -> list[tuple[str, Case]]:
-    base = Case("step", 0, start_s=given.start_s, duration_s=given.duration, timing=given.timing)
+def cases(given: argparse.Namespace, options: Mapping[str, Any]) -> list[tuple[str, Case]]:
+    base = Case("", 0, start_s=given.start_s, duration_s=given.duration, options=options)
+    base.limits()
     loads = [replace(base, load=load) for load in given.loads.split(",")]
+    if unknown := {one.load for one in loads} - set(SHAPES):
+        raise ValueError(f"{', '.join(sorted(unknown))}: no load; accepted: {', '.join(SHAPES)}")
     if not given.sensitivity:
         return [(one.load, one) for one in loads]
     changed: list[tuple[str, Case]] = []
@@ -277,52 +290,50 @@ def cases(given: argparse.Namespace) -> list[tuple[str, Case]]:
     return changed
 
 
+def _option(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key.replace("-", "_"), value
+
+
 def main() -> None:
     parser = parser_of("planner", __doc__)
     parser.add_argument("--loads", default=",".join(SHAPES), help="of these, with commas between")
-    parser.add_argument("--planner", default="planner", help="as in `simulate --compare`")
+    parser.add_argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the planner; more than once for several",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of each load (default 3)")
     parser.add_argument("--references", type=int, default=20, help="seeds with oracle and static")
     parser.add_argument(
         "--start-s", type=float, default=60.0, help="start of a worker (default 60)"
     )
     parser.add_argument("--duration", type=float, default=3600.0, help="seconds of each load")
-    parser.add_argument("--timing", default="gpu_like", help="a timing file, or a shipped one")
     parser.add_argument("--sensitivity", action="store_true", help="see above")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes (default: cores)"
     )
-    parser.add_argument("--svg", type=Path, help="draw the first seed of each load in this folder")
     given = parser.parse_args()
-    tick_s = PlannerOptions().tick_s
+    try:
+        chosen = cases(given, dict(given.option))
+    except ValueError as exc:
+        parser.error(str(exc))
     figures: dict[str, Any] = {}
     print(HEAD, flush=True)
-    try:
-        with ProcessPoolExecutor(given.jobs) as pool:
-            bench = Bench(pool, given.planner)
-            for name, case in cases(given):
-                rows = bench.rows(case, given.seeds, given.references)
-                print(described(name, rows, case.start_s, tick_s), flush=True)
-                figures[name] = [_values(row) for row in rows]
-                if given.svg:
-                    _draw(given.svg / f"planner-{name.replace(' ', '-')}.svg", rows[0], name)
-    except ConfigError as exc:
-        sys.exit(f"error: {exc}")
+    with ProcessPoolExecutor(given.jobs) as pool:
+        bench = Bench(pool)
+        for name, case in chosen:
+            rows = bench.rows(case, given.seeds, given.references)
+            print(described(name, rows, case), flush=True)
+            figures[name] = [_values(row) for row in rows]
     write_json(given.json, figures)
 
 
-def _values(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without its curves."""
-    values: dict[str, Any] = {"case": row["case"]}
-    for who in ("planner", "oracle", "static"):
-        if row.get(who) is not None:
-            values[who] = {k: v for k, v in asdict(row[who]).items() if k != "summary"}
-    return values
-
-
-def _draw(file: Path, row: dict[str, Any], title: str) -> None:
-    runs = [row[who].summary for who in ("planner", "oracle", "static") if row.get(who)]
-    file.write_text(picture(runs, f"{title}: planner, oracle, best static graph"))
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: asdict(value) for key, value in row.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ PACKAGE = "dynamo_lite"
 ROWS = (
     ("protocol",),
     ("policy",),
-    ("runtime", "capacity"),
+    ("runtime",),
     ("queue", "transfer", "request_plane", "kv_events"),
     ("engine",),
     ("disagg",),

@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from dynamo_lite import __version__
 from dynamo_lite.cli import (
     access_commands,
-    capacity,
     config_commands,
     drain_commands,
     join_command,
@@ -77,7 +76,6 @@ app.command()(join_command.join)
 app.add_typer(planner_commands.app, name="planner", cls=_Group)
 app.command()(watch_commands.explain)
 app.command()(watch_commands.top)
-app.command()(capacity.simulate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     sidecar_command.sidecar
 )

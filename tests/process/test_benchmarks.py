@@ -43,7 +43,6 @@ def bench(name: str, *arguments: str) -> str:
     ("name", "sizes", "rows"),
     [
         ("router", ("--blocks=50000", "--questions=300", "--rounds=1"), ["prefixes matched"]),
-        ("capacity", ("--requests=1000", "--workers=4P6D"), ["10 workers, "]),
         ("sealed_frames", ("--frames=200", "--rounds=1"), ["150 bytes, back to back, sender"]),
         ("sealed_notices", ("--writes=5", "--rounds=2"), ["32 KiB: on", "8192 KiB: on"]),
     ],

@@ -1,4 +1,4 @@
-"""The engine of the capacity simulation: formulas, and an engine that makes every step."""
+"""The engine of `benchmarks.planner`: formulas, and an engine that makes every step."""
 
 from dataclasses import dataclass, field
 
@@ -6,39 +6,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.capacity.engine import EngineModel
-from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.histogram import Histogram
-from dynamo_lite.capacity.kv_pool import KvPool
-from dynamo_lite.capacity.request import TraceRequest
-from dynamo_lite.capacity.sequence import Sequence
-from dynamo_lite.capacity.timing import EngineLimits, StepTiming, steps_until, total_s
+from benchmarks.capacity.engine import EngineModel
+from benchmarks.capacity.events import Events
+from benchmarks.capacity.histogram import Histogram
+from benchmarks.capacity.load import Request
+from benchmarks.capacity.phase import Sequence, steps_until, total_s
+from benchmarks.capacity.timing import StepTiming, Timing
 
-TIMING = StepTiming(step_s=0.01, token_s=1e-5, attention_s=1e-9, stream_s=1e-4, kv_token_s=1e-7)
-BLOCK = 16
+STEP = StepTiming(step_s=0.01, token_s=1e-5, attention_s=1e-9, stream_s=1e-4, kv_token_s=1e-7)
+
+
+def timing(kv_tokens: int = 100_000, seqs: int = 64, batched: int = 512) -> Timing:
+    return Timing(step=STEP, kv_tokens=kv_tokens, max_num_seqs=seqs, max_num_batched_tokens=batched)
 
 
 @dataclass
 class Rig:
     """One engine, and when its requests had their first and last tokens."""
 
-    timing: StepTiming = TIMING
-    limits: EngineLimits = EngineLimits(  # noqa: RUF009
-        kv_tokens=100_000, max_num_seqs=64, max_num_batched_tokens=512
-    )
+    timing: Timing = field(default_factory=timing)
     first: dict[int, float] = field(default_factory=dict[int, float])
     last: dict[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
         self.events, self.gaps = Events(), Histogram()
-        self.pool = KvPool(self.limits.kv_tokens, BLOCK)
         self.engine = EngineModel(
             self.timing,
-            self.limits,
-            self.pool,
-            BLOCK,
             self.events,
-            admit=lambda sequence, cached: True,
+            admit=lambda _: True,
             on_computed=lambda one: self._note(self.first, one),
             on_end=lambda one: self._note(self.last, one),
             gaps=self.gaps,
@@ -48,8 +43,8 @@ class Rig:
         assert isinstance(sequence.note, int) and sequence.note not in times
         times[sequence.note] = self.events.now
 
-    def ask(self, number: int, at: float, prompt: int, output: int, hashes=()) -> None:
-        request = TraceRequest(at, prompt, output, hashes=hashes)
+    def ask(self, number: int, at: float, prompt: int, output: int) -> None:
+        request = Request(at, prompt, output)
         sequence = Sequence(request, prompt, output, note=number)
         self.events.at(at, self.engine.add, sequence)
 
@@ -63,8 +58,8 @@ def test_one_request_takes_exactly_the_time_of_the_formula():
     rig.ask(0, 3.0, 1300, 50)
     rig.run()
     chunks = [(512, 0), (512, 512), (276, 1024)]
-    prefill = sum(TIMING.one(tokens=p, attention=p * (c + p / 2)) for p, c in chunks)
-    decode = sum(TIMING.one(streams=1, kv=1300 + i) for i in range(49))
+    prefill = sum(STEP.one(tokens=p, attention=p * (c + p / 2)) for p, c in chunks)
+    decode = sum(STEP.one(streams=1, kv=1300 + i) for i in range(49))
     assert rig.first[0] == pytest.approx(3.0 + prefill, rel=1e-12)
     assert rig.last[0] == pytest.approx(3.0 + prefill + decode, rel=1e-12)
     assert rig.gaps.weight == 49
@@ -79,33 +74,18 @@ def test_a_long_prompt_pauses_a_stream_for_its_chunks():
     alone.run()
     beside.run()
     # Four chunks of at most 511 tokens, beside one stream.
-    harm = TIMING.token_s * 2000 + TIMING.attention_s * 2000 * 1000
+    harm = STEP.token_s * 2000 + STEP.attention_s * 2000 * 1000
     assert beside.last[0] - alone.last[0] == pytest.approx(harm)
-    assert beside.gaps.percentile(1.0) == pytest.approx(
-        TIMING.one(tokens=511, attention=511 * (1022 + 511 / 2), streams=1, kv=112), rel=0.02
-    )
-
-
-def test_a_cached_prefix_is_not_computed_again():
-    rig = Rig()
-    hashes = tuple(range(1, 63))
-    rig.ask(0, 0.0, 1000, 2, hashes)
-    rig.ask(1, 10.0, 1000, 2, hashes)
-    rig.run()
-    assert rig.first[1] - 10.0 == pytest.approx(
-        TIMING.one(tokens=8, attention=8 * (992 + 4)), rel=1e-9
-    )
 
 
 def test_memory_that_runs_out_preempts_the_newest_which_computes_again():
-    limits = EngineLimits(kv_tokens=400, max_num_seqs=8, max_num_batched_tokens=512)
-    rig = Rig(limits=limits)
+    rig = Rig(timing(400, seqs=8))
     rig.ask(0, 0.0, 150, 100)
     rig.ask(1, 0.0, 150, 100)
     rig.run()
     assert rig.engine.preemptions >= 1
     assert rig.last[0] < rig.last[1]
-    assert rig.pool.used == 0
+    assert rig.engine.used == 0
     assert rig.gaps.weight == 2 * 99
 
 
@@ -127,8 +107,7 @@ def test_the_step_at_a_time(first: float, growth: float, steps: int, part: float
 class Naive:
     """The same engine, step by step: what the phases must equal."""
 
-    limits: EngineLimits
-    timing: StepTiming = TIMING
+    timing: Timing
 
     def run(self, asks: list[tuple[float, int, int]]) -> tuple[list[float], list[float], float]:
         """Times of the first and the last tokens, and the sum of the gaps."""
@@ -148,8 +127,8 @@ class Naive:
 
     def scheduled(self) -> list[tuple[list[int], int]]:
         """The prompts of the next step, with their tokens."""
-        budget = self.limits.max_num_batched_tokens - len(self.decoding)
-        room = self.limits.max_num_seqs - len(self.computing) - len(self.decoding)
+        budget = self.timing.max_num_batched_tokens - len(self.decoding)
+        room = self.timing.max_num_seqs - len(self.computing) - len(self.decoding)
         chunks: list[tuple[list[int], int]] = []
         for one in self.computing:
             tokens = min(self.asks[one[0]][1] - one[1], budget)
@@ -166,7 +145,7 @@ class Naive:
         return chunks
 
     def step(self, chunks: list[tuple[list[int], int]]) -> None:
-        took = self.timing.one(
+        took = STEP.one(
             tokens=sum(tokens for _, tokens in chunks),
             attention=sum(tokens * (one[1] + tokens / 2) for one, tokens in chunks),
             streams=len(self.decoding),
@@ -203,10 +182,8 @@ ASKS = st.lists(
 def test_phases_are_the_steps_of_an_engine_that_makes_each(
     asks: list[tuple[float, int, int]], seqs: int, budget: int
 ):
-    limits = EngineLimits(
-        kv_tokens=10**6, max_num_seqs=seqs, max_num_batched_tokens=max(budget, seqs + 1)
-    )
-    rig = Rig(limits=limits)
+    limits = timing(10**6, seqs=seqs, batched=max(budget, seqs + 1))
+    rig = Rig(limits)
     for number, ask in enumerate(asks):
         rig.ask(number, *ask)
     rig.run()
@@ -218,16 +195,14 @@ def test_phases_are_the_steps_of_an_engine_that_makes_each(
 
 
 @settings(max_examples=60, deadline=None)
-@given(asks=ASKS, kv=st.integers(1021, 3000), shared=st.integers(0, 40))
+@given(asks=ASKS, kv=st.integers(1021, 3000))
 def test_every_sequence_ends_once_and_all_memory_comes_back(
-    asks: list[tuple[float, int, int]], kv: int, shared: int
+    asks: list[tuple[float, int, int]], kv: int
 ):
-    rig = Rig(limits=EngineLimits(kv_tokens=kv, max_num_seqs=8, max_num_batched_tokens=128))
-    for number, (at, prompt, output) in enumerate(asks):
-        own = range(1000 * (number + 1), 1000 * (number + 1) + prompt // BLOCK)
-        hashes = (*range(shared), *own)[: prompt // BLOCK]
-        rig.ask(number, at, prompt, output, hashes)
+    rig = Rig(timing(kv, seqs=8, batched=128))
+    for number, ask in enumerate(asks):
+        rig.ask(number, *ask)
     rig.run()
     assert rig.first.keys() == rig.last.keys() == set(range(len(asks)))
-    assert rig.pool.used == 0
+    assert rig.engine.used == 0
     assert rig.gaps.weight == sum(output - 1 for _, _, output in asks)

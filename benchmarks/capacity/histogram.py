@@ -56,9 +56,10 @@ class Histogram:
     def mean_s(self) -> float | None:
         return self.sum_s / self.weight if self.weight else None
 
-    def percentile(self, share: float) -> float | None:
-        """The value that `share` of the weight does not exceed; None without values."""
-        left = share * self.weight
+    @property
+    def median_s(self) -> float | None:
+        """The value that half of the weight does not exceed; None without values."""
+        left = self.weight / 2
         for bucket in sorted(self._weights):
             left -= self._weights[bucket]
             if left <= 1e-9 * self.weight:

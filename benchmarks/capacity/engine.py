@@ -10,38 +10,31 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-from dynamo_lite.capacity.events import Events
-from dynamo_lite.capacity.histogram import Histogram
-from dynamo_lite.capacity.kv_pool import KvPool
-from dynamo_lite.capacity.phase import Phase, composed
-from dynamo_lite.capacity.sequence import Sequence
-from dynamo_lite.capacity.sequence_memory import SequenceMemory
-from dynamo_lite.capacity.timing import EngineLimits, StepTiming
+from benchmarks.capacity.events import Events
+from benchmarks.capacity.histogram import Histogram
+from benchmarks.capacity.phase import Phase, Sequence, composed
+from benchmarks.capacity.timing import Timing
 
 
 class EngineModel:
-    """admit: called when a waiting sequence has memory, with the number of cached tokens; False:
-    its prompt is computed elsewhere, and `arrived` or `compute` follows. on_computed: the prompt is
-    computed, and the first token is there. on_end: the last token is there. gaps: gets the times
-    between tokens."""
+    """admit: called when a waiting sequence has memory; False: its prompt is computed elsewhere,
+    and `arrived` or `compute` follows. on_computed: the prompt is computed, and the first token is
+    there. on_end: the last token is there. gaps: gets the times between tokens."""
 
     def __init__(
         self,
-        timing: StepTiming,
-        limits: EngineLimits,
-        pool: KvPool,
-        block_tokens: int,
+        timing: Timing,
         events: Events,
         *,
-        admit: Callable[[Sequence, int], bool],
+        admit: Callable[[Sequence], bool],
         on_computed: Callable[[Sequence], None],
         on_end: Callable[[Sequence], None],
         gaps: Histogram,
     ):
-        self._timing, self._limits, self.pool = timing, limits, pool
-        self._memory = SequenceMemory(pool, block_tokens)
-        self._events, self._gaps = events, gaps
+        self._timing, self._events, self._gaps = timing, events, gaps
         self._admit, self._on_computed, self._on_end = admit, on_computed, on_end
+        #: KV tokens that sequences occupy.
+        self.used = 0
         self.waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
         #: In the order in which they were admitted.
@@ -55,27 +48,16 @@ class EngineModel:
         self._epoch = 0
         #: Whether a step is being completed or composed.
         self._between = False
-        self.steps = self.preemptions = 0
-        self.busy_s = 0.0
+        self.preemptions = 0
 
     @property
-    def streams(self) -> int:
-        """Number of decoding sequences."""
-        return self._streams
-
-    @property
-    def prefills_here(self) -> bool:
-        """Whether a prompt is computed here, or waits for memory or its turn."""
-        waiting = any(not sequence.remote for sequence in self._ready)
-        return bool(self._computing or self.waiting or waiting)
+    def usage(self) -> float:
+        return self.used / self._timing.kv_tokens
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence waits for memory and its turn; short ones wait before others."""
-        if sequence.short:
-            self.waiting.insert(sum(one.short for one in self.waiting), sequence)
-        else:
-            self.waiting.append(sequence)
-        self.wake()
+        """A new sequence waits for memory and its turn."""
+        self.waiting.append(sequence)
+        self._wake()
 
     def arrived(self, sequence: Sequence) -> None:
         """The KV of a sequence that `admit` sent elsewhere is here."""
@@ -85,13 +67,14 @@ class EngineModel:
     def compute(self, sequence: Sequence) -> None:
         """A sequence that `admit` sent elsewhere has to be computed here."""
         self._ready.append(sequence)
-        self.wake()
+        self._wake()
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the memory of a sequence that does not run."""
-        self._memory.release(sequence)
+        """Frees the memory of a sequence that has left."""
+        self._free(sequence)
+        self._wake()
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Checks for new memory or work."""
         if self._between:
             return
@@ -99,22 +82,23 @@ class EngineModel:
         if phase is None:
             self._begin()
             return
-        if len(self.running) >= self._limits.max_num_seqs:
+        if phase.chunks or len(self.running) >= self._timing.max_num_seqs:
             return
-        if not phase.open and not (self._short_waits() and not phase.chunks[0][0].short):
-            return
-        if not self._ready and not (self.waiting and self._memory.fits(self.waiting[0])):
+        if not self._ready and not self._next_fits():
             return
         if phase.shorten(self._events.now):
             self._schedule(phase)
+
+    def _next_fits(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].context <= self._timing.kv_tokens - self.used
 
     def _begin(self) -> None:
         """Starts the next phase, as vLLM's scheduler composes a step."""
         self._between = True
         self._make_room()
         chunks: list[tuple[Sequence, int]] = []
-        budget = self._limits.max_num_batched_tokens - self._streams
-        for sequence in self._in_turn():
+        budget = self._timing.max_num_batched_tokens - self._streams
+        for sequence in self._computing:
             if budget <= 0:
                 break
             tokens = min(sequence.context - sequence.computed, budget)
@@ -128,29 +112,19 @@ class EngineModel:
         self._phase = phase = self._composed(chunks, joining, budget)
         self._schedule(phase)
 
-    def _short_waits(self) -> bool:
-        return bool(self.waiting) and self.waiting[0].short and self._memory.fits(self.waiting[0])
-
-    def _in_turn(self) -> list[Sequence]:
-        """The running prompts that this step computes: long ones skip it while there are short
-        ones, as in `vllm/engine/short_first.py`."""
-        short = [sequence for sequence in self._computing if sequence.short]
-        if not short and len(self.running) < self._limits.max_num_seqs and self._short_waits():
-            return []
-        return short or self._computing
-
     def _start_waiting(
         self, chunks: list[tuple[Sequence, int]], budget: int
     ) -> tuple[list[Sequence], int]:
         """Starts sequences while the step has tokens left. Returns those whose KV has come."""
         joining: list[Sequence] = []
-        while budget > 0 and len(self.running) < self._limits.max_num_seqs:
+        while budget > 0 and len(self.running) < self._timing.max_num_seqs:
             if self._ready:
                 sequence = self._ready.popleft()
-            elif self.waiting and self._memory.fits(self.waiting[0]):
+            elif self._next_fits():
                 sequence = self.waiting.popleft()
-                cached = self._memory.take(sequence)
-                if not self._admit(sequence, cached):
+                sequence.memory = sequence.context
+                self.used += sequence.context
+                if not self._admit(sequence):
                     continue
             else:
                 break
@@ -179,9 +153,9 @@ class EngineModel:
         if joining or self._resumed:
             steps = 1
         if self._streams:
-            steps = min(steps, max(self.pool.free // self._streams, 1))
+            steps = min(steps, max((self._timing.kv_tokens - self.used) // self._streams, 1))
         return composed(
-            self._timing,
+            self._timing.step,
             self._events.now,
             steps,
             chunks,
@@ -204,16 +178,13 @@ class EngineModel:
         if epoch != self._epoch or self._phase is None:
             return
         phase, self._phase, self._between = self._phase, None, True
-        steps, streams = phase.steps, phase.streams
-        self.steps += steps
-        self._step += steps
-        self.busy_s += self._events.now - phase.began
-        self._kv_tokens += streams * steps
-        if streams:
-            self.pool.grow(streams * steps)
+        grown = phase.streams * phase.steps
+        self._step += phase.steps
+        self._kv_tokens += grown
+        self.used += grown
         self._note_gaps(phase)
         for sequence, tokens in phase.chunks:
-            sequence.computed += tokens * steps
+            sequence.computed += tokens * phase.steps
             if sequence.computed == sequence.context:
                 self._computed(sequence)
         for sequence in phase.joining:
@@ -242,7 +213,6 @@ class EngineModel:
     def _first_step(self, sequence: Sequence) -> None:
         """A sequence with KV from elsewhere has computed its last prompt token."""
         sequence.remote = False
-        self._memory.keep_blocks(sequence)
         if sequence.first_at is None:
             sequence.first_at = self._events.now
             self._on_computed(sequence)
@@ -252,7 +222,6 @@ class EngineModel:
 
     def _computed(self, sequence: Sequence) -> None:
         self._computing.remove(sequence)
-        self._memory.keep_blocks(sequence)
         if not sequence.left:
             del self.running[sequence]
             self._on_computed(sequence)
@@ -281,21 +250,25 @@ class EngineModel:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence]
-        self.release(sequence)
+        self._free(sequence)
         self._on_end(sequence)
 
+    def _free(self, sequence: Sequence) -> None:
+        self.used -= sequence.memory
+        sequence.memory = 0
+
     def _unjoin(self, sequence: Sequence) -> None:
-        """A sequence no longer decodes. Then `own` counts its memory."""
+        """A sequence does not decode any more. Then `memory` is all that it occupies."""
         grown = self._step - sequence.joined
         self._streams -= 1
         self._kv_tokens -= sequence.computed + grown
-        sequence.own += grown
+        sequence.memory += grown
         sequence.left = sequence.ends - self._step
         sequence.ends = -1
 
     def _make_room(self) -> None:
         """Preempts the newest sequences until all others can grow by a token."""
-        while self._streams and self.pool.free < self._streams:
+        while self._streams and self._timing.kv_tokens - self.used < self._streams:
             sequence = next(reversed(self.running))
             del self.running[sequence]
             self.preemptions += 1
@@ -308,5 +281,5 @@ class EngineModel:
             request = sequence.request
             sequence.context = request.prompt_tokens + request.output_tokens - sequence.left
             sequence.computed, sequence.remote = 0, False
-            self.release(sequence)
+            self._free(sequence)
             self.waiting.appendleft(sequence)
