@@ -14,7 +14,6 @@ from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
-from dynamo_lite.vllm.engine.scratch import make_scratch
 from gpu_check.report import CheckFailed
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 8, 256, 4, 16, 128
@@ -39,7 +38,6 @@ class Pool:
         started = time.perf_counter()
         self.mover.register([(storage.data_ptr(), storage.nbytes())], memory, index)
         self.registered_s = time.perf_counter() - started
-        self.scratch = make_scratch(self.mover, self.device)
         self.rank = RankMetadata(
             agent=self.mover.metadata(),
             memory=memory,
@@ -49,7 +47,6 @@ class Pool:
                 for layer in range(LAYERS)
                 for region in regions(f"layer {layer}", self.tensor[layer])
             ),
-            scratch=self.scratch.region,
         )
 
     @property

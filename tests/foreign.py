@@ -27,7 +27,6 @@ from dynamo_lite.protocol.prefill import (
     Claim,
     FirstToken,
     Leave,
-    Listen,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -91,7 +90,6 @@ def forged() -> list[bytes]:
         encode_sealed(WriterStays(attempt=attempt, writer_lease_id=1, for_s=9.0)),
         encode_sealed(FirstToken(attempt=attempt, request_id="r1", token_id=1)),
         encode_sealed(Leave(lease_id=1)),
-        encode_sealed(Listen(writer_lease_id=1, for_s=9.0)),
         encode_sealed(
             RemotePrefillRequest(
                 engine_id="e1",

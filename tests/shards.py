@@ -9,7 +9,6 @@ from dynamo_lite.disagg.prefill.staging import Transposer
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
-from dynamo_lite.transfer.scratch import HostScratch
 
 BLOCK_TOKENS, HEAD_SIZE, LAYERS = 8, 3, 4
 
@@ -59,7 +58,6 @@ class ShardedEngine:
     ):
         self.shards: list[list[Shard]] = []
         self.ranks: list[RankMetadata] = []
-        self.scratch: list[HostScratch] = []
         self.movers = list(movers.values())
         self._keep: list[list[np.ndarray]] = []
         each = LAYERS // shape.pipeline
@@ -71,14 +69,12 @@ class ShardedEngine:
             made = [self._layer(layer, mine, shape, blocks, mover) for layer in layers]
             self.shards.append([shard for shard, _ in made])
             regions = tuple(region for _, found in made for region in found)
-            self.scratch.append(scratch := HostScratch(mover))
             self.ranks.append(
                 RankMetadata(
                     agent=mover.metadata(),
                     memory="DRAM",
                     device=0,
                     regions=regions,
-                    scratch=scratch.region,
                 )
             )
             if truth:

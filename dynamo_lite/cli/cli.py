@@ -222,13 +222,10 @@ def ps(
     STATE is ready, starting, draining, unwell (it cannot work; see its log) or silent (its
     status server does not respond).
 
-    With --links: list each prefill worker with each decode engine, by their leases. Before a
-    prefill worker writes KV into a decode engine for the first time, it tests the link: it
-    writes a pattern into scratch memory there and reads it back. STATE is ok, failed (the link
-    is not used and is tested again later; DETAIL shows why) or untested. LANES is the number
-    of pairs of ranks, FIRST CONTACT the time to connect them, ROUND TRIP the time of a second
-    test. The last lines show how many prefill workers each decode engine can use: those whose
-    link has not failed.
+    With --links: list each prefill worker with each decode engine, by their leases. STATE is ok
+    or failed: the prefill worker takes no jobs of this engine until NEXT TRY, because a transfer
+    has failed or the engines do not fit; DETAIL shows why. The last lines show how many prefill
+    workers each decode engine can use: those whose link has not failed.
     """
     import asyncio
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynamo_lite.overview.compose import link_state, state_of
+from dynamo_lite.overview.compose import state_of
 from dynamo_lite.overview.fetch import fetch_health
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
@@ -23,7 +23,7 @@ from dynamo_lite.serve.secret_file import running_secret
 _MEMBER_COLUMNS = (
     *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
 )
-_LINK_COLUMNS = ("prefill", "decode", "state", "lanes", "first_contact", "round_trip", "detail")
+_LINK_COLUMNS = ("prefill", "decode", "state", "next_try", "detail")
 _UNKNOWN = "-"
 
 T = TypeVar("T")
@@ -142,11 +142,11 @@ def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[
 def as_link_rows(
     prefill_leases: Iterable[int], engines: Iterable[EngineMetadata], links: Iterable[LinkRecord]
 ) -> list[dict[str, Any]]:
-    """One row of plain values per pair; times in seconds, None where nothing is known."""
-    known = {(link.prefill_lease_id, link.engine_id): link for link in links}
+    """One row of plain values per pair."""
+    failed = {(link.prefill_lease_id, link.engine_id): link for link in links}
     pairs = [(lease_id, engine) for lease_id in prefill_leases for engine in engines]
     return [
-        _link_row(lease_id, engine, known.get((lease_id, engine.engine_id)))
+        _link_row(lease_id, engine, failed.get((lease_id, engine.engine_id)))
         for lease_id, engine in pairs
     ]
 
@@ -186,6 +186,11 @@ def as_time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
+def as_next_try(at: float | None) -> str:
+    """Of a failed link: time of day. at: see `LinkRecord`."""
+    return "never" if at is None else time.strftime("%H:%M:%S", time.localtime(at))
+
+
 def as_clock(at: float) -> str:
     """Time of day, with milliseconds. at: seconds since the epoch."""
     return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
@@ -211,29 +216,16 @@ def _link_row(lease_id: int, engine: EngineMetadata, link: LinkRecord | None) ->
         "prefill": f"{lease_id:x}",
         "decode": f"{engine.lease_id:x}",
         "engine": engine.engine_id,
-        "state": link_state(link),
-        "lanes": link and (link.lanes or None),
-        "first_contact_s": link and (link.contact_s or None),
-        "round_trip_s": link and (link.round_trip_s or None),
-        "detail": link.detail if link else "",
-        "checked_at": link and link.checked_at,
+        "state": "ok" if link is None else "failed",
+        "detail": "" if link is None else link.detail,
+        "next_try": None if link is None else link.next_try,
     }
 
 
 def _link_cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["prefill"],
-        row["decode"],
-        row["state"],
-        _UNKNOWN if row["lanes"] is None else str(row["lanes"]),
-        _milliseconds(row["first_contact_s"]),
-        _milliseconds(row["round_trip_s"]),
-        row["detail"],
-    ]
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return _UNKNOWN if seconds is None else f"{seconds * 1000:.1f} ms"
+    failed = row["state"] == "failed"
+    next_try = as_next_try(row["next_try"]) if failed else _UNKNOWN
+    return [row["prefill"], row["decode"], row["state"], next_try, row["detail"]]
 
 
 def _age(age_s: float) -> str:

@@ -7,12 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_lite.cli.listing import as_time
+from dynamo_lite.cli.listing import as_next_try, as_time
 from dynamo_lite.overview.compose import ELSEWHERE
 from dynamo_lite.overview.model import Latency, Overview, Planned, RoleEngines
 
 _NOTHING = "-"
-_STATES = {"ready": "green", "ok": "green", "starting": "yellow", "draining": "yellow"}
+_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow"}
 _WRONG = "bold red"
 
 
@@ -20,7 +20,7 @@ def as_frame(seen: Overview) -> RenderableType:
     """All sections, separated by empty lines."""
     parts: list[RenderableType] = [_headline(seen)]
     parts += [Text(f"! {sentence}", style=_WRONG) for sentence in seen.trouble]
-    for section in (_workers(seen), _flow(seen), _decisions(seen), _links(seen)):
+    for section in (_workers(seen), _flow(seen), _decisions(seen), _failed_links(seen)):
         parts += ["", section]
     if seen.planner is not None:
         parts += ["", _planner(seen.planner)]
@@ -103,14 +103,13 @@ def _decisions(seen: Overview) -> RenderableType:
     return table
 
 
-def _links(seen: Overview) -> RenderableType:
-    if not seen.links:
-        return Text("no links", style="dim")
-    table = _table(("PREFILL", "DECODE", "LINK", "LANES", "ROUND TRIP", "DETAIL"), ("LANES",))
-    for link in seen.links:
-        trip = _NOTHING if link.round_trip_s is None else as_time(link.round_trip_s)
-        lanes = str(link.lanes or _NOTHING)
-        table.add_row(link.prefill, link.decode, _state(link.state), lanes, trip, link.detail)
+def _failed_links(seen: Overview) -> RenderableType:
+    if not seen.failed_links:
+        return Text("no failed links", style="dim")
+    table = _table(("PREFILL", "DECODE", "NEXT TRY", "FAILED LINK"))
+    for link in seen.failed_links:
+        row = link.prefill, link.decode, as_next_try(link.next_try), link.detail
+        table.add_row(*row, style=_WRONG)
     return table
 
 

@@ -76,21 +76,13 @@ class PrefixRead:
 
 
 @dataclass
-class LinkTestOrder:
-    """Test the link to an engine; see `LinkTest`."""
-
-    order: str
-    target_engine: str
-
-
-@dataclass
 class PrefillStep:
     """To the ranks of a prefill engine."""
 
     writes: list[BlockWrite] = field(default_factory=list)
     reads: list[PrefixRead] = field(default_factory=list)
-    #: Metadata (msgpack) by engine id, in the first step that needs it, and with link tests.
-    #: The ranks keep it until `forget` names the engine.
+    #: Metadata (msgpack) by engine id, in the first step that needs it. The ranks keep it until
+    #: `forget` names the engine.
     targets: dict[str, bytes] = field(default_factory=dict)
     #: This engine's metadata (msgpack), with every target. Empty if the engine has one rank,
     #: which knows its own.
@@ -102,7 +94,6 @@ class PrefillStep:
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
     #: Attempts whose blocks are about to be reused.
     preempted: list[str] = field(default_factory=list)
-    link_tests: list[LinkTestOrder] = field(default_factory=list)
 
 
 @dataclass
@@ -118,20 +109,6 @@ class RankResults:
 
 
 @dataclass
-class RankLink:
-    """One rank's result of a link test."""
-
-    #: Why the link cannot be used; None if it works.
-    failure: str | None
-    #: Number of ranks that this rank writes KV to.
-    lanes: int = 0
-    #: Of the slowest of them, in seconds; see `LinkRecord`.
-    contact_s: float = 0.0
-    #: Of the slowest of them, in seconds; see `LinkRecord`.
-    round_trip_s: float = 0.0
-
-
-@dataclass
 class WorkerReport:
     """From the ranks to the scheduler half."""
 
@@ -139,8 +116,8 @@ class WorkerReport:
     failures: dict[str, str] = field(default_factory=dict)
     #: Blocks that have arrived of a lost request's attempt, from the first one on, by request.
     landed: dict[str, int] = field(default_factory=dict)
-    #: Results of link tests, by order and rank.
-    links: dict[str, dict[int, RankLink]] = field(default_factory=dict)
+    #: Why a transfer with a decode engine failed, by engine.
+    broken: dict[str, str] = field(default_factory=dict)
     #: Engines whose metadata a rank should have but does not.
     unknown: set[str] = field(default_factory=set)
 
@@ -149,9 +126,5 @@ class WorkerReport:
         landed = {**self.landed, **other.landed}
         for request_id in self.landed.keys() & other.landed.keys():
             landed[request_id] = min(self.landed[request_id], other.landed[request_id])
-        links = {
-            order: {**self.links.get(order, {}), **other.links.get(order, {})}
-            for order in self.links.keys() | other.links.keys()
-        }
-        failures = {**self.failures, **other.failures}
-        return WorkerReport(failures, landed, links, self.unknown | other.unknown)
+        failures, broken = self.failures | other.failures, self.broken | other.broken
+        return WorkerReport(failures, landed, broken, self.unknown | other.unknown)

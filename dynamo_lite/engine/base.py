@@ -12,7 +12,7 @@ from typing import Protocol
 from dynamo_lite.kv_events.publisher import Holdings
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import KvChange
-from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, Listen, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.runtime.permits import Permit
@@ -44,20 +44,11 @@ class AttemptOutcome:
     written_at: float | None = None
 
 
-@dataclass(frozen=True)
-class LinkReport:
-    """The result of a link test."""
-
-    #: Why no KV can be written into the decode engine; None if it can. Other fields: see
-    #: `LinkRecord`.
-    failure: str | None = None
-    lanes: int = 0
-    contact_s: float = 0.0
-    round_trip_s: float = 0.0
-
-
 #: Takes the token that follows a job's prompt.
 OnFirstToken = Callable[[int], Awaitable[None]]
+
+#: Takes the id of a decode engine, and why a transfer with it failed.
+OnBrokenLink = Callable[[str, str], None]
 
 
 class KvEvents(Holdings, Protocol):
@@ -100,13 +91,6 @@ class DecodeEngine(Engine, GenerateHandler, Protocol):
         """None if the engine does not publish its blocks."""
         ...
 
-    async def listen(self, listen: Listen) -> None:
-        """A prefill worker tests its link. Only with metadata.
-
-        Raises Unavailable or DeadlineExceeded.
-        """
-        ...
-
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         """A prefill worker has sampled a request's first token. Returns what is to be sent to the
         client now; `steps` leaves that out then. Only with metadata.
@@ -126,8 +110,12 @@ class DecodeEngine(Engine, GenerateHandler, Protocol):
 class PrefillEngine(Engine, Protocol):
     """Computes prompts and writes their KV into other engines' blocks."""
 
-    async def run_prefills(self) -> None:
-        """Drives the engine; must run while `prefill` is awaited. Raises EngineDied."""
+    async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
+        """Drives the engine; must run while `prefill` is awaited. Raises EngineDied.
+
+        on_broken_link: called when the first contact with a decode engine, a write or a read has
+        failed, before the attempts end for which it did.
+        """
         ...
 
     async def prefill(
@@ -146,12 +134,9 @@ class PrefillEngine(Engine, Protocol):
         """
         ...
 
-    async def test_link(self, target: EngineMetadata) -> LinkReport:
-        """Tests the link to a decode engine, which must listen: see `Listen`.
-
-        `run_prefills` must be running. Raises IncompatiblePeer for a target that it must not write
-        to; Unavailable, DeadlineExceeded or ProtocolError when this engine could not be reached.
-        """
+    def check_peer(self, target: EngineMetadata) -> None:
+        """Raises IncompatiblePeer, with both sides named, for a decode engine that it must not
+        write to."""
         ...
 
     def forget(self, engine_ids: Sequence[str]) -> None:

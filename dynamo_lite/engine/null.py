@@ -10,7 +10,7 @@ import msgspec
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, Listen
+from dynamo_lite.protocol.prefill import EngineStatus, FirstToken
 from dynamo_lite.protocol.records import EngineMetadata
 
 
@@ -83,9 +83,6 @@ class NullEngine:
 
     async def describe(self) -> EngineStatus:
         raise Unavailable("a null engine has no process of its own")
-
-    async def listen(self, listen: Listen) -> None:
-        raise Unavailable("a null engine takes no remote KV")
 
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         """A null engine asks no prefill worker."""

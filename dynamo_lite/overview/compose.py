@@ -9,8 +9,8 @@ import msgspec
 from dynamo_lite.overview.history import CounterHistory, Window
 from dynamo_lite.overview.model import (
     Decisions,
+    FailedLink,
     Latency,
-    LinkStatus,
     LiveProcess,
     Overview,
     Planned,
@@ -94,11 +94,6 @@ def state_of(facts: Mapping[str, Any]) -> str:
     return state if state in ("starting", "draining") else "silent"
 
 
-def link_state(link: LinkRecord | None) -> str:
-    """ok or failed, as the pair was last tested; untested without a record."""
-    return "untested" if link is None else "ok" if link.ok else "failed"
-
-
 def compose(seen: OverviewInputs, history: CounterHistory) -> Overview:
     """Composes the overview.
 
@@ -124,7 +119,7 @@ def compose(seen: OverviewInputs, history: CounterHistory) -> Overview:
         itl=_latency(lately, ITL),
         tokens=_tokens(recent),
         transfers=_transfers(latest, recent),
-        links=_links(seen),
+        failed_links=_failed_links(seen),
         planner=_planner(seen),
         trouble=seen.trouble,
     )
@@ -281,20 +276,15 @@ def _planner(seen: OverviewInputs) -> Planned | None:
         return None
 
 
-def _links(seen: OverviewInputs) -> list[LinkStatus]:
-    """The tested pairs of live processes.
-
-    A pair without a record is not listed: the decode worker may do no remote prefills.
-    """
+def _failed_links(seen: OverviewInputs) -> list[FailedLink]:
+    """Those of live processes."""
     live = {member.lease_id for member in seen.members}
     return [
-        LinkStatus(
+        FailedLink(
             prefill=f"{link.prefill_lease_id:x}",
             decode=f"{link.decode_lease_id:x}",
-            state=link_state(link),
-            lanes=link.lanes,
-            round_trip_s=link.round_trip_s or None,
             detail=link.detail,
+            next_try=link.next_try,
         )
         for link in sorted(seen.links, key=lambda link: (link.prefill_lease_id, link.engine_id))
         if {link.prefill_lease_id, link.decode_lease_id} <= live

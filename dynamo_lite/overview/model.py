@@ -83,17 +83,16 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
     total_jobs: int = 0
 
 
-class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Last test of the link from a prefill worker to a decode worker."""
+class FailedLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill worker does not use its link to a decode worker."""
 
     #: Lease, hexadecimal.
     prefill: str
     decode: str
-    #: ok or failed.
-    state: str
-    lanes: int = 0
-    round_trip_s: float | None = None
-    detail: str = ""
+    #: Why.
+    detail: str
+    #: When it is used again, in seconds since the epoch; None: never.
+    next_try: float | None = None
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +137,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     itl: Latency = Latency()
     tokens: Tokens = Tokens()
     transfers: Transfers = Transfers()
-    links: list[LinkStatus] = []
+    failed_links: list[FailedLink] = []
     #: None without a planner.
     planner: Planned | None = None
     #: Sentences about what cannot be seen now.

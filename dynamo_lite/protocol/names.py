@@ -105,7 +105,7 @@ def links_prefix(namespace: str) -> str:
 
 
 def link_key(namespace: str, prefill_lease_id: int, engine_id: str) -> str:
-    """A prefill worker's test result of its link to a decode engine."""
+    """There while the prefill worker does not use its link to the decode engine."""
     return f"{links_prefix(namespace)}{prefill_lease_id:x}:{engine_id}"
 
 
@@ -173,21 +173,6 @@ def leave_subject(namespace: str, engine_id: str) -> str:
     return f"{namespace}_engine.{engine_id}.leave"
 
 
-def preflight_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a prefill worker to its engine: test the link to a decode engine."""
-    return f"{namespace}_engine.{engine_id}.preflight"
-
-
-def listen_subject(namespace: str, engine_id: str) -> str:
-    """Requests from prefill workers to a decode worker: a link to your engine is being tested."""
-    return f"{namespace}_engine.{engine_id}.listen"
-
-
 def first_token_subject(namespace: str, engine_id: str) -> str:
     """Notices from prefill workers to a decode worker: a first token of an answer."""
     return f"{namespace}_engine.{engine_id}.first_token"
-
-
-def poll_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a decode worker to its engine: a link to you is being tested, so poll."""
-    return f"{namespace}_engine.{engine_id}.poll"

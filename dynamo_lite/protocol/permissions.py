@@ -62,7 +62,7 @@ def _frontend(namespace: str) -> Permissions:
             names.health_subject(namespace, _DECODE),
             names.kv_subject(namespace, _DECODE),
         ),
-        # The dashboard shows all members and links.
+        # The dashboard shows all members and failed links.
         read=(
             names.components_prefix(namespace),
             names.links_prefix(namespace),
@@ -89,13 +89,12 @@ def _router(namespace: str) -> Permissions:
 def _decode_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
     shared = (names.backlog_subject(namespace), names.depth_subject(namespace))
-    own_engine = (names.leave_subject, names.poll_subject, names.describe_subject)
+    own_engine = (names.leave_subject, names.describe_subject)
     from_others = (
         names.claim_subject,
         names.writer_done_subject,
         names.writer_stays_subject,
         names.explain_subject,
-        names.listen_subject,
         names.first_token_subject,
     )
     return Permissions(
@@ -130,19 +129,19 @@ def _decode_worker(namespace: str) -> Permissions:
 
 def _prefill_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
-    own_engine = (names.describe_subject, names.preflight_subject)
+    describe = _of_any(names.describe_subject, namespace)
     to_others = (
         names.claim_subject,
         names.writer_done_subject,
         names.writer_stays_subject,
-        names.listen_subject,
         names.first_token_subject,
     )
     return Permissions(
         _PREFILL,
         publish=(
             names.health_subject(namespace, _PREFILL),
-            *(_of_any(name, namespace) for name in (*own_engine, *to_others)),
+            describe,
+            *(_of_any(name, namespace) for name in to_others),
             *_queue_api(stream),
             f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
             f"$JS.ACK.{stream}.>",
@@ -150,7 +149,7 @@ def _prefill_worker(namespace: str) -> Permissions:
         subscribe=(
             _of_any(names.cancel_subject, namespace),
             _of_any(names.alive_subject, namespace),
-            *(_of_any(name, namespace) for name in own_engine),
+            describe,
             names.backlog_subject(namespace),
         ),
         read=(names.components_prefix(namespace), names.nixl_metadata_prefix(namespace)),

@@ -3,7 +3,7 @@
 A remote prefill is one *attempt*: a fresh id per try of a request. Each message about an attempt
 names it; one about an attempt that is not current is refused or ignored, never applied. The decode
 engine is in the message, in its subject, or is the receiver. Messages between a worker and its own
-engine, and those of a link test, name no attempt.
+engine name no attempt.
 """
 
 from typing import Annotated, Literal
@@ -168,25 +168,6 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
-class LinkTest(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to its own engine: test the link to this decode engine."""
-
-    #: Unique name of this test among all workers.
-    order: AttemptId
-    target: EngineMetadata
-
-
-class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to a decode worker, which passes it on to its engine: poll for transfers for
-    `for_s` seconds, also if there is nothing to compute. 0: the test is over.
-
-    An engine that makes no steps does not advance its transfers, either.
-    """
-
-    writer_lease_id: LeaseId
-    for_s: Annotated[float, msgspec.Meta(ge=0, le=10)]
-
-
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """The same `length` bytes, from `offset` on, in each block of several regions of a rank."""
 
@@ -264,6 +245,4 @@ decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
 decode_stay_reply: Decoder[StayAccepted | StayRefused] = Decoder(StayAccepted | StayRefused)
 decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
 decode_leave: Decoder[Leave] = SealedDecoder(Leave)
-decode_link_test: Decoder[LinkTest] = SealedDecoder(LinkTest)
-decode_listen: Decoder[Listen] = SealedDecoder(Listen)
 decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)

@@ -145,29 +145,16 @@ def bytes_of_head(region: KvRegion) -> int:
     )
 
 
-class Scratch(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a rank outside all blocks, where writers test their link to the rank.
-
-    `slots` contiguous slots of `slot_bytes` each, from `base` on.
-    """
-
-    base: Natural
-    slots: Positive
-    slot_bytes: Positive
-
-
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's NIXL agent and KV pool."""
 
     #: NIXL's own metadata blob (base64 in JSON).
     agent: bytes
-    #: NIXL memory type, "DRAM" or "VRAM", also of `scratch`.
+    #: NIXL memory type, "DRAM" or "VRAM".
     memory: str
-    #: Device index, also of `scratch`.
+    #: Device index.
     device: Natural
     regions: tuple[KvRegion, ...]
-    #: Without it no writer writes into the rank's blocks.
-    scratch: Scratch | None = None
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,27 +174,19 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill worker's test result of its link to a decode engine.
+    """A prefill worker does not use its link to a decode engine: a transfer over it has failed, or
+    the engines do not fit.
 
-    At `names.link_key(...)`, under the prefill worker's lease.
+    At `names.link_key(...)`, under the prefill worker's lease, for as long as that is so.
     """
 
     prefill_lease_id: LeaseId
     engine_id: str
     decode_lease_id: LeaseId
-    #: Whether it writes KV to that engine.
-    ok: bool
-    #: Why not.
-    detail: str = ""
-    #: Pairs of a writing rank and a receiving rank.
-    lanes: Natural = 0
-    #: From the first contact until the test pattern had been read back; of the slowest pair; 0 if
-    #: not tested.
-    contact_s: float = 0.0
-    #: The same once more, over the established connection.
-    round_trip_s: float = 0.0
-    #: Seconds since the epoch, for display only.
-    checked_at: float = 0.0
+    #: Why.
+    detail: Annotated[str, msgspec.Meta(min_length=1)]
+    #: When it is used again, in seconds since the epoch, for display only; None: never.
+    next_try: float | None = None
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,15 +213,14 @@ def decode_engine(data: bytes) -> EngineMetadata:
     if record.checksum != _checksum(raw):
         raise ProtocolError("the engine's metadata was changed: its checksum does not match")
     metadata = decode_json(raw, EngineMetadata)
-    check_engine(metadata)
+    _check_engine(metadata)
     return metadata
 
 
-def check_engine(metadata: EngineMetadata) -> None:
+def _check_engine(metadata: EngineMetadata) -> None:
     """Raises ProtocolError when the memory layout that it describes is impossible."""
     for rank in metadata.ranks:
         _check_regions(rank, metadata.num_blocks)
-        _check_scratch(rank, metadata.num_blocks)
         for region in rank.regions:
             _check_arrays(region, metadata.block_size_tokens)
 
@@ -292,15 +270,3 @@ def _end_of_array(region: KvRegion, array: KvArray) -> int:
         + (array.items - 1) * array.item_stride
         + array.item_bytes
     )
-
-
-def _check_scratch(rank: RankMetadata, num_blocks: int) -> None:
-    """Scratch memory must not overlap the blocks."""
-    if (scratch := rank.scratch) is None:
-        return
-    end = scratch.base + scratch.slots * scratch.slot_bytes
-    if end > _LIMIT:
-        raise ProtocolError(f"impossible scratch memory: {scratch}")
-    for region in rank.regions:
-        if scratch.base < _end(region, num_blocks) and region.base < end:
-            raise ProtocolError(f"scratch memory overlaps the blocks of layer {region.layer}")

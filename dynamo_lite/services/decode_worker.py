@@ -16,7 +16,7 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_first_token, decode_listen
+from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_first_token
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.address import is_loopback
@@ -217,9 +217,6 @@ class VllmWorker:
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
             engine_id = engine.metadata.engine_id
-            listen = names.listen_subject(namespace, engine_id)
-            on_listen = counted(self._on_listen, "listen", host.drops)
-            await self._stack.enter_async_context(host.messaging.serve(listen, on_listen))
             first_token = names.first_token_subject(namespace, engine_id)
             on_first_token = counted(self._on_first_token, "first_token", host.drops)
             await self._stack.enter_async_context(host.messaging.serve(first_token, on_first_token))
@@ -236,12 +233,6 @@ class VllmWorker:
         await host.register(
             "generate", stream=server.stream_address, certificate=fingerprint, model=model
         )
-
-    async def _on_listen(self, payload: bytes) -> bytes:
-        """There is no answer if the engine could not be reached; its process logs why."""
-        assert self._engine is not None
-        await self._engine.listen(decode_listen(payload))
-        return b""
 
     async def _on_first_token(self, payload: bytes) -> None:
         assert self._engine is not None

@@ -1,7 +1,6 @@
 """The prefill worker: pulls jobs, computes them, and writes the KV into decode engines' blocks."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,12 +12,12 @@ from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.decision.lanes import BEFORE_LONG
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
@@ -31,12 +30,7 @@ from dynamo_lite.services.vllm_backend import VllmBackend
 from dynamo_lite.services.worker_parts import follow_backlog, start_heartbeats
 from dynamo_lite.transfer.directory import MetadataDirectory
 
-logger = logging.getLogger(__name__)
-
 _DEPTH_PERIOD_S = 2.0
-#: How long the start waits for the link tests of present decode engines. A test ends within 30 s
-#: by itself, also with an engine that hangs.
-_FIRST_TESTS_S = 30.0
 #: The component whose blocks are written.
 _DECODE_COMPONENT = "VllmWorker"
 
@@ -55,7 +49,6 @@ class PrefillWorker:
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._jobs: PrefillJobs | None = None
-        self._links: PeerLinks | None = None
         self._fence: FenceUpdater | None = None
         self._probe: EngineProbe | None = None
         self._heartbeat: HeartbeatPublisher | None = None
@@ -69,7 +62,12 @@ class PrefillWorker:
         host.progress("loading the model")
         enter = self._stack.enter_async_context
         engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
-        host.spawn(engine.run_prefills(), "engine-steps")
+        directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
+        links = PeerLinks(host, engine, directory)
+        prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
+        decoders = await enter(Roster(host.store, prefix, host.drops))
+        decoders.on_change(lambda _joined, left: links.forget_leases(left))
+        host.spawn(engine.run_prefills(links.broke), "engine-steps")
         self._probe = probe = EngineProbe(
             engine,
             host.messaging,
@@ -79,8 +77,6 @@ class PrefillWorker:
             on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
-        directory = await self._open_directory(host, engine)
-        self._links = links = PeerLinks(host, engine, directory)
         self._jobs = updater.jobs = jobs = PrefillJobs(
             namespace=self._spec.namespace,
             lease_id=host.lease.id,
@@ -103,7 +99,9 @@ class PrefillWorker:
         await enter(host.messaging.serve(cancel, on_cancel))
         alive = names.alive_subject(self._spec.namespace, host.lease.id)
         await enter(host.messaging.serve(alive, _on_alive))
-        await self._test_links(host, links)
+        # So that decode engines that do not fit know it from the start.
+        host.spawn(links.run(), "links")
+        await until_listed(links.listed, "decode engines")
         await host.register("prefill", model=engine.model)
         self._heartbeat = start_heartbeats(host, probe, probe.run())
         for index in range(self._config.concurrency):
@@ -143,31 +141,6 @@ class PrefillWorker:
             "jobs": len(self._jobs.working),
             "busy_s": self._jobs.busy_s(),
         }
-
-    async def _test_links(self, host: Host, links: PeerLinks) -> None:
-        """So that decode engines with a failed link know it from the start."""
-        host.spawn(links.run(), "links")
-        host.progress("testing the links to decode engines")
-        if late := await links.first_tries(_FIRST_TESTS_S):
-            logger.warning(
-                "the links to these decode engines were not tested within %g s; retrying: %s",
-                _FIRST_TESTS_S,
-                ", ".join(late),
-            )
-
-    async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
-        directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
-        prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
-        roster = Roster(host.store, prefix, host.drops)
-        decoders = await self._stack.enter_async_context(roster)
-
-        def on_change(_joined: frozenset[int], left: frozenset[int]) -> None:
-            engine.forget(directory.forget_leases(left))
-            if self._links is not None:
-                self._links.forget_leases(left)
-
-        decoders.on_change(on_change)
-        return directory
 
 
 async def _on_alive(_payload: bytes) -> bytes:

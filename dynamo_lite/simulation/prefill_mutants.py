@@ -12,7 +12,6 @@ import msgspec
 from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.attempts.grants import GrantWanted
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import decode_job
@@ -110,9 +109,11 @@ class NoGrantCheck(_Mutant):
 
 
 class _ByAddressWorker(PrefillWorker):
-    async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
-        await super()._open_directory(host, engine)
-        return _ByAddress(host.store, host.spec.namespace)
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+        self._jobs._runner._directory = _ByAddress(host.store, host.spec.namespace)
+        return facts
 
 
 class _ByAddress(MetadataDirectory):

@@ -40,10 +40,13 @@ class MetadataDirectory:
             if not self._loads:
                 self._left_meanwhile.clear()
 
-    def learn(self, engine_id: str, raw: bytes) -> None:
-        """Adds an engine's metadata. raw: its record in the store. Raises ProtocolError."""
-        if engine_id not in self._known:
-            self._known[engine_id] = self._decode(engine_id, raw)
+    def learn(self, engine_id: str, raw: bytes) -> EngineMetadata:
+        """Adds an engine's metadata, and returns it. raw: its record in the store. Raises
+        ProtocolError."""
+        known = self._known.get(engine_id)
+        if known is None:
+            known = self._known[engine_id] = self._decode(engine_id, raw)
+        return known
 
     def forget_leases(self, lease_ids: frozenset[int]) -> list[str]:
         """Drops the engines of workers that left. Returns their engine ids."""

@@ -87,9 +87,9 @@ class NixlMover:
         self._agent = nixl_agent(name, config)
         self._registrations: list[Any] = []
         self._peers: dict[str, str] = {}
-        self._scratch = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)
+        self._confirmed = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)
         self._confirming: dict[str, Any] = {}
-        self.register([(self._scratch.ctypes.data, _CONFIRM_BYTES)], "DRAM", 0)
+        self.register([(self._confirmed.ctypes.data, _CONFIRM_BYTES)], "DRAM", 0)
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
         rows = [(address, length, device, "") for address, length in spans]
@@ -178,7 +178,7 @@ class NixlMover:
                 return
             self._release(pending)
             size = min(length, _CONFIRM_BYTES)
-            here = np.array([[self._scratch.ctypes.data, size, 0]], dtype=np.uint64)
+            here = np.array([[self._confirmed.ctypes.data, size, 0]], dtype=np.uint64)
             there = np.array([[address, size, 0]], dtype=np.uint64)
             handle = self._agent.initialize_xfer(
                 "READ",

@@ -2,24 +2,17 @@
 
 Usage: python -m tests.contract.shard_peer. For each line with a shape it makes an engine,
 says its ranks' metadata (msgpack, in hexadecimal digits) and is told those of both engines.
-Then it tries the way there and says what it found, or writes one attempt in two steps
-and says how that ended, both by rank. NIXL prints on the same stream: the reader skips
-what is not JSON.
+Then it writes one attempt in two steps and says how that ended, by rank. NIXL prints on the
+same stream: the reader skips what is not JSON.
 """
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 
-from dynamo_lite.disagg.messages import (
-    BlockWrite,
-    LinkTestOrder,
-    PrefillStep,
-    RankLink,
-)
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep, WorkerReport
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.transfer.nixl import NixlMover
@@ -38,7 +31,7 @@ def reached(own_tokens: int, tokens: int) -> list[int]:
 def write(
     ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes, sizes: tuple[int, int]
 ) -> list[object]:
-    """By rank: the requests that it reports as sent, and the failures.
+    """By rank: the requests that it reports as sent, the failures, and the links that broke.
 
     sizes: of blocks here and there, in tokens.
     """
@@ -69,29 +62,10 @@ def write(
     while not all(sent):
         for index, rank in enumerate(ranks):
             sent[index] += rank.results().sent
-    reports = [rank.report() for rank in ranks]
+    reports = [rank.report() or WorkerReport() for rank in ranks]
     return [
-        [said, report.failures if report else {}]
-        for said, report in zip(sent, reports, strict=True)
+        [said, report.failures, report.broken] for said, report in zip(sent, reports, strict=True)
     ]
-
-
-def link_tests(
-    ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes
-) -> list[object]:
-    """By rank: the result of its link test."""
-    step = PrefillStep(
-        link_tests=[LinkTestOrder("1.1", engine_id)], targets={engine_id: target}, own=own
-    )
-    for rank in ranks:
-        rank.step(step, lambda: True)
-    links: dict[int, RankLink] = {}
-    while len(links) < len(ranks):
-        for rank in ranks:
-            rank.results()
-            if (report := rank.report()) is not None:
-                links |= report.links["1.1"]
-    return [asdict(links[index]) for index in range(len(ranks))]
 
 
 def hear() -> dict:
@@ -117,18 +91,14 @@ def main() -> None:
                 index,
                 lambda: True,
                 open_transposer=engine.transposer(index),
-                scratch=engine.scratch[index],
             )
             for index in indices
         ]
         say(ranks=[encode(own).hex() for own in engine.ranks])
         told = hear()
         own, target = (bytes.fromhex(told[name]) for name in ("own", "target"))
-        if told["link_test"]:
-            say(links=link_tests(ranks, own, told["engine_id"], target))
-        else:
-            tokens = (shape.tokens, told["tokens"])
-            say(ended=write(ranks, own, told["engine_id"], target, tokens))
+        tokens = (shape.tokens, told["tokens"])
+        say(ended=write(ranks, own, told["engine_id"], target, tokens))
 
 
 if __name__ == "__main__":

@@ -27,16 +27,12 @@ from dynamo_lite.protocol.prefill import (
     Claim,
     Committed,
     Leave,
-    LinkTest,
-    Listen,
     WriterDone,
     WriterStays,
     decode_cancel_attempt,
     decode_claim,
     decode_job,
     decode_leave,
-    decode_link_test,
-    decode_listen,
     decode_notice,
     decode_writer_done,
     decode_writer_stays,
@@ -64,7 +60,6 @@ FOREIGN: tuple[tuple[str, Any], ...] = (
     ("cancel", CancelAttempt(attempt="foreign", engine_id="e1")),
     ("leave", Leave(lease_id=2)),
     ("notice", Committed(attempt="foreign", rank=0, num_blocks=3)),
-    ("poll", Listen(writer_lease_id=99, for_s=0.5)),
     (
         "job",
         prefill_job("foreign", prompt_token_ids=[1, 2, 3], num_computed_tokens=0, block_ids=[0, 1]),
@@ -77,8 +72,6 @@ DECODERS: dict[str, Decoder[Any]] = {
     "writer_done": decode_writer_done,
     "writer_stays": decode_writer_stays,
     "leave": decode_leave,
-    "poll": decode_listen,
-    "preflight": decode_link_test,
     "explain": decode_explain,
     "cancel": decode_cancel_attempt,
     "beat": decode_heartbeat,
@@ -102,16 +95,14 @@ class Attack:
         self.pool: list[bytes] = []
         self.seen: list[tuple[str, bytes]] = []
         self.spoiler = Spoiler(rng, self.pool)
-        metadata, prefill = pair.decode.metadata, pair.prefill.metadata
-        assert metadata is not None and prefill is not None
+        metadata = pair.decode.metadata
+        assert metadata is not None
         engine = "t", metadata.engine_id
         self.subjects = {
             "claim": names.claim_subject(*engine),
             "writer_done": names.writer_done_subject(*engine),
             "writer_stays": names.writer_stays_subject(*engine),
             "leave": names.leave_subject(*engine),
-            "poll": names.poll_subject(*engine),
-            "preflight": names.preflight_subject("t", prefill.engine_id),
             "describe": names.describe_subject(*engine),
             "explain": names.explain_subject(*engine),
             "alive": names.alive_subject("t", 2),
@@ -123,8 +114,6 @@ class Attack:
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
         for where, message in FOREIGN:
             self._remember(where, encode_sealed(message))
-        link_test = LinkTest(order="foreign", target=metadata)
-        self._remember("preflight", encode_sealed(link_test))
         self._listen()
 
     def _remember(self, where: str, payload: bytes) -> None:
@@ -291,7 +280,6 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         await pair.until(lambda: not pair.jobs.working)
         await pair.until(lambda: not any(e.core.pool.taken() for e in pair.engines.values()))
         judge.check_caches()
-        # Anybody may make a decode engine listen, for a few seconds.
         await pair.until(lambda: judge.unsettled() is None)
         assert judge.violations == []
         # Nor does anybody believe for long what engines want that there are none of.

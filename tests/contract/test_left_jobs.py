@@ -56,7 +56,7 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
                 JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
             )
 
-        async def work(lease_id: int, why_not: str | None) -> PrefillJobs:
+        async def work(lease_id: int, why_not: str) -> PrefillJobs:
             cells = [0] * (2 * CELLS_OF_PERMIT)
             jobs = PrefillJobs(
                 namespace=NAMESPACE,
@@ -80,7 +80,7 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
         await enter(messaging.serve(names.writer_done_subject(NAMESPACE, ENGINE), done))
         decode = await open_queue()
         await work(UNFIT, "rank 0: connection reset")
-        await work(FIT, None)
+        await work(FIT, "")
         slowest_s = 0.0
         for number in range(JOBS):
             came.clear()

@@ -22,12 +22,12 @@ async def test_pairs_are_those_of_live_workers(etcd_url: str, namespace: str):
             await store.put(names.nixl_metadata_key(namespace, f"d{number}"), encode_engine(engine))
         await store.put(names.nixl_metadata_key(namespace, "d3"), b"{}")
         link = LinkRecord(
-            prefill_lease_id=lease.id, engine_id="d2", decode_lease_id=2, ok=False, detail="broken"
+            prefill_lease_id=lease.id, engine_id="d2", decode_lease_id=2, detail="broken"
         )
         await store.put(names.link_key(namespace, lease.id, "d2"), encode_json(link), lease=lease)
         await store.put(f"{names.links_prefix(namespace)}x", b"[]")
 
         found = [(row["prefill"], row["decode"], row["state"]) for row in await link_rows(place)]
         mine = f"{lease.id:x}"
-        assert found == [(mine, "1", "untested"), (mine, "2", "failed")]
+        assert found == [(mine, "1", "ok"), (mine, "2", "failed")]
     assert await link_rows(place) == []

@@ -159,15 +159,16 @@ async def test_links_are_followed(cluster: Cluster):
     prefill, _ = await cluster.start("PrefillWorker", "prefill")
     key = names.link_key(cluster.namespace, prefill.id, "engine")
     record = LinkRecord(
-        prefill_lease_id=prefill.id, engine_id="engine", decode_lease_id=decode.id, ok=True
+        prefill_lease_id=prefill.id, engine_id="engine", decode_lease_id=decode.id, detail="reset"
     )
     drops: list[str] = []
     await cluster.store.put(key, encode_json(record))
     async with cluster.observer(drops) as observer:
-        seen = await seen_by(observer, lambda seen: seen.links)
-        assert (seen.links[0].prefill, seen.links[0].state) == (f"{prefill.id:x}", "ok")
+        seen = await seen_by(observer, lambda seen: seen.failed_links)
+        [link] = seen.failed_links
+        assert (link.prefill, link.detail) == (f"{prefill.id:x}", "reset")
         await cluster.store.put(key, b"{}")
-        await seen_by(observer, lambda seen: not seen.links)
+        await seen_by(observer, lambda seen: not seen.failed_links)
         assert drops == ["record"]
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,10 +26,9 @@ from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.nixl import NixlMover
-from dynamo_lite.transfer.scratch import SLOTS
 from tests.builders import expecting
 from tests.contract.shard_peer import BLOCKS, LOCAL, reached
-from tests.shards import Shape, ShardedEngine, expected_of_tokens
+from tests.shards import BLOCK_TOKENS, Shape, ShardedEngine, expected_of_tokens
 
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -66,19 +65,9 @@ class Peer:
         ranks = [msgspec.msgpack.decode(bytes.fromhex(r), type=RankMetadata) for r in said]
         return metadata("prefill", ranks, shape)
 
-    def meet(
-        self,
-        engine_id: str,
-        own: bytes,
-        target: bytes,
-        *,
-        tokens: int = 0,
-        link_test: bool = False,
-    ) -> None:
-        """Its last engine writes into this one, which has `tokens` tokens per block, or tests
-        the link to it."""
-        described = {"own": own.hex(), "target": target.hex(), "tokens": tokens}
-        self.tell(engine_id=engine_id, link_test=link_test, **described)
+    def meet(self, engine_id: str, own: bytes, target: bytes, *, tokens: int) -> None:
+        """Its last engine writes into this one, which has `tokens` tokens per block."""
+        self.tell(engine_id=engine_id, own=own.hex(), target=target.hex(), tokens=tokens)
 
     def end(self) -> None:
         with self._process:
@@ -184,49 +173,20 @@ def test_every_byte_lands_in_its_place(peer, prefill, decode, heads):
             except Empty:
                 continue
 
-        assert ended == [[["p-a1"], {}]] * (prefill.tensor * prefill.pipeline)
+        assert ended == [[["p-a1"], {}, {}]] * (prefill.tensor * prefill.pipeline)
         for shard in [shard for rank in target.shards for shard in rank]:
             wanted = expected_of_tokens(shard, tokens[: len(remote) * decode.tokens], remote)
             np.testing.assert_array_equal(shard.blocks, wanted)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "lanes"),
-    [
-        pytest.param(Shape(), Shape(), [1], id="one to one"),
-        pytest.param(Shape(), Shape(tensor=2), [2], id="TP 1 to 2"),
-        pytest.param(Shape(tensor=2), Shape(), [1, 1], id="TP 2 to 1"),
-    ],
-)
-def test_the_way_to_an_idle_engine_is_found(peer, prefill, decode, lanes):
-    """Its ranks only poll."""
-    engine_id = f"decode-{next(NUMBERS)}"
-    own = peer.engine(prefill, 4)
-    with decode_engine(engine_id, decode, 4) as target:
-        ranks = [DecodeRank(mover) for mover in target.movers]
-        peer.meet(engine_id, own, metadata(engine_id, target.ranks, decode), link_test=True)
-        links: list[dict] = []
-        deadline = time.monotonic() + WAIT_S
-        while not links:
-            assert time.monotonic() < deadline
-            for rank in ranks:
-                rank.step(DecodeStep(poll=True))
-            with suppress(Empty):
-                links = peer.said.get(timeout=0.001)["links"]
-        assert [link["failure"] for link in links] == [None] * len(lanes)
-        assert [link["lanes"] for link in links] == lanes
-        assert all(link["contact_s"] > 0 and link["round_trip_s"] > 0 for link in links)
-        tried = [scratch.read(slot, 64) for scratch in target.scratch for slot in range(SLOTS)]
-        assert sum(any(data) for data in tried) == sum(lanes)
-        assert not any(shard.blocks.any() for rank in target.shards for shard in rank)
-
-
-def test_the_way_to_an_engine_that_has_left_is_not(peer):
+def test_the_first_write_to_an_engine_that_has_left_breaks_the_link(peer):
     engine_id = f"decode-{next(NUMBERS)}"
     own = peer.engine(Shape(), 4)
     with decode_engine(engine_id, Shape(), 4) as target:
         described = metadata(engine_id, target.ranks, Shape())
     del target
-    peer.meet(engine_id, own, described, link_test=True)
-    (link,) = peer.said.get(timeout=WAIT_S)["links"]
-    assert link["failure"].startswith(("peer not usable: ", "rank 0: "))
+    peer.meet(engine_id, own, described, tokens=BLOCK_TOKENS)
+    ((sent, failures, broken),) = peer.said.get(timeout=WAIT_S)["ended"]
+    assert sent == ["p-a1"] and broken.keys() == {engine_id}
+    assert broken[engine_id].startswith(f"KV transfer with engine {engine_id}")
+    assert broken[engine_id] in failures["a1"]

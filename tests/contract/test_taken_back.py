@@ -83,7 +83,7 @@ class Scene:
             directory=MetadataDirectory(self.store, NAMESPACE),
             messaging=self.decode.messaging,
             registry=CollectorRegistry(),
-            links=ScriptedLinks(None),
+            links=ScriptedLinks(),
         )
         task = asyncio.create_task(jobs.run())
         self.stack.push_async_callback(asyncio.wait_for, task, 10)

@@ -17,12 +17,11 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 ENGINE, A, B = "d1", 0x1A, 0x2B
 
 
-async def record(
+async def mark(
     store: Store,
     namespace: str,
     lease_id: int,
     *,
-    ok: bool,
     engine_id: str = ENGINE,
     lease: Lease | None = None,
 ) -> str:
@@ -32,8 +31,7 @@ async def record(
         prefill_lease_id=lease_id,
         engine_id=engine_id,
         decode_lease_id=7,
-        ok=ok,
-        detail="" if ok else f"broken from {lease_id:x}",
+        detail=f"broken from {lease_id:x}",
     )
     await store.put(key, encode_json(link), lease=lease)
     return key
@@ -41,24 +39,16 @@ async def record(
 
 async def test_only_a_failed_link_makes_a_worker_unusable(store: Store, namespace: str):
     links, turned = WriterLinks(namespace, ENGINE), list[int]()
-    await record(store, namespace, A, ok=False)
-    await record(store, namespace, B, ok=True)
+    first = await mark(store, namespace, A)
     async with links.follow(store, lambda: turned.append(1)):
         assert links.trouble(A) == "broken from 1a", "known when the context is entered"
-        untried, members = (
-            0x3C,
-            (
-                endpoint_record(A, "PrefillWorker", "prefill"),
-                endpoint_record(B, "PrefillWorker", "prefill"),
-                endpoint_record(0x3C, "PrefillWorker", "prefill"),
-            ),
-        )
-        assert [m.lease_id for m in links.usable(members)] == [B, untried]
-        await record(store, namespace, A, ok=True)
+        members = tuple(endpoint_record(w, "PrefillWorker", "prefill") for w in (A, B))
+        assert [m.lease_id for m in links.usable(members)] == [B]
+        await store.delete(first)
         await eventually(lambda: not links.trouble(A))
-        key = await record(store, namespace, B, ok=False)
+        key = await mark(store, namespace, B)
         await eventually(lambda: links.trouble(B))
-        assert [m.lease_id for m in links.usable(members)] == [A, untried]
+        assert [m.lease_id for m in links.usable(members)] == [A]
         await store.delete(key)
         await eventually(lambda: not links.trouble(B))
         assert len(turned) == 3
@@ -68,17 +58,17 @@ async def test_links_of_others_and_malformed_ones_count_for_nothing(store: Store
     dropped: list[str] = []
     links = WriterLinks(namespace, ENGINE, dropped.append)
     prefix = names.links_prefix(namespace)
-    await record(store, namespace, A, ok=False, engine_id="d2")
+    await mark(store, namespace, A, engine_id="d2")
     await store.put(f"{prefix}nonsense", b"[]")
     await store.put(f"{prefix}xyz:{ENGINE}", b"{}")
     async with links.follow(store, lambda: None):
         assert not links.trouble(A) and dropped == []
-        failed = await record(store, namespace, A, ok=False)
+        failed = await mark(store, namespace, A)
         await eventually(lambda: links.trouble(A))
         # What was known of that worker holds no more: its record cannot be read.
         await store.put(failed, b"\xff{")
         await eventually(lambda: not links.trouble(A))
-        stolen = LinkRecord(prefill_lease_id=B, engine_id=ENGINE, decode_lease_id=7, ok=False)
+        stolen = LinkRecord(prefill_lease_id=B, engine_id=ENGINE, decode_lease_id=7, detail="x")
         await store.put(failed, encode_json(stolen))
         await eventually(lambda: len(dropped) == 2)
         assert not links.trouble(A) and not links.trouble(B)
@@ -88,30 +78,30 @@ async def test_a_worker_takes_its_links_along(store: Store, namespace: str):
     links = WriterLinks(namespace, ENGINE)
     async with links.follow(store, lambda: None):
         async with store.lease(10.0) as lease:
-            await record(store, namespace, lease.id, ok=False, lease=lease)
+            await mark(store, namespace, lease.id, lease=lease)
             await eventually(lambda: links.trouble(lease.id))
         await eventually(lambda: not links.trouble(lease.id))
-        await record(store, namespace, A, ok=False)
+        await mark(store, namespace, A)
         await eventually(lambda: links.trouble(A))
         links.forget(frozenset({A, B}))
         assert not links.trouble(A)
 
 
-async def test_what_a_store_has_lost_is_still_known():
-    """The workers put their records back; until then nothing shows that a link works."""
+async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
+    """A worker puts its marks back; those that have ended meanwhile would not be deleted."""
     links, turned = WriterLinks("t", ENGINE), list[int]()
     async with MemoryStore() as store:
-        await record(store, "t", A, ok=False)
-        await record(store, "t", B, ok=False)
+        await mark(store, "t", A)
+        await mark(store, "t", B)
         async with links.follow(store, lambda: turned.append(1)):
-            store.wipe()
-            await record(store, "t", B, ok=True)
-            await eventually(lambda: not links.trouble(B))
-            assert links.trouble(A)
             store.set_available(False)
-            assert links.trouble(A)
+            assert links.trouble(A) and links.trouble(B)
             store.set_available(True)  # a new listing of what is there
-            await eventually(lambda: not links.trouble(A))
+            store.wipe()
+            await eventually(lambda: not links.trouble(A) and not links.trouble(B))
+            await mark(store, "t", B)
+            await eventually(lambda: links.trouble(B))
+            assert not links.trouble(A)
         assert len(turned) == 2
 
 
@@ -135,16 +125,16 @@ async def test_that_no_live_worker_is_usable_is_said_once(caplog: pytest.LogCapt
     caplog.set_level("INFO")
     async with MemoryStore() as store:
         async with links.follow(store, lambda: links.warn_if_none_usable(members)):
-            await record(store, "t", A, ok=False)
-            await record(store, "t", B, ok=False)
+            await mark(store, "t", A)
+            await mark(store, "t", B)
             await eventually(lambda: links.trouble(B))
             links.warn_if_none_usable(members)
             [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
             assert "all 2 live prefill workers" in warning
             assert "link of worker 1a: broken from 1a" in warning and "ps --links" in warning
-            await record(store, "t", B, ok=True)
+            await store.delete(names.link_key("t", B, ENGINE))
             await eventually(lambda: not links.trouble(B))
             assert caplog.records[-1].getMessage() == "2 live prefill workers, 1 usable"
-            await record(store, "t", B, ok=False)
+            await mark(store, "t", B)
             await eventually(lambda: links.trouble(B))
     assert sum(r.levelname == "WARNING" for r in caplog.records) == 1, "once a minute at most"

@@ -71,9 +71,6 @@ async def decode_engine(
         kept.add((said.attempt, said.writer_lease_id))
         return encode(StayAccepted())
 
-    async def listen(payload: bytes) -> bytes:
-        return b""
-
     async def ended(payload: bytes) -> None:
         said = decode_writer_done(payload)
         if held.get(said.attempt) == said.writer_lease_id:
@@ -88,7 +85,6 @@ async def decode_engine(
         for subject, handler in (
             (names.claim_subject, claim),
             (names.writer_stays_subject, stays),
-            (names.listen_subject, listen),
             (names.writer_done_subject, ended),
         ):
             await enter(messaging.serve(subject(namespace, engine_id), handler))

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport, OnFirstToken
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
@@ -45,7 +45,7 @@ class NullPrefillEngine:
     async def describe(self) -> EngineStatus:
         raise Unavailable("a null engine has no process of its own")
 
-    async def run_prefills(self) -> None:
+    async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
         await asyncio.Event().wait()
 
     async def prefill(
@@ -65,8 +65,7 @@ class NullPrefillEngine:
             await asyncio.sleep(_LOOK_S)
         return AttemptOutcome(job.attempt, "abandoned")
 
-    async def test_link(self, target: EngineMetadata) -> LinkReport:
-        return LinkReport()
+    def check_peer(self, target: EngineMetadata) -> None: ...
 
     def forget(self, engine_ids: Sequence[str]) -> None: ...
 

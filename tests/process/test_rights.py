@@ -164,10 +164,7 @@ async def test_a_job_goes_through_the_queue_and_its_claim_is_granted(rights: Rig
 
         await eventually(answered)
 
-        def tested() -> bool:
-            return " ok " in rights.operator("ps", "--links")
-
-        await eventually(lambda: asyncio.to_thread(tested))
+        assert "  ok  " in await asyncio.to_thread(rights.operator, "ps", "--links")
     assert rights.refusals() == []
 
 

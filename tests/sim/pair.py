@@ -88,6 +88,8 @@ class Pair:
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.drops: Counter[str] = Counter()
+        #: Decode engines with which a transfer has failed, and why.
+        self.broken: list[tuple[str, str]] = []
         self.alive = True
         # One permit more, for a job that a test runs itself.
         self.cells = [0] * (CELLS_OF_PERMIT * (self.runners + 1))
@@ -178,11 +180,14 @@ class Pair:
             verdict=lambda: (True, ""),
         )
         jobs = [self.jobs.run() for _ in range(self.runners)]
-        works = (self._read(), self.prefill.run_prefills(), *jobs, beat.run())
+        works = (self._read(), self.prefill.run_prefills(self._on_broken_link), *jobs, beat.run())
         self.driving = [asyncio.create_task(work) for work in works]
         for task in self.driving:
             self.stack.push_async_callback(_end, task)
         await asyncio.sleep(1.0)
+
+    def _on_broken_link(self, engine_id: str, why: str) -> None:
+        self.broken.append((engine_id, why))
 
     def _drop(self, where: str) -> None:
         self.drops[where] += 1

@@ -5,8 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from dynamo_lite.protocol.errors import EngineDied, IncompatiblePeer, Refused
-from dynamo_lite.protocol.prefill import Listen
+from dynamo_lite.protocol.errors import EngineDied, Refused
 from dynamo_lite.simulation.engine.memory import SimKvMemory
 from dynamo_lite.simulation.engine.model import (
     Sampling,
@@ -92,6 +91,21 @@ def test_a_closed_fence_writes_nothing_and_the_prompt_is_prefilled_locally():
         assert pair.counts["fenced_writes"] == 1
         assert pair.counts["remote/writer_failed"] == 1
         assert landings == []
+
+    play(script)
+
+
+def test_a_write_that_fails_breaks_the_link_and_the_prompt_is_prefilled_locally():
+    async def script(pair: Pair) -> None:
+        assert pair.decode.metadata is not None
+        pair.fabric.joined = lambda here, there: False
+        await pair.submit("r", tokens(1, 40), GREEDY)
+        await pair.until(lambda: "r" in pair.ended)
+        assert first_wrong(tokens(1, 40), GREEDY, pair.got["r"]) is None
+        [(engine_id, why)] = pair.broken
+        assert engine_id == pair.decode.metadata.engine_id
+        assert "the peer does not answer" in why
+        assert pair.counts["remote/writer_failed"] == 1
 
     play(script)
 
@@ -248,34 +262,3 @@ def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
                 assert engine.core.memory.ends_with(block, key)
 
     play(script, wire=Wire(slowest_s=0.3), num_blocks=60)
-
-
-def test_idle_engines_step_for_a_link_test_and_no_longer():
-    async def script(pair: Pair) -> None:
-        assert pair.decode.metadata is not None
-        cores = {name: engine.core for name, engine in pair.engines.items()}
-        rested = {name: core.steps for name, core in cores.items()}
-        await pair.decode.listen(Listen(writer_lease_id=2, for_s=1.0))
-        report = await pair.prefill.test_link(pair.decode.metadata)
-        assert report.failure is None and report.lanes == 1
-        assert report.contact_s > 0 and report.round_trip_s > 0
-        assert all(core.steps > rested[name] for name, core in cores.items())
-        await pair.decode.listen(Listen(writer_lease_id=2, for_s=0.0))
-        await pair.until(lambda: not any(core.scheduler.has_work for core in cores.values()))
-        pair.check_idle()
-
-        other = msgspec.structs.replace(pair.decode.metadata, fingerprint={"model": "other"})
-        with pytest.raises(IncompatiblePeer):
-            await pair.prefill.test_link(other)
-
-    play(script)
-
-
-def test_a_link_test_of_a_dead_engine_fails():
-    async def script(pair: Pair) -> None:
-        assert pair.decode.metadata is not None
-        pair.engines["decode"].mover.die()
-        report = await pair.prefill.test_link(pair.decode.metadata)
-        assert report.failure == "rank 0: the peer does not answer"
-
-    play(script)

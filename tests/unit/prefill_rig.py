@@ -289,15 +289,15 @@ async def working(
 
 
 class ScriptedLinks:
-    """why_not: why every engine's link is refused, `times` times."""
+    """why_not: why no engine's link is used, `times` times."""
 
-    def __init__(self, why_not: str | None, times: int = 1000):
-        self.why_not, self.times, self.doubted = why_not, times, list[str]()
+    def __init__(self, why_not: str = "", times: int = 1000):
+        self.why_not, self.times, self.successes = why_not, times, list[str]()
 
-    async def usable(self, target: EngineMetadata) -> str | None:
+    def trouble(self, target: EngineMetadata) -> str:
         assert target.engine_id == ENGINE
         self.times -= 1
-        return self.why_not if self.times >= 0 else None
+        return self.why_not if self.times >= 0 else ""
 
-    def retest(self, engine_id: str) -> None:
-        self.doubted.append(engine_id)
+    def worked(self, engine_id: str) -> None:
+        self.successes.append(engine_id)

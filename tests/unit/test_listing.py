@@ -4,7 +4,14 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.cli.listing import as_link_rows, as_link_table, as_rows, as_table, states
+from dynamo_lite.cli.listing import (
+    as_link_rows,
+    as_link_table,
+    as_next_try,
+    as_rows,
+    as_table,
+    states,
+)
 from dynamo_lite.overview import fetch
 from dynamo_lite.protocol.records import (
     LinkRecord,
@@ -49,44 +56,29 @@ async def test_an_address_of_nobody(url: str):
 
 
 def test_how_links_are_listed():
-    one, two, three = (
-        engine_metadata("d1", 0xA),
-        engine_metadata("d2", 0xB),
-        engine_metadata("d3", 0xC),
+    engines = [engine_metadata(f"d{number}", 9 + number) for number in (1, 2, 3)]
+    broken = LinkRecord(
+        prefill_lease_id=1, engine_id="d2", decode_lease_id=0xB, detail="no answer", next_try=3.0
     )
-    good = LinkRecord(
-        prefill_lease_id=1,
-        engine_id="d1",
-        decode_lease_id=0xA,
-        ok=True,
-        lanes=2,
-        contact_s=0.5,
-        round_trip_s=0.0012,
-        checked_at=3.0,
-    )
-    bad = LinkRecord(
-        prefill_lease_id=1, engine_id="d2", decode_lease_id=0xB, ok=False, detail="no answer"
-    )
-    of_nobody = msgspec.structs.replace(good, engine_id="left")
-    rows = as_link_rows([1], [one, two, three], [good, bad, of_nobody])
-    assert rows[0] == {
-        "prefill": "1",
-        "decode": "a",
-        "engine": "d1",
-        "state": "ok",
-        "lanes": 2,
-        "first_contact_s": 0.5,
-        "round_trip_s": 0.0012,
-        "detail": "",
-        "checked_at": 3.0,
-    }
-    assert [row["state"] for row in rows] == ["ok", "failed", "untested"]
+    unfit = LinkRecord(prefill_lease_id=1, engine_id="d3", decode_lease_id=0xC, detail="dtype")
+    of_nobody = msgspec.structs.replace(broken, engine_id="left")
+    rows = as_link_rows([1], engines, [broken, unfit, of_nobody])
+    assert rows == [
+        {"prefill": "1", "decode": d, "engine": e, "state": s, "detail": why, "next_try": at}
+        for d, e, s, why, at in [
+            ("a", "d1", "ok", "", None),
+            ("b", "d2", "failed", "no answer", 3.0),
+            ("c", "d3", "failed", "dtype", None),
+        ]
+    ]
+    next_try = as_next_try(3.0)
+    assert len(next_try) == len("00:00:03")
     assert as_link_table(rows).splitlines() == [
-        "PREFILL  DECODE  STATE     LANES  FIRST CONTACT  ROUND TRIP  DETAIL",
-        "1        a       ok        2      500.0 ms       1.2 ms",
-        "1        b       failed    -      -              -           no answer",
-        "1        c       untested  -      -              -",
+        "PREFILL  DECODE  STATE   NEXT TRY  DETAIL",
+        "1        a       ok      -",
+        f"1        b       failed  {next_try}  no answer",
+        "1        c       failed  never     dtype",
         "decode a: 1 of 1 prefill workers usable",
         "decode b: 0 of 1 prefill workers usable",
-        "decode c: 1 of 1 prefill workers usable",
+        "decode c: 0 of 1 prefill workers usable",
     ]

@@ -1,10 +1,14 @@
 """What is made of scraped metrics: rates, quantiles, resets, processes that come and go."""
 
+import io
 import math
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from rich.console import Console
 
+from dynamo_lite.cli.listing import as_next_try
+from dynamo_lite.cli.top_view import as_frame
 from dynamo_lite.overview.compose import WANTED, OverviewInputs, compose
 from dynamo_lite.overview.drains import GraphSeen
 from dynamo_lite.overview.history import CounterHistory
@@ -220,10 +224,19 @@ def test_what_forwarders_know_and_answer():
 
 
 def test_links_of_those_who_left_are_not_shown():
-    def link(decode: int, ok: bool) -> LinkRecord:
+    def link(decode: int) -> LinkRecord:
         return LinkRecord(
-            prefill_lease_id=PREFILL, engine_id=f"e{decode}", decode_lease_id=decode, ok=ok
+            prefill_lease_id=PREFILL,
+            engine_id=f"e{decode}",
+            decode_lease_id=decode,
+            detail=f"no way to {decode:x}",
+            next_try=2.0,
         )
 
-    seen = view(CounterHistory(60.0), links=[link(DECODE, False), link(0xBEEF, True)])
-    assert [(found.decode, found.state) for found in seen.links] == [("d", "failed")]
+    seen = view(CounterHistory(60.0), links=[link(DECODE), link(0xBEEF)])
+    [found] = seen.failed_links
+    assert (found.decode, found.detail, found.next_try) == ("d", "no way to d", 2.0)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(as_frame(seen))
+    [line] = [line for line in console.export_text().splitlines() if "no way" in line]
+    assert line.split() == ["e", "d", as_next_try(2.0), "no", "way", "to", "d"]

@@ -693,7 +693,7 @@ async def test_a_written_job_that_comes_again_is_told_again_and_not_written_agai
 
 
 async def test_a_job_for_an_engine_without_a_way_to_it_is_left_unclaimed_to_others():
-    # The second delivery stands for another worker, whose link to the engine is usable.
+    # The second delivery stands for another worker, whose link to the engine is used.
     async with working(links=ScriptedLinks("rank 0: connection reset", times=1)) as rig:
         await rig.push(prefill_job())
         await rig.answered("nak", "ack")
@@ -711,18 +711,16 @@ async def test_a_job_that_the_queue_would_drop_is_given_back_to_its_engine():
         assert (rig.counted("left"), rig.counted("unusable")) == (2, 1)
 
 
-async def test_a_failed_write_casts_doubt_on_the_link():
-    scripted = ScriptedLinks(None)
-    async with working(links=scripted) as rig:
-        await rig.push(prefill_job("a1"))
-        await rig.answered("ack")
-        assert scripted.doubted == []
+@pytest.mark.parametrize("outcome", ["written", "failed", "abandoned"])
+async def test_only_a_written_job_shows_that_the_link_works(outcome: str):
+    links = ScriptedLinks()
+    async with working(links=links) as rig:
         rig.engine.holds = True
-        await rig.push(prefill_job("a2"))
-        await eventually(lambda: "a2" in rig.engine.ends)
-        rig.engine.ends["a2"].set_result("failed")
-        await rig.answered("ack", "ack")
-        assert scripted.doubted == [ENGINE]
+        await rig.push(prefill_job())
+        await eventually(lambda: "a1" in rig.engine.ends)
+        rig.engine.ends["a1"].set_result(outcome)
+        await rig.answered("ack")
+    assert links.successes == ([ENGINE] if outcome == "written" else [])
 
 
 async def test_a_worker_that_closes_without_a_drain_stops_its_jobs_before_its_queue():

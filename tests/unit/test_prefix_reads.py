@@ -129,6 +129,8 @@ def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
     prefill.step(reads=[read([3], [8])], targets=targets(decode))
     prefill.mover.started[0].failure = "no route"
     assert of(prefill) == (set(), {"p-a1"})
+    report = prefill.rank.report()
+    assert report is not None and "no route" in report.broken["e1"]
     prefill.mover.hold = False
     prefill.step(blocks([1], [2], attempt="a2"), targets=targets(decode))
     assert decode.memory.blocks[2, 0] == 101
@@ -468,7 +470,6 @@ def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left():
 
 def test_they_are_told_again_when_one_of_them_does_not_know_the_engine():
     half = Half()
-    half.half.metadata = SimpleNamespace(ranks=[None])  # type: ignore[assignment]
     told_of(half, "a1")
     half.half.worker_output(RankResults(), WorkerReport(unknown={"e1"}))
     assert told_of(half, "a2").targets == {"e1": b"e1's"}
@@ -518,6 +519,14 @@ def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, de
     assert prefill.ended() == ({"p-a2"}, {})
 
 
-def test_reports_of_ranks_join_whom_they_do_not_know():
-    joined = WorkerReport(unknown={"e1"}).joined(WorkerReport(unknown={"e2"}))
+def test_reports_of_ranks_join_whom_they_do_not_know_and_do_not_reach():
+    one = WorkerReport(unknown={"e1"}, broken={"e3": "reset"})
+    joined = one.joined(WorkerReport(unknown={"e2"}, broken={"e4": "gone"}))
     assert joined.unknown == {"e1", "e2"}
+    assert joined.broken == {"e3": "reset", "e4": "gone"}
+
+
+def test_links_that_broke_are_told_to_the_component():
+    half = Half()
+    half.half.worker_output(RankResults(), WorkerReport(broken={"e1": "reset"}))
+    assert half.half.stats.take() == {"broken_link": [["e1", "reset"]]}

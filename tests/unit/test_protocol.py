@@ -63,8 +63,6 @@ from dynamo_lite.protocol.prefill import (
     Granted,
     Landed,
     Leave,
-    LinkTest,
-    Listen,
     Part,
     RemotePrefillRequest,
     StayAccepted,
@@ -81,10 +79,7 @@ from dynamo_lite.protocol.records import (
     KvRegion,
     LinkRecord,
     RankMetadata,
-    Scratch,
     StockEngine,
-    decode_engine,
-    encode_engine,
 )
 
 LEASE = 0x694D967DA694EA1A
@@ -121,19 +116,15 @@ ENGINE = EngineMetadata(
                     ),
                 ),
             ),
-            scratch=Scratch(base=1 << 20, slots=16, slot_bytes=64),
         ),
     ),
 )
-
-#: Where the blocks of its one region lie.
-BLOCKS_FROM, BLOCKS_END = 1 << 46, (1 << 46) + 63 * 8192 + 4096
 
 #: ENGINE in msgpack.
 ENGINE_PACKED = (
     b"\x86\xa9engine_id\xa2e1"
     b"\xa8lease_id\xcfiM\x96}\xa6\x94\xea\x1a\xabfingerprint\x81\xa5dtype\xa4bf16"
-    b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x85"
+    b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x84"
     b"\xa5agent\xc4\x06nixl\x00\xff\xa6memory\xa4DRAM\xa6device\x00"
     b"\xa7regions\x91\x89\xa5layer\xaemodel.layers.0\xa5plane\x00"
     b"\xa4base\xcf\x00\x00@\x00\x00\x00\x00\x00\xacstride_bytes\xcd \x00"
@@ -141,7 +132,6 @@ ENGINE_PACKED = (
     b"\xa6tokens \xa6arrays\x91\x87\xa6offset\x00\xabhead_stride\xcd\x10\x00"
     b"\xacgroup_stride\xcc\x80\xabitem_stride\x00\xacgroup_tokens\x01\xa5items\x01"
     b"\xaaitem_bytes\xcc\x80"
-    b"\xa7scratch\x83\xa4base\xce\x00\x10\x00\x00\xa5slots\x10\xaaslot_bytes@"
 )
 
 REQUEST = GenerateRequest(
@@ -596,16 +586,6 @@ GOLDEN = [
         b"\x81\xa8lease_id\x1f",
     ),
     (
-        LinkTest(order="1f.1", target=ENGINE),
-        prefill.decode_link_test,
-        b"\x82\xa5order\xa41f.1\xa6target" + ENGINE_PACKED,
-    ),
-    (
-        Listen(writer_lease_id=31, for_s=3.0),
-        prefill.decode_listen,
-        b"\x82\xafwriter_lease_id\x1f\xa5for_s\xcb@\x08\x00\x00\x00\x00\x00\x00",
-    ),
-    (
         Committed(
             attempt="a1",
             rank=1,
@@ -651,22 +631,18 @@ RECORDS = [
         b'"device":0,"regions":[{"layer":"model.layers.0","plane":0,"base":70368744177664,'
         b'"stride_bytes":8192,"block_bytes":4096,"first_head":0,"head_bytes":0,'
         b'"tokens":32,"arrays":[{"offset":0,"head_stride":4096,"group_stride":128,'
-        b'"item_stride":0,"group_tokens":1,"items":1,"item_bytes":128}]}],'
-        b'"scratch":{"base":1048576,"slots":16,"slot_bytes":64}}]}',
+        b'"item_stride":0,"group_tokens":1,"items":1,"item_bytes":128}]}]}]}',
     ),
     (
         LinkRecord(
             prefill_lease_id=31,
             engine_id="e1",
             decode_lease_id=32,
-            ok=True,
-            lanes=2,
-            contact_s=0.5,
-            round_trip_s=0.25,
-            checked_at=1.5,
+            detail="reset",
+            next_try=1.5,
         ),
-        b'{"prefill_lease_id":31,"engine_id":"e1","decode_lease_id":32,"ok":true,"detail":"",'
-        b'"lanes":2,"contact_s":0.5,"round_trip_s":0.25,"checked_at":1.5}',
+        b'{"prefill_lease_id":31,"engine_id":"e1","decode_lease_id":32,"detail":"reset",'
+        b'"next_try":1.5}',
     ),
     (
         EndpointRecord(
@@ -976,31 +952,6 @@ def test_foreign_records_are_refused(data):
     for record_type in (EngineMetadata, EndpointRecord):
         with pytest.raises(ProtocolError):
             decode_json(data, record_type)
-
-
-OVERLAP = "overlaps the blocks of layer model.layers.0"
-
-
-@pytest.mark.parametrize(
-    ("base", "slots", "refused"),
-    [
-        (BLOCKS_FROM - 64, 1, None),
-        (BLOCKS_FROM - 64, 2, OVERLAP),
-        (BLOCKS_FROM + 4096, 1, OVERLAP),  # between two blocks
-        (BLOCKS_END - 1, 1, OVERLAP),
-        (BLOCKS_END, 1, None),
-        ((1 << 63) - 64, 1, "impossible scratch memory"),
-    ],
-)
-def test_scratch_memory_is_apart_from_all_blocks(base, slots, refused):
-    scratch = Scratch(base=base, slots=slots, slot_bytes=64)
-    rank = msgspec.structs.replace(ENGINE.ranks[0], scratch=scratch)
-    engine = msgspec.structs.replace(ENGINE, ranks=(rank,))
-    if refused is None:
-        assert decode_engine(encode_engine(engine)) == engine
-        return
-    with pytest.raises(ProtocolError, match=refused):
-        decode_engine(encode_engine(engine))
 
 
 def test_a_record_nested_without_end_is_refused():

@@ -20,6 +20,7 @@ from dynamo_lite.disagg.messages import (
     BlockWrite,
     DecodeStep,
     PrefillStep,
+    WorkerReport,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode, encode_sealed
@@ -136,7 +137,8 @@ class Decode:
 
 
 class Prefill:
-    """A prefill engine of one rank; block i is filled with 100 + i."""
+    """A prefill engine of one rank; block i is filled with 100 + i. broken: the links that broke in
+    the last step, with the reasons."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class Prefill:
     ):
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
-        self.alive = True
+        self.alive, self.broken = True, dict[str, str]()
         #: The cells of two permits; a write without a permit counts as granted.
         self.cells = [0] * (2 * CELLS_OF_PERMIT)
         self.rank = PrefillRank(
@@ -166,8 +168,9 @@ class Prefill:
     def ended(self) -> tuple[set[str], dict[str, str]]:
         """One engine step: (requests whose writes have ended, failures by attempt)."""
         sent = self.rank.results().sent
-        report = self.rank.report()
-        return sent, report.failures if report else {}
+        report = self.rank.report() or WorkerReport()
+        self.broken = report.broken
+        return sent, report.failures
 
 
 @pytest.fixture
@@ -365,7 +368,8 @@ def test_a_failed_write_is_reported_once_and_nothing_follows(prefill, decode):
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
     assert "connection reset" in failures["a1"]
-    assert prefill.ended() == (set(), {})
+    assert prefill.broken == {"e1": failures["a1"]}
+    assert prefill.ended() == (set(), {}) and prefill.broken == {}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
@@ -375,9 +379,11 @@ def test_a_failed_attempt_ends_only_when_its_other_writes_have(prefill, decode):
     prefill.mover.started[0].failure = "lost"
     prefill.step(ended=[("a1", "p-a1", False)])
     assert prefill.ended() == (set(), {})
+    assert list(prefill.broken) == ["e1"], "that does not wait for them"
     prefill.mover.let_go()
     sent, failures = prefill.ended()
     assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+    assert prefill.broken == {}
 
 
 def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode):
@@ -390,6 +396,7 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     prefill.step(ended=[("a1", "p-a1", True), ("a2", "p-a2", True)])
     sent, failures = prefill.ended()
     assert (sent, sorted(failures)) == ({"p-a1", "p-a2"}, ["a1", "a2"])
+    assert prefill.broken == {"e1": failures["a1"]}, "the other's failure follows from it"
     prefill.mover.hold = False
     prefill.step(
         blocks([4], [4], attempt="a3", last=True),
@@ -417,6 +424,7 @@ def test_the_death_of_a_peer_fails_its_attempt_only(prefill, decode, fabric):
     )
     sent, failures = prefill.ended()
     assert (sent, list(failures)) == ({"p-a1", "p-a2"}, ["a1"])
+    assert list(prefill.broken) == ["e1"]
     assert other.memory.written() == {2: 102, 3: 103}
 
 
@@ -441,6 +449,8 @@ def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fa
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
     assert failures["a1"].startswith("peer not usable")
+    # Whom the rank does not know, it is told of again.
+    assert list(prefill.broken) == ([] if why == "absent" else ["e1"])
     good = Decode(fabric, "e1")
     prefill.step(
         blocks([1], [1], attempt="a2", last=True),
@@ -459,6 +469,8 @@ def test_blocks_that_do_not_pair_up_fail_the_attempt(prefill, decode, local):
     )
     sent, failures = prefill.ended()
     assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+    if len(local) != 2:  # else NIXL refuses the write
+        assert prefill.broken == {}, "another job may be written"
     assert decode.memory.written() == {}
 
 
@@ -471,7 +483,7 @@ def test_behind_a_closed_fence_nothing_is_written(prefill, decode):
     assert decode.memory.written() == {1: 101}
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
-    assert "lease" in failures["a1"]
+    assert "lease" in failures["a1"] and prefill.broken == {}
     taken = prefill.rank.stats.take()
     assert taken[FENCED] == 1
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
@@ -561,7 +573,7 @@ def test_a_commit_that_preemption_took_away_is_a_failure(prefill, decode):
     prefill.step(ended=[("a1", "p-a1", True)])
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
-    assert "preempted" in failures["a1"]
+    assert "preempted" in failures["a1"] and prefill.broken == {}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 

@@ -23,11 +23,11 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
     [
         (Outcome.WRITER_SILENT, {}, AskAgain(ResumeReason.WRITER_LOST)),
         (Outcome.WRITER_LOST, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {"usable": 2}, AskAgain(ResumeReason.WRITER_LOST)),
-        # It may well be the one that responds.
-        (Outcome.WRITER_FAILED, {}, PrefillHere(ResumeReason.NO_OTHER)),
-        (Outcome.WRITER_ABANDONED, {"usable": 2}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {"usable": 0}, PrefillHere(ResumeReason.NO_OTHER)),
+        (Outcome.WRITER_FAILED, {}, AskAgain(ResumeReason.WRITER_LOST)),
+        (Outcome.WRITER_FAILED, {"others": 0}, PrefillHere(ResumeReason.NO_OTHER)),
+        (Outcome.WRITER_ABANDONED, {}, AskAgain(ResumeReason.WRITER_LOST)),
+        (Outcome.WRITER_UNUSABLE, {}, AskAgain(ResumeReason.WRITER_LOST)),
+        (Outcome.WRITER_LOST, {"others": 0}, PrefillHere(ResumeReason.NO_OTHER)),
         (Outcome.WRITER_LOST, {"tries": 2}, PrefillHere(ResumeReason.TRIED)),
         (Outcome.WRITER_LOST, {"left_s": 4.9}, PrefillHere(ResumeReason.LATE)),
         (Outcome.DEADLINE, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
@@ -36,7 +36,7 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
     ],
 )
 def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):
-    usual = {"tries": 1, "max_tries": 2, "usable": 1, "spent_s": 5.0, "left_s": 25.0}
+    usual = {"tries": 1, "max_tries": 2, "others": 1, "spent_s": 5.0, "left_s": 25.0}
     assert again(outcome, **{**usual, **facts}) == verdict
 
 
@@ -229,6 +229,21 @@ async def test_without_another_writer_what_has_landed_is_used_here(engine: Cachi
     assert await engine.again(41) is None
     assert engine.counted("resume/no_other") == 1
     assert engine.counted("decision/remote/long") == 1
+
+
+@pytest.mark.parametrize(("members", "again"), [((WRITER,), 0), ((WRITER, OTHER), 1)])
+async def test_a_writer_that_failed_is_not_the_other_one(
+    engine: Caching, members: tuple[int, ...], again: int
+):
+    """It responds, and whether its link is known to have failed by now does not matter."""
+    engine.writers.members = members
+    attempt = await begin(engine)
+    async with engine.net.events.running():
+        await engine.done(attempt, "failed")
+    assert engine.half.build_step().give_up
+    engine.output(failed=["r1"])
+    assert engine.counted("resume/writer_lost") == again
+    assert engine.counted("resume/no_other") == 1 - again
 
 
 async def test_nobody_asks_more_often_than_allowed(engine: Caching):

@@ -15,7 +15,7 @@ import pytest
 from dynamo_lite.cli.access_environment import etcd_environment
 from dynamo_lite.runtime.address import is_loopback
 from tests.vllm.asking import ask
-from tests.vllm.graph import Graph, eventually
+from tests.vllm.graph import Graph
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -77,16 +77,14 @@ def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
     assert engine["num_blocks"] > 0 and len(engine["ranks"]) == 1
 
 
-def test_ps_shows_the_way_from_the_prefill_to_the_decode_worker(disagg: Graph):
-    """No job is needed for that."""
-    (row,) = eventually(lambda: links_tried(disagg), timeout_s=30, what="tested links")
+def test_ps_shows_the_link_from_the_prefill_to_the_decode_worker(disagg: Graph):
+    (row,) = links_of(disagg)
     prefill, decode = (disagg.process(name).lease for name in ("PrefillWorker", "VllmWorker"))
     assert (row["prefill"], row["decode"], row["state"]) == (prefill, decode, "ok"), row
-    assert row["lanes"] == 1 and row["first_contact_s"] > 0 and row["round_trip_s"] > 0
-    assert f"dynamo/links/{prefill}:{row['engine']}" in listing(disagg)
+    assert not any(key.startswith("dynamo/links/") for key in listing(disagg))
 
 
-def links_tried(graph: Graph) -> list[dict]:
+def links_of(graph: Graph) -> list[dict]:
     command = (sys.executable, "-m", "dynamo_lite.cli.cli", "ps", "--links", "--json")
     done = subprocess.run(
         [*command, "--etcd-url", graph.etcd_url],
@@ -95,7 +93,7 @@ def links_tried(graph: Graph) -> list[dict]:
         timeout=60,
         check=True,
     )
-    return [row for row in json.loads(done.stdout) if row["state"] != "untested"]
+    return json.loads(done.stdout)
 
 
 def test_the_leases_are_the_ones_that_etcd_knows(disagg: Graph):

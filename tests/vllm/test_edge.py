@@ -231,12 +231,12 @@ async def test_a_stranger_without_the_secret_is_not_heard(disagg: Graph, referen
     """It reaches NATS, and sends what the graph's own processes might."""
     (before,) = await disagg.pools()
     engine, _, writer = await _who(disagg)
-    listen = names.listen_subject(NAMESPACE, engine)
+    first_token = names.first_token_subject(NAMESPACE, engine)
     dropped = disagg.count("VllmWorker", DROPPED, where="unauthentic")
     stay = encode_sealed(Claim(attempt="forged", writer_lease_id=writer))
     async with NatsMessaging(disagg.nats_url) as messaging:
         with pytest.raises(DeadlineExceeded):
-            await messaging.request(listen, stay, timeout_s=0.5)
+            await messaging.request(first_token, stay, timeout_s=0.5)
         for subject in await _subjects(disagg):
             await messaging.publish(subject, stay)
     await _answers(disagg, reference)
@@ -246,7 +246,7 @@ async def test_a_stranger_without_the_secret_is_not_heard(disagg: Graph, referen
         timeout_s=10,
         what="its messages are counted",
     )
-    assert f"dropped a message on {listen}" in disagg.log_of("VllmWorker")
+    assert f"dropped a message on {first_token}" in disagg.log_of("VllmWorker")
     assert "from the queue: not authentic" in disagg.log_of("PrefillWorker")
 
 

@@ -114,7 +114,7 @@ async def test_a_worker_that_does_not_fit_is_asked_for_nothing(
     options += ["--PrefillWorker.dtype=bfloat16", f"--Graph.lease-ttl-s={LEASE_S + 1}"]
     with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
         unfit = joined.process("PrefillWorker")
-        # It is ready when its links are tried.
+        # It has compared the engines when it is ready.
         links = json.loads(command(graph, "ps", "--links", "--json"))
         states = {link["prefill"]: link["state"] for link in links}
         assert states == {unfit.lease: "failed", graph.process("PrefillWorker").lease: "ok"}

@@ -17,7 +17,7 @@ from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
-from dynamo_lite.disagg.decode.shared_state import LockedLedger, PollWindow
+from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.writer_events import WriterEvents
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.grant_seals import GrantSeals
@@ -32,12 +32,7 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
 )
 from dynamo_lite.protocol.grant import blocks_digest
-from dynamo_lite.protocol.prefill import (
-    EngineStatus,
-    RemotePrefillRequest,
-    decode_leave,
-    decode_listen,
-)
+from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_leave
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
@@ -97,7 +92,6 @@ class ControlSession:
         self._connected: _Connected | None = None
         #: Whether the component has announced that it shuts down.
         self.leaving = False
-        self.listening = PollWindow(self._now)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -125,7 +119,6 @@ class ControlSession:
             await enter(writer_events.serving())
             for name, where, handler in (
                 (names.leave_subject, "leave", self._on_leave),
-                (names.poll_subject, "poll", self._on_poll),
                 (names.describe_subject, "describe", self._on_describe),
                 (names.explain_subject, "explain", self._on_explain),
             ):
@@ -209,10 +202,6 @@ class ControlSession:
         await self.events.apply(
             lambda ledger: ledger.withdraw_queued(Outcome.LEAVING), "the worker leaves"
         )
-        return b""
-
-    async def _on_poll(self, payload: bytes) -> bytes:
-        self.listening.extend(decode_listen(payload))
         return b""
 
     def _on_queue_lost(self) -> None:

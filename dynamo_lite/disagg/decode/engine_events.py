@@ -76,7 +76,7 @@ class EngineEvents:
             self._message.grants = self._book.take_grants()
             # Also when blocks are released: what has arrived for them is taken before their reuse.
             releases = any(isinstance(one, Release) for one in (*left, *due))
-            self._message.poll = releases or self._book.awaits_writes or bool(self._net.listening)
+            self._message.poll = releases or self._book.awaits_writes
         self._carry_out_here(left)  # the bridge's thread has carried out the others itself
         self.carry_out(due)
         message, self._message = self._message, DecodeStep()
@@ -85,7 +85,7 @@ class EngineEvents:
     @property
     def busy(self) -> bool:
         """Whether the engine must make steps for the ranks or the ledger."""
-        return bool(self._message.give_up or self._net.listening) or self._book.busy
+        return bool(self._message.give_up) or self._book.busy
 
     def _carry_out_here(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

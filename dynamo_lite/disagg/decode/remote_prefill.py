@@ -127,8 +127,9 @@ class RemotePrefill:
     pulled_at: float | None = None
     #: When the claim was granted. Written on the bridge's thread.
     claimed_at: float | None = None
-    #: Whether its writer has reported that it is done. Written on the bridge's thread.
-    writer_done: bool = False
+    #: The worker that has reported that it is done with the job; None: none has yet. Written on the
+    #: bridge's thread.
+    done_by: int | None = None
     #: Seconds from the claim to the end of the last write, by the writer's clock. Written on
     #: the bridge's thread; None where unknown.
     writer_took_s: float | None = None

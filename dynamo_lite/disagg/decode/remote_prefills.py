@@ -192,7 +192,7 @@ class RemotePrefills:
             if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
                 prefill.received_at = now
                 self._received_tokens += prefill.job_tokens
-                if not prefill.writer_done:
+                if prefill.done_by is None:
                     self._reports.expect(prefill)
             prefill.outcome = ended.outcome
         report_end(self._stats, prefill)
@@ -232,12 +232,12 @@ class RemotePrefills:
                 prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
                 self._backlog.add(prefill)
 
-    def writer_done(self, attempt: str, took_s: float | None) -> None:
-        """Its writer reports that it is done. took_s: seconds from the claim to the end of its
+    def writer_done(self, attempt: str, writer: int, took_s: float | None) -> None:
+        """This worker reports that it is done. took_s: seconds from the claim to the end of its
         last write; None where that is unknown."""
         with self._lock:
             if (prefill := self._waiting(attempt)) is not None:
-                prefill.writer_done, prefill.writer_took_s = True, took_s
+                prefill.done_by, prefill.writer_took_s = writer, took_s
                 return
         self._reports.arrived(attempt, took_s)
 

@@ -16,6 +16,7 @@ from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.policy.attempts.resume import AskAgain, again
+from dynamo_lite.runtime.members.roster import Members
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,13 @@ CacheBlocks = Callable[[Any, int], None]
 
 
 class Resumes:
-    """usable: how many prefill workers are usable; see `again`. cache: None where the engine
-    caches no prefixes."""
+    """usable: the usable prefill workers. cache: None where the engine caches no prefixes."""
 
     def __init__(
         self,
         block_size: int,
         stats: Counters,
-        usable: Callable[[], int],
+        usable: Callable[[], Members],
         cache: CacheBlocks | None,
     ):
         self._size, self._stats, self._usable, self._cache = block_size, stats, usable, cache
@@ -43,12 +43,12 @@ class Resumes:
         if prompt is None or until is None or prefill.outcome is None:
             return False
         if prefill.outcome is Outcome.WRITER_UNUSABLE:
-            prefill.tries -= 1  # its link had failed, so it may not have tried at all
+            prefill.tries -= 1  # it has not tried at all
         verdict = again(
             prefill.outcome,
             tries=prefill.tries,
             max_tries=prefill.max_tries,
-            usable=self._usable(),
+            others=sum(member.lease_id != prefill.done_by for member in self._usable()),
             spent_s=now - prefill.since,
             left_s=until - now,
         )

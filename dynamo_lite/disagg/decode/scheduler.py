@@ -102,7 +102,7 @@ class DecodeScheduler:
                 new_attempt,
                 overlapping_steps,
             ),
-            Resumes(block_size, stats, lambda: len(net.workers.usable), cache),
+            Resumes(block_size, stats, lambda: net.workers.usable, cache),
             rate,
             now,
         )

@@ -133,15 +133,15 @@ class WriterEvents:
             what = request_id, done.attempt, done.outcome, done.detail
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
         writer = done.writer_lease_id
-        self._check_writer(done.attempt, writer)
-        self._prefills.writer_done(done.attempt, done.took_s if written else None)
+        claimed = self._has_claimed(done.attempt, writer)
+        self._prefills.writer_done(done.attempt, writer, done.took_s if written else None)
         if done.outcome == "died":
             now = self._clock.monotonic()
             await self._events.apply(
                 lambda ledger: ledger.writer_died(done.attempt, writer, now), *about
             )
         else:
-            outcome = self._outcome_of(done)
+            outcome = self._outcome_of(done, claimed=claimed)
             await self._events.apply(
                 lambda ledger: ledger.writer_done(
                     done.attempt,
@@ -170,19 +170,19 @@ class WriterEvents:
         logger.info("request %s: attempt %s: writer %x must stop writing: %s", *what)
         return encode(StayRefused(reason=refusal.reason))
 
-    def _check_writer(self, attempt: str, writer_lease_id: int) -> None:
-        """Raises ProtocolError if another writer holds the attempt."""
+    def _has_claimed(self, attempt: str, writer_lease_id: int) -> bool:
+        """Whether this writer holds the attempt. Raises ProtocolError if another one does."""
         with self._book.lock:
             holder = self._book.ledger.writer(attempt)
         if holder not in (None, writer_lease_id):
             raise ProtocolError(
                 f"attempt {attempt} is held by another writer than {writer_lease_id:x}"
             )
+        return holder is not None
 
-    def _outcome_of(self, done: WriterDone) -> Outcome:
+    def _outcome_of(self, done: WriterDone, *, claimed: bool) -> Outcome:
         """The outcome of a remote prefill that its writer did not write."""
-        # A worker with a failed link does not count among those that may compute the rest.
-        if self._workers.link_trouble(done.writer_lease_id):
+        if not claimed and self._workers.link_trouble(done.writer_lease_id):
             return Outcome.WRITER_UNUSABLE
         return Outcome.WRITER_ABANDONED if done.outcome == "abandoned" else Outcome.WRITER_FAILED
 

@@ -1,8 +1,7 @@
-"""Which prefill workers cannot write into this decode engine, by their own link tests.
+"""Which prefill workers do not use their links to this decode engine, as they say themselves.
 
 Owns the failed links to one engine. A prefill worker stores a `LinkRecord` of each link that
-it has tested, under its lease (`disagg/prefill/peer_links.py`). A worker without a record has
-not tested its link yet, and counts as usable.
+it does not use, under its lease (`disagg/prefill/peer_links.py`).
 """
 
 import contextlib
@@ -98,9 +97,8 @@ class WriterLinks:
 
     def _apply(self, event: WatchEvent) -> None:
         match event:
-            case Snapshot(entries, lost_data):
-                if not lost_data:  # otherwise the records return, or their workers leave
-                    self._failed.clear()
+            case Snapshot(entries):
+                self._failed.clear()
                 for key, value in entries.items():
                     self._apply_record(key, value)
             case Put(key, value):
@@ -121,10 +119,7 @@ class WriterLinks:
             self._on_drop("record")
             self._failed.pop(lease_id, None)
             return
-        if record.ok:
-            self._failed.pop(lease_id, None)
-        else:
-            self._failed[lease_id] = record.detail or "link test failed"
+        self._failed[lease_id] = record.detail
 
     def _writer(self, key: str) -> int | None:
         """The prefill worker's lease id; None for a link to another engine."""

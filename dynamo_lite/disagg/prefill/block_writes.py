@@ -66,9 +66,9 @@ class BlockWrites:
         return {attempt.target for attempt in self._attempts.values()}
 
     @property
-    def in_flight(self) -> set[str]:
-        """The engines into which a write is in flight."""
-        return {attempt.target for attempt in self._attempts.values() if attempt.in_flight}
+    def in_flight(self) -> bool:
+        """Whether any write is in flight."""
+        return any(attempt.in_flight for attempt in self._attempts.values())
 
     def add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started by `pump` as soon as it may start."""
@@ -252,4 +252,4 @@ class BlockWrites:
         attempt.failure = str(why)
         self._clear(attempt)
         if isinstance(why, TransferError):
-            self._peers.failed(attempt.target, why.peer)
+            self._peers.failed(attempt.target, why)

@@ -140,12 +140,11 @@ class JobRunner:
                 # The engine's process has ended, or the store has lost its record.
                 why = "the store has no record of this engine"
                 return await self._hand_back(request, "abandoned", why, "engine_gone")
-            why_not = None if self._links is None else await self._links.usable(target)
-            if why_not is not None:
+            if self._links is not None and (trouble := self._links.trouble(target)):
                 logger.info(
-                    "request %s: attempt %s: left to other workers: %s", *_ids(request), why_not
+                    "request %s: attempt %s: left to other workers: %s", *_ids(request), trouble
                 )
-                return JobEnd("left", f"it cannot be written into: {why_not}")
+                return JobEnd("left", f"it cannot be written into: {trouble}")
             async with Computation(
                 self._engine,
                 self._permits,
@@ -242,8 +241,8 @@ class JobRunner:
         if not computation.ran:
             return ended
         self._stages.labels("engine").observe(self._now() - claimed)
-        if self._links is not None and ended.outcome == "failed":
-            self._links.retest(request.engine_id)
+        if self._links is not None and ended.outcome == "written":
+            self._links.worked(request.engine_id)
         self._engine_died = self._engine_died or ended.outcome == "died"
         return ended
 

@@ -123,4 +123,4 @@ class PrefixReads:
     def _fail(self, reading: _Reading, why: Exception) -> None:
         reading.failure = str(why)
         if isinstance(why, TransferError):
-            self._peers.failed(reading.read.target_engine, why.peer)
+            self._peers.failed(reading.read.target_engine, why)

@@ -10,7 +10,7 @@ from dynamo_lite.disagg.messages import PrefillStep
 from dynamo_lite.disagg.prefill.staging import Staging
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
-from dynamo_lite.protocol.records import EngineMetadata, RankMetadata, Scratch
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.block_slices import parts_of
@@ -27,9 +27,6 @@ class RemoteRank:
     #: The peer's name at the mover.
     name: str
     memory: str
-    device: int
-    #: Its scratch memory, on `device`.
-    scratch: Scratch | None
     #: Where this rank's share of a block lies on both sides.
     blocks: BlockMap
     #: The bytes of its blocks that this rank writes.
@@ -57,8 +54,10 @@ class RemoteRanks:
         self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
         #: Engines that have left, and may still have transfers in flight.
         self.left: set[str] = set()
-        #: Engines whose metadata is missing; the caller reports and clears them.
+        #: Engines whose metadata is missing, and why a transfer with an engine failed. The caller
+        #: reports and clears both.
         self.unknown: set[str] = set()
+        self.broken: dict[str, str] = {}
         #: Metadata in msgpack, by engine.
         self._metadata: dict[str, bytes] = {}
         #: Metadata of this rank's own engine in msgpack; empty if it is the only rank.
@@ -133,6 +132,7 @@ class RemoteRanks:
             self.connect(engine_id, target, self._own_engine)
         except (msgspec.DecodeError, TransferError) as exc:
             logger.warning("could not connect to engine %s: %s", engine_id, exc)
+            self.broken[engine_id] = str(exc)
             return f"peer not usable: {exc}"
         return None
 
@@ -164,8 +164,6 @@ class RemoteRanks:
                 RemoteRank(
                     name=self._add(engine_id, index, rank),
                     memory=rank.memory,
-                    device=rank.device,
-                    scratch=rank.scratch,
                     blocks=BlockMap(pairs, (self._own.device, rank.device)),
                     parts=parts_of(found),
                     writers=writers(lanes, index),
@@ -184,12 +182,14 @@ class RemoteRanks:
             names.append(name)
         return name
 
-    def failed(self, engine_id: str, name: str) -> None:
-        """A transfer with this rank failed: disconnects the engine, which may be dead."""
+    def failed(self, engine_id: str, why: TransferError) -> None:
+        """A transfer with a rank of this engine failed: disconnects it, as it may be dead."""
+        if engine_id in self._connected:  # otherwise it follows from another failure
+            self.broken[engine_id] = str(why)
         self._disconnect(engine_id)
-        if name in self._names.get(engine_id, ()):
-            self._names[engine_id].remove(name)
-            self._mover.remove_peer(name)
+        if why.peer in self._names.get(engine_id, ()):
+            self._names[engine_id].remove(why.peer)
+            self._mover.remove_peer(why.peer)
 
     def mark_left(self, engines: Iterable[str]) -> None:
         """These engines have left; `forget_left` drops them once they have no transfers."""

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from dynamo_lite.disagg.bridge import OpenBridge
-from dynamo_lite.disagg.counters import COMPUTED, ENDED, Counters
+from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
@@ -20,8 +20,6 @@ from dynamo_lite.disagg.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.disagg.prefill.introductions import Introductions
-from dynamo_lite.disagg.prefill.link_test_scheduler import LinkTestScheduler
 from dynamo_lite.disagg.prefill.running_job import BlockIds, RunningJob
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
@@ -29,11 +27,10 @@ from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.policy.decision.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import EngineStatus, decode_link_test
-from dynamo_lite.protocol.records import EngineMetadata, check_engine
+from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.drops import counted
 
 
 class PrefillScheduler:
@@ -56,8 +53,9 @@ class PrefillScheduler:
         self._clients, self._now = clients, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
-        self._introductions = Introductions(self._own_metadata)
-        self._link_tests = LinkTestScheduler(self.stats, self._introductions)
+        #: Decode engines whose metadata the ranks have. It has an entry for every layer of every
+        #: rank, by far the largest part of a step, so it is sent once.
+        self._introduced: set[str] = set()
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: Jobs before their first step, by request id.
@@ -128,7 +126,6 @@ class PrefillScheduler:
         """scheduled: request id -> number of its tokens that this step computes."""
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
-        self._link_tests.announce(step)
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.preempted()
@@ -167,9 +164,9 @@ class PrefillScheduler:
         success."""
         if report is not None:
             self._failures.update(report.failures)
-            self._introductions.forget(report.unknown)
-            assert self.metadata is not None
-            self._link_tests.answered(report.links, len(self.metadata.ranks))
+            self._introduced -= report.unknown
+            for engine_id, why in report.broken.items():
+                self.stats.append(BROKEN_LINK, [engine_id, why])
         for request_id in sorted(results.received | results.lost):
             if (stopped := self._stopped.pop(request_id, None)) is not None:
                 self._report_end(stopped, "abandoned")
@@ -188,7 +185,8 @@ class PrefillScheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._ending or self._stopped) or self._link_tests.busy
+        """Whether the engine must make steps, even with nothing to compute."""
+        return bool(self._ending or self._stopped)
 
     def _arrive(self, request: Prompt) -> PrefillJobParams | None:
         """The parameters of a job that has not begun, unpacked once; None for other requests."""
@@ -201,19 +199,20 @@ class PrefillScheduler:
         """The job begins, or is stopped before: no other job names the engines to be forgotten."""
         del self._arrived[request.request_id]
         self._step.forget += params.forget
-        self._introductions.forget(params.forget)
+        self._introduced.difference_update(params.forget)
 
     def _announce(self, step: PrefillStep, job: RunningJob) -> None:
         """Before the ranks' first read or write of the job: sends them its engine if needed."""
-        if not job.announced:
-            job.announced = True
-            self._introductions.introduce(step, job.params.engine_id, job.params.target)
-
-    def _own_metadata(self) -> bytes:
-        """See `PrefillStep.own`."""
-        if self.metadata is None or len(self.metadata.ranks) == 1:
-            return b""
-        return encode(self.metadata)
+        if job.announced:
+            return
+        job.announced, engine_id = True, job.params.engine_id
+        # Ranks apply `targets` before `forget`: an engine of this step must not be forgotten.
+        step.forget = [left for left in step.forget if left != engine_id]
+        if engine_id not in self._introduced:
+            self._introduced.add(engine_id)
+            step.targets[engine_id] = job.params.target
+            if self.metadata is not None and len(self.metadata.ranks) > 1:
+                step.own = encode(self.metadata)
 
     def _report_end(self, job: RunningJob, outcome: str, detail: str = "") -> None:
         self.stats.append(ENDED, [job.attempt, outcome, detail])
@@ -221,19 +220,11 @@ class PrefillScheduler:
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
         engine = self._config.namespace, self._config.engine_id
-        on_link_test = counted(self._on_link_test, "preflight", self.stats.drop)
         async with (
             self._clients.messaging() as messaging,
             messaging.serve(names.describe_subject(*engine), self._on_describe),
-            messaging.serve(names.preflight_subject(*engine), on_link_test),
         ):
             yield
-
-    async def _on_link_test(self, payload: bytes) -> bytes:
-        link_test = decode_link_test(payload)
-        check_engine(link_test.target)
-        self._link_tests.ask(link_test)
-        return b""
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         if self.metadata is None:

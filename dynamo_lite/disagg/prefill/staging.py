@@ -97,7 +97,7 @@ class Staging:
             self._mover.register([(first, size)], self._own.memory, self._own.device)
         except Exception as exc:
             # NIXL has many errors. The caller is an engine's step: only this peer's link fails,
-            # and the next test of a link tries again with new memory.
+            # and the next job for such a peer tries again with new memory.
             why = f"{size} bytes of staging could not be registered: {exc}"
             raise TransferError(peer, why) from exc
         self._transposer = transposer

@@ -13,7 +13,7 @@ class Outcome(enum.Enum):
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
     WRITER_ABANDONED = "writer_abandoned"  # it returned the job without writing
-    WRITER_UNUSABLE = "writer_unusable"  # its link to this engine has failed
+    WRITER_UNUSABLE = "writer_unusable"  # it gave the job back: its link has failed
     WRITER_LOST = "writer_lost"  # its keys are gone, or its engine has died
     WRITER_SILENT = "writer_silent"  # no heartbeats, or unhealthy
     CANCELLED = "cancelled"

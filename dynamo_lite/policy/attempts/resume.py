@@ -33,30 +33,29 @@ class PrefillHere:
     reason: ResumeReason
 
 
-#: Outcomes that the writer caused. True: the writer may still be one of the usable workers, so one
-#: of them is not counted.
+#: Outcomes that the writer caused.
 _OF_THE_WRITER = {
-    Outcome.WRITER_FAILED: True,
-    Outcome.WRITER_ABANDONED: True,
-    Outcome.WRITER_UNUSABLE: False,
-    Outcome.WRITER_LOST: False,
-    Outcome.WRITER_SILENT: False,
+    Outcome.WRITER_FAILED,
+    Outcome.WRITER_ABANDONED,
+    Outcome.WRITER_UNUSABLE,
+    Outcome.WRITER_LOST,
+    Outcome.WRITER_SILENT,
 }
 
 
 def again(
-    outcome: Outcome, *, tries: int, max_tries: int, usable: int, spent_s: float, left_s: float
+    outcome: Outcome, *, tries: int, max_tries: int, others: int, spent_s: float, left_s: float
 ) -> AskAgain | PrefillHere:
     """Whether a prompt may ask another prefill worker.
 
-    tries: number of its remote prefills so far. usable: prefill workers that respond and whose
-    link is not known to have failed. spent_s: since it asked first. left_s: until its time limit.
+    tries: number of its remote prefills so far. others: usable prefill workers beside the writer.
+    spent_s: since it asked first. left_s: until its time limit.
     """
     if outcome not in _OF_THE_WRITER:
         return PrefillHere(ResumeReason.NOT_THE_WRITER)
     if tries >= max_tries:
         return PrefillHere(ResumeReason.TRIED)
-    if usable - _OF_THE_WRITER[outcome] < 1:
+    if others < 1:
         return PrefillHere(ResumeReason.NO_OTHER)
     if left_s < spent_s:
         return PrefillHere(ResumeReason.LATE)

@@ -199,7 +199,6 @@ class Assembly:
             rank_clock(setup.clock),
             verdict=setup.verdict,
             grant_of=setup.grant_of,
-            scratch=mover.scratch,
         )
         watch(rank, mover)
         return rank
@@ -211,7 +210,6 @@ class Assembly:
             memory="DRAM",
             device=0,
             regions=mover.memory.regions(),
-            scratch=mover.scratch.region,
         )
         return EngineMetadata(
             engine_id=setup.engine_config.engine_id,

@@ -107,10 +107,6 @@ class SimCore:
         self._aborted += request_ids
         self._posted.set()
 
-    def wake(self) -> None:
-        """Checks whether there are steps to make."""
-        self._posted.set()
-
     def stop(self) -> None:
         """`run` ends after the step that is being computed."""
         self._stopping = True

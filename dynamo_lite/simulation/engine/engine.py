@@ -11,8 +11,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from dynamo_lite.disagg.counters import ENDED, PREFLIGHT
-from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
+from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
 from dynamo_lite.disagg.transfer_params import (
     PrefillJobParams,
@@ -20,7 +19,7 @@ from dynamo_lite.disagg.transfer_params import (
     time_limit,
     with_first_token,
 )
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport, OnFirstToken
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -35,7 +34,6 @@ from dynamo_lite.protocol.prefill import (
     EngineStatus,
     FirstToken,
     FirstTokenSampling,
-    Listen,
     RemotePrefillRequest,
     decode_engine_status,
 )
@@ -89,7 +87,7 @@ class SimEngine:
         self._first_tokens = assembly.first_tokens(setup)
         self._left: list[str] = []
         self._ids = RequestIds()
-        self._link_tests = LinkTestClient(setup.engine_config, messaging, self._wake)
+        self._on_broken_link: OnBrokenLink = lambda engine_id, why: None
         self._closing = False
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -113,7 +111,6 @@ class SimEngine:
         assert self._engine is not None and self._process is not None
         self._closing = True
         self._attempts.cancel()
-        self._link_tests.close()
         self._engine.core.stop()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _STOP_S)
@@ -187,7 +184,8 @@ class SimEngine:
             if deltas:
                 yield deltas
 
-    async def run_prefills(self) -> None:
+    async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
+        self._on_broken_link = on_broken_link
         try:
             while await self._next() is not None:
                 pass
@@ -203,7 +201,7 @@ class SimEngine:
         permit: Permit,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
-        self._check_peer(target)
+        self.check_peer(target)
         prompt, wanted, sampling = job.prompt_token_ids, job.first_token, Sampling(max_tokens=1)
         if wanted is not None:
             prompt = [*prompt, wanted.last_token_id]
@@ -230,12 +228,10 @@ class SimEngine:
                 await on_first_token(token)
             return await attempt.ended
 
-    async def test_link(self, target: EngineMetadata) -> LinkReport:
-        self._check_peer(target)
-        return await self._link_tests.test(target)
-
-    async def listen(self, listen: Listen) -> None:
-        await self._link_tests.listen(listen)
+    def check_peer(self, target: EngineMetadata) -> None:
+        assert self.metadata is not None
+        if target.fingerprint != self.metadata.fingerprint:
+            raise IncompatiblePeer(target.engine_id, "another model")
 
     async def abandon(self, attempt: str) -> None:
         if self._engine is not None:
@@ -243,15 +239,6 @@ class SimEngine:
 
     def forget(self, engine_ids: Sequence[str]) -> None:
         self._left += engine_ids
-
-    async def _wake(self) -> None:
-        if self._engine is not None:
-            self._engine.core.wake()
-
-    def _check_peer(self, target: EngineMetadata) -> None:
-        assert self.metadata is not None
-        if target.fingerprint != self.metadata.fingerprint:
-            raise IncompatiblePeer(target.engine_id, "another model")
 
     def _named(self, delta: TokenDelta) -> TokenDelta | None:
         """The delta as its caller knows it; None when that has aborted the request."""
@@ -297,8 +284,9 @@ class SimEngine:
         for delta in outputs.deltas if self._attempts else ():
             self._attempts.sampled(delta.request_id, delta.token_ids)
         if outputs.counts:
+            for engine_id, why in outputs.counts.get(BROKEN_LINK, ()):
+                self._on_broken_link(engine_id, why)
             self._attempts.apply({ENDED: outputs.counts.get(ENDED, ())})
-            self._link_tests.resolve(outputs.counts.get(PREFLIGHT, ()))
             self._on_counts(outputs.counts)
         return outputs
 

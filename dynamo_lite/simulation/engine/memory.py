@@ -5,41 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dynamo_lite.protocol.records import KvRegion, Scratch
+from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.simulation.engine.model import PLANES, Words, kv_words
 
 _WORD_BYTES = 8
-#: Far behind every pool. Few slots: writers meet in them.
-_SCRATCH_BASE, _SLOTS, _SLOT_BYTES = 1 << 40, 8, 32
 
 
-class Memory:
-    """Bytes at an address of their own."""
-
-    base: int
-    raw: npt.NDArray[np.uint8]
-
-    def covers(self, address: int, length: int) -> bool:
-        start = address - self.base
-        return start >= 0 and start + length <= self.raw.size
-
-
-class SimScratch(Memory):
-    """Implements ScratchMemory."""
-
-    def __init__(self) -> None:
-        self.base, self.raw = _SCRATCH_BASE, np.zeros(_SLOTS * _SLOT_BYTES, np.uint8)
-        self.region = Scratch(base=self.base, slots=_SLOTS, slot_bytes=_SLOT_BYTES)
-
-    def fill(self, slot: int, data: bytes) -> None:
-        at = slot * _SLOT_BYTES
-        self.raw[at : at + len(data)] = np.frombuffer(data, np.uint8)
-
-    def read(self, slot: int, length: int) -> bytes:
-        return self.raw[slot * _SLOT_BYTES :][:length].tobytes()
-
-
-class SimKvMemory(Memory):
+class SimKvMemory:
     """PLANES words per token: layer "0" in one plane, layer "1" with K and V apart.
 
     base: address of the first byte. dense: whether each plane's blocks lie back
@@ -57,7 +29,14 @@ class SimKvMemory(Memory):
         self._words: Words = np.zeros(shape, np.uint64)
         #: (PLANES, blocks, tokens), whatever the layout.
         self._by_plane = self._words if dense else self._words.transpose(1, 0, 2)
-        self.raw = self._words.reshape(-1).view(np.uint8)
+        self.raw: npt.NDArray[np.uint8] = self._words.reshape(-1).view(np.uint8)
+
+    def covers(self, address: int, length: int) -> bool:
+        start = address - self.base
+        return start >= 0 and start + length <= self.raw.size
+
+    def bytes_at(self, address: int, length: int) -> npt.NDArray[np.uint8]:
+        return self.raw[address - self.base :][:length]
 
     @property
     def block_bytes(self) -> int:

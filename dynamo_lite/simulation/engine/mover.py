@@ -13,11 +13,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.simulation.engine.copies import Copy, copies_of
-from dynamo_lite.simulation.engine.memory import SimKvMemory, SimScratch
+from dynamo_lite.simulation.engine.memory import SimKvMemory
 from dynamo_lite.transfer.block_map import Descriptors
 
 #: A write's descriptors land in at most this many portions.
@@ -148,10 +146,10 @@ class SimWrite:
             return self._fail("the peer is cut off")
         self._portions.remove(portion)
         for source, destination, length in portion:
-            if target.memory.covers(destination, length):
-                landing = Landing(self._attempt, sender.address, target, destination, length)
-                sender.fabric.on_landing(landing)
-            target.bytes_at(destination, length)[:] = sender.bytes_at(source, length)
+            landing = Landing(self._attempt, sender.address, target, destination, length)
+            sender.fabric.on_landing(landing)
+            written = sender.memory.bytes_at(source, length)
+            target.memory.bytes_at(destination, length)[:] = written
 
     def _fail(self, why: str) -> None:
         self._portions.clear()
@@ -198,17 +196,16 @@ class SimRead:
             return self._fail("the peer is cut off")
         copies, self._copies = self._copies, []
         for here, there, length in copies:
-            if target.memory.covers(there, length):
-                landing = Landing(self._attempt, reader.address, target, there, length)
-                reader.fabric.on_read(reader, landing)
-            reader.bytes_at(here, length)[:] = target.bytes_at(there, length)
+            landing = Landing(self._attempt, reader.address, target, there, length)
+            reader.fabric.on_read(reader, landing)
+            reader.memory.bytes_at(here, length)[:] = target.memory.bytes_at(there, length)
 
     def _fail(self, why: str) -> None:
         self._failure = why
 
 
 class SimMover:
-    """Implements Mover. One per engine, with one memory, and scratch memory beside it.
+    """Implements Mover. One per engine, with one memory.
 
     name: unique per engine incarnation. address: its host. attempt: of the write
     that is being started, for the fabric's callbacks.
@@ -216,7 +213,6 @@ class SimMover:
 
     def __init__(self, fabric: Fabric, name: str, address: str, memory: SimKvMemory):
         self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
-        self.scratch = SimScratch()
         self.attempt = ""
         self.inbox: list[bytes] = []
         self.closed = self.dead = False
@@ -282,11 +278,4 @@ class SimMover:
         target = self.fabric.agents.get(self._peers.get(peer, b""))
         if target is None:
             raise TransferError(peer, "no such peer")
-        return target, copies_of(peer, local, remote, self.covers, target.covers)
-
-    def covers(self, address: int, length: int) -> bool:
-        return self.memory.covers(address, length) or self.scratch.covers(address, length)
-
-    def bytes_at(self, address: int, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        memory = self.memory if self.memory.covers(address, length) else self.scratch
-        return memory.raw[address - memory.base :][:length]
+        return target, copies_of(peer, local, remote, self.memory.covers, target.memory.covers)

@@ -21,10 +21,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from dynamo_lite.disagg.counters import PREFLIGHT, SPAN
+from dynamo_lite.disagg.counters import SPAN
 from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
-from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
 from dynamo_lite.engine.base import EngineLoad, KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -33,13 +32,8 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     Refused,
     StartupError,
-    Unavailable,
 )
-from dynamo_lite.protocol.prefill import (
-    EngineStatus,
-    Listen,
-    decode_engine_status,
-)
+from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
@@ -90,11 +84,6 @@ class VllmEngine:
         #: The model's length when it was loaded.
         self._loaded_len: int | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
-        self._link_tests = (
-            None
-            if self._engine_config is None
-            else LinkTestClient(self._engine_config, context.messaging, self._wake)
-        )
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
 
@@ -142,18 +131,6 @@ class VllmEngine:
             self._context.on_drop("describe_reply")
             raise
 
-    async def listen(self, listen: Listen) -> None:
-        assert self._link_tests is not None
-        await self._link_tests.listen(listen)
-
-    async def _wake(self) -> None:
-        """Any call makes an idle engine core check for steps to make."""
-        try:
-            if self._client is not None:
-                await self._client.is_sleeping_async()
-        except EngineDeadError as exc:
-            raise Unavailable("the engine's process has ended") from exc
-
     async def _abort(self, own_ids: list[str]) -> None:
         if self._client is not None and own_ids:
             await self._client.abort_requests_async(own_ids)
@@ -192,8 +169,6 @@ class VllmEngine:
         self._metrics.apply(counts)
         if (tracer := self._context.tracer) is not None:
             record_notes(tracer, counts.get(SPAN, ()))
-        if self._link_tests is not None:
-            self._link_tests.resolve(counts.get(PREFLIGHT, ()))
 
     def _fingerprinted(self, described: EngineMetadata, lease_ttl_s: float) -> EngineMetadata:
         """Adds the fingerprint; the engine's process has only set its layout."""
@@ -227,8 +202,6 @@ class VllmEngine:
             )
 
     async def _close(self) -> None:
-        if self._link_tests is not None:
-            self._link_tests.close()
         if self._client is not None:
             client, self._client = self._client, None
             await self._in_thread(client.shutdown)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
@@ -20,10 +19,8 @@ from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
-from dynamo_lite.transfer.scratch import ScratchMemory
 from dynamo_lite.vllm.engine.connector_types import RankHandshake
 from dynamo_lite.vllm.engine.kv_memory import rank_index, register
-from dynamo_lite.vllm.engine.scratch import make_scratch
 from dynamo_lite.vllm.engine.supported import refusal_recorded
 
 if TYPE_CHECKING:
@@ -37,8 +34,6 @@ class OpenedRank:
     #: For the scheduler half.
     handshake: RankHandshake
     mover: Mover
-    #: Kept here, since peers write into it while the rank is open.
-    scratch: ScratchMemory
 
     def close(self) -> None:
         if isinstance(self.mover, PolledMover):
@@ -54,7 +49,7 @@ def open_rank(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
 ) -> OpenedRank:
-    """Registers the KV caches, and scratch memory beside them, with a mover of this rank.
+    """Registers the KV caches with a mover of this rank.
 
     kv_caches: vLLM's KV by layer. Raises ValueError with the layer's name for a layout that is not
     supported; beside `config_file` this is recorded for the component.
@@ -66,27 +61,23 @@ def open_rank(
     with ExitStack() as on_failure:
         mover = open_mover(config, index, device, alive)
         on_failure.callback(mover.close)
-        # Registers memory: must come before `mover.metadata` is read.
-        scratch = make_scratch(mover, device)
         with refusal_recorded(config_file):
             kv = register(kv_caches, mover, vllm_config, kv_cache_config)
-        own = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         if isinstance(role, PrefillEngineConfig):
             assert fence is not None
             rank = PrefillRank(
                 mover,
-                own,
+                kv.rank,
                 index,
                 alive,
                 verdict=fence.verdict,
                 grant_of=fence.grant_of,
                 open_transposer=kv.open_transposer,
-                scratch=scratch,
             )
         else:
-            rank = DecodeRank(mover, own)
+            rank = DecodeRank(mover, kv.rank)
         on_failure.pop_all()
-    return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch)
+    return OpenedRank(rank, RankHandshake(encode(kv.rank), kv.orders), mover)
 
 
 def open_mover(

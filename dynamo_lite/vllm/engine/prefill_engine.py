@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dynamo_lite.disagg.counters import BROKEN_LINK
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
-from dynamo_lite.engine.base import AttemptOutcome, LinkReport, OnFirstToken
+from dynamo_lite.engine.base import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.protocol.errors import EngineDied
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
@@ -26,7 +27,7 @@ class VllmPrefillEngine(VllmEngine):
         #: Compatible decode engines, and whether their blocks can also be read.
         self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
 
-    async def run_prefills(self) -> None:
+    async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
         """Reads the engine's outputs for `prefill`. Raises EngineDied."""
         try:
             while (outputs := await self._next()) is not None:
@@ -35,8 +36,10 @@ class VllmPrefillEngine(VllmEngine):
                 for output in outputs.outputs:
                     self._attempts.sampled(output.request_id, output.new_token_ids)
                 stats = outputs.scheduler_stats
-                if stats is not None and stats.kv_connector_stats:
-                    self._attempts.apply(stats.kv_connector_stats)
+                if stats is not None and (counts := stats.kv_connector_stats):
+                    for engine_id, why in counts.get(BROKEN_LINK, ()):
+                        on_broken_link(engine_id, why)
+                    self._attempts.apply(counts)
         except EngineDied as exc:
             self._attempts.died(str(exc))
             raise
@@ -53,11 +56,7 @@ class VllmPrefillEngine(VllmEngine):
         Raises Refused for a prompt that this engine cannot take, IncompatiblePeer for a target
         that it cannot write to.
         """
-        assert self.metadata is not None
-        known = self._checked.get(target.engine_id)
-        if known is None or known[0] is not target:
-            known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
-        if not known[1]:
+        if not self._is_readable(target):
             # Its blocks differ: they are converted when they are written, and cannot be read.
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         sampled = self._samples(job)
@@ -70,10 +69,8 @@ class VllmPrefillEngine(VllmEngine):
                 await on_first_token(token)
             return await attempt.ended
 
-    async def test_link(self, target: EngineMetadata) -> LinkReport:
-        assert self.metadata is not None and self._link_tests is not None
-        check_peer(self.metadata, target)
-        return await self._link_tests.test(target)
+    def check_peer(self, target: EngineMetadata) -> None:
+        self._is_readable(target)
 
     async def abandon(self, attempt: str) -> None:
         await self._abort([attempt])
@@ -83,6 +80,14 @@ class VllmPrefillEngine(VllmEngine):
         self._left += engine_ids
         for engine_id in engine_ids:
             self._checked.pop(engine_id, None)
+
+    def _is_readable(self, target: EngineMetadata) -> bool:
+        """Whether the target's blocks can also be read. Raises IncompatiblePeer."""
+        assert self.metadata is not None
+        known = self._checked.get(target.engine_id)
+        if known is None or known[0] is not target:
+            known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
+        return known[1]
 
     def _samples(self, job: RemotePrefillRequest) -> bool:
         """Whether this prefill engine samples the first token that the job asks for."""

@@ -10,16 +10,13 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Iterator, Sequence, Set
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.policy.routing.admission import Admission, Limits
 from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.policy.routing.pickers import RoundRobin, Selection
@@ -28,10 +25,9 @@ from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import NoResponders, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, Hello
-from dynamo_lite.protocol.prefill import ClaimRefused, decode_listen
+from dynamo_lite.protocol.prefill import ClaimRefused
 from dynamo_lite.protocol.records import (
     EndpointRecord,
-    EngineMetadata,
     encode_engine,
 )
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
@@ -43,12 +39,10 @@ from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.framing import frame, parse_address
 from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.host import Host
-from dynamo_lite.runtime.tasks import end_tasks, running
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.services.frontend.router_client import RemoteRouter
 from dynamo_lite.simulation.engine.assembly import Assembly
 from dynamo_lite.simulation.engine.model import first_wrong
@@ -790,69 +784,6 @@ async def test_the_job_loop_of_a_prefill_worker_that_leaves(cancel: Cancel):
         pair.alive = True
         await store.put(key, record)
         await pair.takes_over(second)
-
-
-class LinkTests:
-    """A prefill engine whose link tests take half a second, and the host of its links."""
-
-    def __init__(self) -> None:
-        self.spec = SimpleNamespace(namespace=NAMESPACE)
-        self.lease = SimpleNamespace(id=2)
-        self.messaging, self.store = MemoryMessaging(), MemoryStore()
-        self.registry, self.clock = CollectorRegistry(), SYSTEM_CLOCK
-        self.keys = self
-        self.spawned: list[Coroutine[Any, Any, None]] = []
-        self.asked_for_s: list[float] = []
-        self.testing = 0
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self.spawned.append(work)
-
-    async def hold(self, key: str, value: bytes, *, within_s: float) -> None:
-        await asyncio.sleep(0.01)
-        await self.store.put(key, value)
-
-    async def release(self, key: str) -> None:
-        await self.store.delete(key)
-
-    async def test_link(self, target: EngineMetadata) -> LinkReport:
-        self.testing += 1
-        try:
-            await asyncio.sleep(1.5)
-        finally:
-            self.testing -= 1
-        return LinkReport(None, 1, 0.1, 0.1)
-
-    def forget(self, engine_ids: Sequence[str]) -> None: ...
-
-    async def on_listen(self, payload: bytes) -> bytes:
-        self.asked_for_s.append(decode_listen(payload).for_s)
-        return b""
-
-
-@at_every_await(at_least=4)
-async def test_the_test_of_a_link(cancel: Cancel):
-    """The decode engine is not left listening."""
-    tests = LinkTests()
-    links = PeerLinks(cast("Host", tests), tests, MetadataDirectory(tests.store, NAMESPACE))
-
-    target = engine_metadata()
-    async with tests.messaging.serve(
-        names.listen_subject(NAMESPACE, target.engine_id), tests.on_listen
-    ):
-        asking = asyncio.create_task(links.usable(target))
-        await asyncio.sleep(0)
-        [work] = tests.spawned
-        await cancel.owner(work, until=_recorded(tests))
-        await end_tasks(asking)
-        assert tests.testing == 0
-        # A first question without its answer is not taken back: it holds for some seconds only.
-        assert tests.asked_for_s in ([], [3.0]) or tests.asked_for_s[-1] == 0
-
-
-async def _recorded(tests: LinkTests) -> None:
-    await eventually(lambda: "keys=1" in repr(tests.store))
-    await asyncio.sleep(1.0)
 
 
 class SlowStore(MemoryStore):

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import PrefillStats
 
-from dynamo_lite.disagg.counters import ENDED
+from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import TokenDelta
@@ -213,6 +213,7 @@ WANTED = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=9)
 
 class PrefillRig:
     def __init__(self) -> None:
+        self.broken: list[tuple[str, ...]] = []
         self.core = EngineCore()
         self.engine = VllmPrefillEngine(context())
         start(self.engine, self.core)
@@ -232,7 +233,7 @@ async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[int]]:
     rig.engine.metadata = target
     rig.engine._checked[target.engine_id] = target, True
     tokens: asyncio.Queue[int] = asyncio.Queue()
-    reads = asyncio.create_task(rig.engine.run_prefills())
+    reads = asyncio.create_task(rig.engine.run_prefills(lambda *link: rig.broken.append(link)))
     job = prefill_job(first_token=WANTED)
     run = asyncio.create_task(rig.engine.prefill(job, target, Permit(), tokens.put))
     await eventually(lambda: rig.core.added)
@@ -274,6 +275,12 @@ async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_
         prefill_rig.core.step(EngineCoreOutput("a1", [7]))
     assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))
     assert tokens.empty()
+
+
+async def test_a_broken_link_is_told(prefill_rig: PrefillRig):
+    async with prefilling(prefill_rig):
+        prefill_rig.core.step(**{BROKEN_LINK: [["e1", "connection reset"]]})
+    assert prefill_rig.broken == [("e1", "connection reset")]
 
 
 async def test_a_refused_job_does_not_lose_who_has_left(prefill_rig: PrefillRig):

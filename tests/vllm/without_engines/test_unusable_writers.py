@@ -1,4 +1,4 @@
-"""Prefill workers that live but cannot write into this decode engine; in virtual time.
+"""Prefill workers that live but do not write into this decode engine; in virtual time.
 
 A prompt that only they could prefill stays local: it is not queued, and waits for no worker.
 """
@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli.decision_view import as_text
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import decode_json, encode_json
@@ -31,12 +30,15 @@ from tests.vllm.without_engines.test_fingerprint import engine
 THIRD = 0xC
 
 
-async def tried(scene: Scene, writer: int, *, ok: bool) -> None:
-    """Stores that the prefill worker's link test to this engine has passed or failed."""
-    link = LinkRecord(
-        prefill_lease_id=writer, engine_id=ENGINE, decode_lease_id=1, ok=ok, detail="no way"
-    )
+async def marks(scene: Scene, writer: int) -> None:
+    """The prefill worker does not use its link to this engine."""
+    link = LinkRecord(prefill_lease_id=writer, engine_id=ENGINE, decode_lease_id=1, detail="no way")
     await scene.store.put(names.link_key(NAMESPACE, writer, ENGINE), encode_json(link))
+
+
+async def unmarks(scene: Scene, writer: int) -> None:
+    """It uses the link again."""
+    await scene.store.delete(names.link_key(NAMESPACE, writer, ENGINE))
 
 
 async def seen() -> None:
@@ -52,7 +54,7 @@ async def last_decision(scene: Scene) -> Decision:
 @virtual
 async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
     scene = Scene()
-    await tried(scene, WRITER, ok=False)
+    await marks(scene, WRITER)
     async with scene.open(WRITER):
         assert scene.decode.admit(prompt("r1", 10)) == 0
         assert scene.decode.counted("decision/local/no_prefill_worker") == 1
@@ -71,16 +73,16 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
 
 
 @virtual
-async def test_one_that_was_not_tried_yet_or_works_again_is_asked():
+async def test_one_that_has_not_failed_or_tries_again_is_asked():
     async with Scene().open(WRITER, OTHER) as scene:
-        await tried(scene, WRITER, ok=False)
+        await marks(scene, WRITER)
         await seen()
         await scene.ask("r1")
-        assert len(scene.decode.net.workers.usable) == 1, "the other one has not tried"
-        await tried(scene, OTHER, ok=False)
+        assert len(scene.decode.net.workers.usable) == 1
+        await marks(scene, OTHER)
         await seen()
         assert scene.decode.admit(prompt("r2", 10)) == 0
-        await tried(scene, WRITER, ok=True)
+        await unmarks(scene, WRITER)
         await seen()
         await scene.ask("r3", claimed_by=WRITER)
 
@@ -88,9 +90,9 @@ async def test_one_that_was_not_tried_yet_or_works_again_is_asked():
 @virtual
 async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
     async with Scene().open(WRITER, OTHER) as scene:
-        await tried(scene, WRITER, ok=False)
+        await marks(scene, WRITER)
         held, queued = await scene.ask("r1", claimed_by=OTHER), await scene.ask("r2")
-        await tried(scene, OTHER, ok=False)
+        await marks(scene, OTHER)
         await scene.given_up_within(0.1, queued)
         assert scene.counted("no_writer") == 1
         assert (await scene.decode.queue.depth()).total == 1, "only the claimed one is left"
@@ -105,7 +107,7 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
 @virtual
 async def test_it_is_the_same_when_the_last_usable_one_leaves_or_falls_silent():
     async with Scene().open(WRITER, OTHER) as scene:
-        await tried(scene, WRITER, ok=False)
+        await marks(scene, WRITER)
         queued = await scene.ask("r1")
         await scene.hush(OTHER)
         await scene.given_up_within(5.0, queued)
@@ -131,7 +133,7 @@ async def test_the_wait_is_that_behind_usable_workers():
         decision = await last_decision(scene)
         assert decision.queue is not None and decision.queue.wait_s is not None
         assert abs(decision.queue.wait_s - 5.0) < 0.5
-        await tried(scene, OTHER, ok=False)
+        await marks(scene, OTHER)
         await seen()
         await other.say(queued_jobs=1, queued_tokens=queued, done_tokens=100)
         await scene.ask("r2")
@@ -145,7 +147,7 @@ async def test_a_job_that_only_unusable_workers_pulled_is_no_try_of_the_prompt()
     """The queue would not deliver it again, so one of them gives it back, and the prefill is
     requested again."""
     async with Scene().open(WRITER, OTHER) as scene:
-        await tried(scene, OTHER, ok=False)
+        await marks(scene, OTHER)
         for number in range(4):  # more than max-remote-prefills
             attempt = await scene.ask("r1")
             await scene.decode.done(attempt, "failed", writer=OTHER)
@@ -160,41 +162,46 @@ async def test_a_job_that_only_unusable_workers_pulled_is_no_try_of_the_prompt()
 
 
 @virtual
+async def test_a_write_that_failed_is_a_try_of_the_prompt():
+    """Also where the mark of the link is known before the writer's word."""
+    async with Scene().open(WRITER, OTHER) as scene:
+        attempt = await scene.ask("r1", claimed_by=WRITER)
+        await marks(scene, WRITER)
+        await seen()
+        await scene.decode.done(attempt, "failed", writer=WRITER)
+        await scene.given_up_within(0.1, attempt)
+        scene.decode.output(failed=["r1"])
+        assert scene.counted("writer_failed") == 1
+        assert scene.decode.half.prefills.by_request["r1"].tries == 1
+        assert scene.decode.counted("resume/writer_lost") == 1, "the other worker may do it"
+
+
+@virtual
 async def test_without_a_usable_worker_a_job_that_came_back_is_computed_here():
     async with Scene().open(WRITER) as scene:
         attempt = await scene.ask("r1")
         # Its record and its word race; here the word is first.
         await scene.decode.done(attempt, "failed", writer=WRITER)
         await scene.given_up_within(0.1, attempt)
-        await tried(scene, WRITER, ok=False)
+        await marks(scene, WRITER)
         await asyncio.sleep(0.01)
         scene.decode.output(failed=["r1"])
         assert scene.decode.counted("resume/no_other") == 1
 
 
 class PrefillEngine:
-    """own: what its link tests compare a decode engine with."""
-
     def __init__(self, own: EngineMetadata):
         self._own = own
 
-    async def test_link(self, target: EngineMetadata) -> LinkReport:
+    def check_peer(self, target: EngineMetadata) -> None:
         check_peer(self._own, target)
-        return LinkReport(None, 1, 0.1, 0.1)
 
 
 @contextlib.asynccontextmanager
 async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> AsyncIterator[None]:
     """The shipped links of a prefill worker, over the scene's store and messaging."""
     target = msgspec.structs.replace(target, engine_id=ENGINE)
-
-    async def listen(_payload: bytes) -> bytes:
-        return b""
-
-    async with (
-        scene.store.lease(10.0) as lease,
-        scene.decode.messaging.serve(names.listen_subject(NAMESPACE, ENGINE), listen),
-    ):
+    async with scene.store.lease(10.0) as lease:
         await scene.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(target))
         host = Host(
             process_spec("PrefillWorker"),
@@ -209,7 +216,8 @@ async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> A
         links = PeerLinks(host, PrefillEngine(own), directory)
         host.spawn(links.run(), "links")
         try:
-            assert await links.first_tries(5.0) == []
+            async with asyncio.timeout(5):
+                await links.listed.wait()
             await scene.join(lease.id)
             yield
         finally:

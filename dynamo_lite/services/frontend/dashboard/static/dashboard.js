@@ -43,7 +43,7 @@ function cell(content, kind = "", tag = "td") {
 }
 
 function kindOf(state) {
-  if (state === "ready" || state === "ok") return "good";
+  if (state === "ready") return "good";
   return state === "starting" || state === "draining" ? "middling" : "bad";
 }
 
@@ -86,12 +86,11 @@ function showTables(seen) {
     cell(d.verdict), cell(d.reason), cell(d.per_s.toFixed(1), "number"),
     cell(d.total.toLocaleString("en"), "number"),
   ], REMOTE.includes(d.verdict) && d.per_s > 0 ? "busy" : "")), "no decisions yet");
-  fill("links", seen.links.map((l) => {
-    const state = cell(l.state, kindOf(l.state));
-    state.title = l.detail;
-    return row([cell(l.prefill, "code"), cell(l.decode, "code"), state,
-      cell(known(l.lanes || null), "number"), cell(known(l.round_trip_s, asTime), "number")]);
-  }), "no links");
+  fill("failed-links", seen.failed_links.map((l) => row([
+    cell(l.prefill, "code"), cell(l.decode, "code"),
+    cell(l.next_try === null ? "never" : new Date(1000 * l.next_try).toLocaleTimeString()),
+    cell(l.detail, "bad"),
+  ])), "no failed links");
 }
 
 function showPlanner(planner) {
