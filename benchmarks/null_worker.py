@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import annotated_types as at
 import msgspec
 
-from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
+from tests.null_engine import NullEngine
 
 #: A token that has a letter in the tiny model's vocabulary.
 TOKEN_ID = 70

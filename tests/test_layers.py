@@ -25,7 +25,7 @@ ROWS = (
     ("disagg",),
     ("vllm", "overview", "forward"),
     ("services",),
-    ("simulation", "serve"),
+    ("serve",),
     ("cli",),
 )
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
@@ -37,7 +37,7 @@ HOMES = {
     "torch": ("vllm",),
     "triton": ("vllm",),
     "nats": ("runtime/nats", "queue"),
-    "aetcd": ("runtime/etcd", "simulation"),
+    "aetcd": ("runtime/etcd",),
     "aiohttp": ("forward",),
     "zmq": ("vllm", "forward/kv"),
     "opentelemetry": ("runtime/tracing",),
@@ -58,18 +58,6 @@ IMPURE = {
 }
 
 TYPE_CHECKS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-#: Names of several modules that have one meaning all the same: each is a protocol in its
-#: first module, and in the second one what has this role in the simulation.
-ROLES = {
-    # An engine's blocks: the connector's view of vLLM's pool; the simulated engine has its own.
-    "Block": ["disagg/engine_api.py", "simulation/engine/pool.py"],
-    "BlockPool": ["disagg/engine_api.py", "simulation/engine/pool.py"],
-    # What the event loop needs of the network, so that the network can import the loop.
-    "Network": ["simulation/loop/loop.py", "simulation/network/network.py"],
-    # What the simulated planners need of the world that makes them.
-    "World": ["simulation/planning.py", "simulation/world.py"],
-}
 
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
@@ -249,14 +237,13 @@ def test_both_sides_of_a_remote_prefill_know_only_what_they_share():
     assert "disagg/decode" not in graph["disagg/prefill"]
 
 
-def test_only_its_command_imports_the_simulation():
-    users = {
-        file.relative_to(ROOT / PACKAGE).as_posix()
+def test_nothing_that_serves_imports_the_tests():
+    assert not {
+        (path_in_package(file), module)
         for file in FILES
         for _, module in imported_modules(file)
-        if (room_of(module) or "").startswith("simulation")
+        if module.split(".")[0] in ("tests", "benchmarks")
     }
-    assert {user for user in users if not user.startswith("simulation/")} == {"cli/simulate.py"}
 
 
 def reads_environment(tree: ast.AST) -> bool:
@@ -307,7 +294,7 @@ def homes_of_types(files: list[Path]) -> dict[str, list[str]]:
 
 def test_the_name_of_a_type_has_one_meaning():
     homes = homes_of_types(FILES)
-    assert {name: files for name, files in homes.items() if len(files) > 1} == ROLES
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize(

@@ -244,54 +244,6 @@ def ps(
     print(json.dumps(rows, indent=2) if as_json else show(rows))
 
 
-@app.command()
-def sim(
-    seed: Annotated[int | None, typer.Option(min=0, help="Run this one seed.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Print every event of the seed.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds to run.")] = None,
-    first: Annotated[
-        int | None, typer.Option(min=0, help="First seed of --seeds; default 0.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes; default: one per core.")
-    ] = None,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="Stop at the first seed that violates an invariant.")
-    ] = False,
-    mutant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Remove one safety mechanism, to test that this is found."
-        ),
-    ] = None,
-) -> None:
-    """Simulate whole clusters with faults in virtual time, and check the invariants.
-
-    A seed determines a cluster, its requests and its faults. The shipped control plane runs
-    on simulated servers, network and engines. A seed always gives the same run. No process
-    is started and no port is opened.
-
-    For a seed that violates an invariant the command that runs it again is printed. Exit
-    code 0: all invariants held; 1: an invariant was violated; 130: interrupted, after
-    printing the results so far.
-
-    \b
-    dynamo-lite sim --seeds 1000
-    dynamo-lite sim --seed 17 --trace
-    dynamo-lite sim --seeds 1000 --stop --mutant no-fence
-    """
-    from dynamo_lite.cli.simulate import check_options, play_one, play_range
-
-    check_options(
-        seed=seed, seeds=seeds, trace=trace, first=first, jobs=jobs, stop=stop, mutant=mutant
-    )
-    if seed is not None:
-        raise typer.Exit(play_one(seed, mutant=mutant, show_trace=trace))
-    assert seeds is not None
-    start = first or 0
-    raise typer.Exit(play_range(range(start, start + seeds), jobs=jobs, mutant=mutant, stop=stop))
-
-
 def _as_yaml(graph: str, config: Any) -> str:
     import yaml
 

@@ -30,6 +30,7 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
             "remove one worker, then add one: `dynamo-lite scale PrefillWorker=1`, then"
             " `dynamo-lite scale VllmWorker=2`"
         ),
+        "sim": "`python -m tests.simulation` in a checkout",
         "simulate": "`python -m benchmarks.planner` in a checkout plays loads with a planner",
     }
 )

@@ -16,9 +16,9 @@ from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.own_certificate import make_certificate
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import endpoint_record, graph_secret
 from tests.contract.local_client import LocalGenerateClient
+from tests.simulation.servers.memory import MemoryMessaging
 
 SUBJECT = "generate-test.generate-1"
 

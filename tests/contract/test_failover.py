@@ -9,7 +9,6 @@ from functools import partial
 import msgspec
 import pytest
 
-from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay
 from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.codec import encode
@@ -29,9 +28,10 @@ from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import endpoint_record, generate_request, loop_time
+from tests.null_engine import NullEngine
 from tests.servers import PrivateServer
+from tests.simulation.servers.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

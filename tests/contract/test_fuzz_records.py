@@ -26,11 +26,11 @@ from dynamo_lite.protocol.records import (
 from dynamo_lite.request_plane.framing import parse_address
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.status import StatusServer
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import endpoint_record, key_of
 from tests.hostile import Spoiler
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.simulation.servers.memory import MemoryStore
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=100)
 RNG = st.integers(0, (1 << 32) - 1).map(Random)

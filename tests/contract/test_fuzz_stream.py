@@ -35,9 +35,9 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.listener import MAX_HELLO_BYTES
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import endpoint_record, generate_request
 from tests.hostile import Spoiler
+from tests.simulation.servers.memory import MemoryMessaging
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=60)
 #: Not hypothesis's own random: sockets do not keep to one order.

@@ -37,13 +37,13 @@ from dynamo_lite.protocol.prefill import (
     decode_writer_done,
     decode_writer_stays,
 )
-from dynamo_lite.simulation.engine.model import first_wrong
-from dynamo_lite.simulation.engine.mover import Wire
-from dynamo_lite.simulation.invariants import Judge
-from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
 from tests.builders import prefill_job
 from tests.hostile import SEAL_BYTES, Spoiler
 from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
+from tests.simulation.engine.model import first_wrong
+from tests.simulation.engine.mover import Wire
+from tests.simulation.invariants import Judge
+from tests.simulation.servers.memory_queue import MemoryQueue
 
 FUZZ = settings(deadline=None, derandomize=True)
 

@@ -10,9 +10,9 @@ from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import endpoint_record, generate_request
 from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
+from tests.simulation.servers.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -22,8 +22,8 @@ from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import endpoint_record, eventually, register
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -10,10 +10,10 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from dynamo_lite.runtime.store import Lease, Store
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import eventually
 from tests.joining import Cluster, cluster
 from tests.servers import PrivateServer
+from tests.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -30,9 +30,9 @@ from dynamo_lite.protocol.kv import (
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import endpoint_record, eventually, generate_request, loop_time, register
 from tests.servers import PrivateServer
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

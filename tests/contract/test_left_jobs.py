@@ -15,9 +15,9 @@ from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import ENGINE, NAMESPACE, grant_for, prefill_job
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.unit.prefill_rig import (
     TARGET,
     ScriptedEngine,

@@ -22,9 +22,9 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import eventually, graph_secret, loop_time
 from tests.servers import PrivateServer
+from tests.simulation.servers.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
 from tests.builders import graph_secret
 from tests.hostile import MESSAGES, listening_ports, tell
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 
 SIZE = 4096
 WAIT_S = 20.0

@@ -29,9 +29,9 @@ from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.builders import eventually, graph_secret, loop_time
 from tests.servers import PrivateServer, Server, jetstream_of, private_server
+from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -12,8 +12,8 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record, key_of
+from tests.simulation.servers.memory import MemoryStore
 from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

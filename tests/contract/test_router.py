@@ -22,7 +22,6 @@ from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.services.frontend import router_client
 from dynamo_lite.services.frontend.router_client import ANSWER_S, RemoteRouter
 from dynamo_lite.services.router import Router
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import (
     endpoint_record,
     eventually,
@@ -33,6 +32,7 @@ from tests.builders import (
 )
 from tests.contract.test_kv import COMPONENT, PROMPTS, Worker
 from tests.servers import PrivateServer
+from tests.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

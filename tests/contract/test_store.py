@@ -20,8 +20,8 @@ from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease import grant_lease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import eventually
+from tests.simulation.servers.memory import MemoryStore
 from tests.store_outages import put_when_back, take
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

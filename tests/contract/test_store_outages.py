@@ -17,9 +17,9 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import eventually
 from tests.servers import PrivateServer, private_server
+from tests.simulation.servers.memory import MemoryStore
 from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

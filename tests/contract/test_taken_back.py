@@ -14,7 +14,6 @@ from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.permits import Permits
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     ENGINE,
@@ -24,6 +23,7 @@ from tests.builders import (
     eventually,
     rank_metadata,
 )
+from tests.simulation.servers.memory import MemoryStore
 from tests.unit.decode_engine import POOL, WRITER, Decode
 from tests.unit.prefill_rig import ScriptedEngine, ScriptedLinks
 from tests.unit.test_taking_back import LONG_S, knows_its_costs, looks

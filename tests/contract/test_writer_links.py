@@ -9,8 +9,8 @@ from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime import first_listing
 from dynamo_lite.runtime.store import Lease, Store
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record, eventually
+from tests.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
@@ -28,6 +27,7 @@ from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.services import Graph, Service
 from tests.builders import generate_request
+from tests.null_engine import NullEngine
 
 
 def token_at(prompt: list[int], position: int) -> int:

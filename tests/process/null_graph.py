@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
-from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.queue.base import PrefillQueue, QueueOptions
 from dynamo_lite.runtime.fence import Fence
@@ -18,6 +17,7 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, Graph, Service
+from tests.null_engine import NullEngine
 
 #: Tokens that are letters in the tiny model's vocabulary: `b` to `u`, by position.
 FIRST_TOKEN, LETTERS = 70, "bcdefghijklmnopqrstu"

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.etcd import EtcdServer
 from tests.sim.servers import SimNats
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.network.network import Network
+from tests.simulation.servers.etcd import EtcdServer
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], VirtualLoop]]:

@@ -12,9 +12,9 @@ import multiprocessing
 import sys
 from pathlib import Path
 
-from dynamo_lite.simulation.mutants import MUTANTS, PLANNED_MUTANTS
-from dynamo_lite.simulation.planner_draw import has_planner
-from dynamo_lite.simulation.play import play
+from tests.simulation.mutants import MUTANTS, PLANNED_MUTANTS
+from tests.simulation.planner_draw import has_planner
+from tests.simulation.play import play
 
 FILE = Path(__file__).with_name("known_seeds.json")
 #: Seeds that are tried. One of ten has a planner.

@@ -25,19 +25,19 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits, grant_of, verdict
-from dynamo_lite.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
-from dynamo_lite.simulation.engine.core import SimModelConfig
-from dynamo_lite.simulation.engine.engine import SimEngine
-from dynamo_lite.simulation.engine.model import (
+from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import endpoint_record, register
+from tests.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
+from tests.simulation.engine.core import SimModelConfig
+from tests.simulation.engine.engine import SimEngine
+from tests.simulation.engine.model import (
     Sampling,
     sampling_to_bytes,
 )
-from dynamo_lite.simulation.engine.mover import Fabric, Wire
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
-from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import endpoint_record, register
+from tests.simulation.engine.mover import Fabric, Wire
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 
 QUEUE = QueueConfig(ack_wait_s=5.0)
 

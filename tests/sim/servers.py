@@ -1,7 +1,7 @@
 """Simulated servers that a test may kill, freeze and start again, as the real ones."""
 
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.nats_server import NatsServer
+from tests.simulation.network.network import Network
+from tests.simulation.servers.nats_server import NatsServer
 
 
 class SimNats:

@@ -1,8 +1,8 @@
 """A wire that is slower than the computing, between simulated engines."""
 
 from dynamo_lite.disagg.counters import COMPUTED, DESCRIPTORS, ENDED
-from dynamo_lite.simulation.engine.mover import Wire
 from tests.sim.pair import GREEDY, Pair, play, tokens
+from tests.simulation.engine.mover import Wire
 
 JOBS, CONCURRENCY, PROMPT = 6, 2, 61
 SLOW = Wire(fastest_s=0.9, slowest_s=1.0)

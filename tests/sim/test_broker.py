@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.simulation.draw import draw
-from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Sampling, Scenario
+from tests.simulation.draw import draw
+from tests.simulation.play import play_scenario
+from tests.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Sampling, Scenario
 
 ASKS, EACH_S = 40, 0.1
 #: The load begins when all workers are up and before the fault, and continues after it.

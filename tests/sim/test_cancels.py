@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from dynamo_lite.policy.attempts.attempt import AttemptState
-from dynamo_lite.simulation.draw import draw
-from dynamo_lite.simulation.mutants import MUTANTS
-from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario
-from dynamo_lite.simulation.tally import Tally
+from tests.simulation.draw import draw
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.play import play_scenario
+from tests.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario
+from tests.simulation.tally import Tally
 
 pytestmark = pytest.mark.heavy
 

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from dynamo_lite.simulation.draw import draw
-from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import FaultKind
+from tests.simulation.draw import draw
+from tests.simulation.play import play_scenario
+from tests.simulation.scenario import FaultKind
 
 _DAY_S = 86400.0
 

@@ -6,9 +6,9 @@ import pytest
 
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.contract import test_kv
 from tests.sim import contract
+from tests.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

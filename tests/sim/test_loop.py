@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dynamo_lite.simulation.loop.loop import START_S, SimulationStuck, VirtualLoop
-from dynamo_lite.simulation.loop.process import SimProcess
-from dynamo_lite.simulation.loop.trace import Trace
 from tests.sim.interpreters import printed
+from tests.simulation.loop.loop import START_S, SimulationStuck, VirtualLoop
+from tests.simulation.loop.process import SimProcess
+from tests.simulation.loop.trace import Trace
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dynamo_lite.simulation.report import coverage_lines, violated_lines
-from dynamo_lite.simulation.runner import Lost, play_many
-from dynamo_lite.simulation.scenario import FaultKind
-from dynamo_lite.simulation.tally import Tally
+from tests.simulation.report import coverage_lines, violated_lines
+from tests.simulation.runner import Lost, play_many
+from tests.simulation.scenario import FaultKind
+from tests.simulation.tally import Tally
 
 pytestmark = pytest.mark.heavy
 

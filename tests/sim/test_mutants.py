@@ -2,9 +2,9 @@
 
 import pytest
 
-from dynamo_lite.simulation.loop.teardown import sweep
-from dynamo_lite.simulation.mutants import MUTANTS
 from tests.sim.known_seeds import finds, known_seeds
+from tests.simulation.loop.teardown import sweep
+from tests.simulation.mutants import MUTANTS
 
 KNOWN = known_seeds()
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.servers.nats_protocol import CommandReader, Publish, header
-from dynamo_lite.simulation.servers.nats_subjects import Subjects
 from tests.sim.servers import SimNats
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.servers.nats_protocol import CommandReader, Publish, header
+from tests.simulation.servers.nats_subjects import Subjects
 
 CONNECT = b'CONNECT {"verbose":false,"no_responders":true,"headers":true}\r\n'
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.network.channel import CUT_BREAKS_S, End
-from dynamo_lite.simulation.network.network import Network, Weather
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.network.channel import CUT_BREAKS_S, End
+from tests.simulation.network.network import Network, Weather
 
 PORT = 7000
 

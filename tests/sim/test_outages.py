@@ -21,13 +21,13 @@ from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.network.network import Network, Weather
-from dynamo_lite.simulation.servers.etcd import EtcdServer
-from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
-from dynamo_lite.simulation.servers.etcd_data import EtcdData
-from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from tests.builders import eventually
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.network.network import Network, Weather
+from tests.simulation.servers.etcd import EtcdServer
+from tests.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd_data import EtcdData
+from tests.simulation.servers.nats_server import URL, NatsServer
 
 
 class Cluster:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dynamo_lite.simulation.loop.trace import Trace
-from dynamo_lite.simulation.play import play
 from tests.sim.interpreters import printed
+from tests.simulation.loop.trace import Trace
+from tests.simulation.play import play
 
 pytestmark = pytest.mark.heavy
 

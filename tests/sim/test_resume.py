@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from dynamo_lite.simulation.engine.model import PLANES, VOCABULARY, Sampling
-from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
+from tests.simulation.engine.model import PLANES, VOCABULARY, Sampling
+from tests.simulation.play import play_scenario
+from tests.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
 PROMPT = tuple(random.Random(1).randrange(VOCABULARY) for _ in range(300))
 

@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.simulation import worker
-from dynamo_lite.simulation.play import play
-from dynamo_lite.simulation.runner import Lost, play_many
-from dynamo_lite.simulation.tally import Played
+from tests.simulation import worker
+from tests.simulation.play import play
+from tests.simulation.runner import Lost, play_many
+from tests.simulation.tally import Played
 
 pytestmark = pytest.mark.heavy
 
@@ -63,7 +63,7 @@ def test_a_seed_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
         assert isinstance(played, Played)
         [child] = multiprocessing.active_children()
         os.kill(child.pid or 0, signal.SIGSTOP)
-        monkeypatch.setattr("dynamo_lite.simulation.runner._SEED_S", 0.5)
+        monkeypatch.setattr("tests.simulation.runner._SEED_S", 0.5)
         lost = next(outcomes)
     # It may have been quicker than the signal.
     assert isinstance(lost, Played) or "no end after 0.5 s" in lost.why

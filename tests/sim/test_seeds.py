@@ -1,7 +1,7 @@
 """A hundred clusters with everything that goes wrong in them."""
 
-from dynamo_lite.simulation.report import violated_lines
-from dynamo_lite.simulation.runner import Lost, play_many
+from tests.simulation.report import violated_lines
+from tests.simulation.runner import Lost, play_many
 
 SEEDS = range(100)
 

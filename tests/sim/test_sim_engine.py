@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from dynamo_lite.protocol.errors import EngineDied, Refused
-from dynamo_lite.simulation.engine.memory import SimKvMemory
-from dynamo_lite.simulation.engine.model import (
+from tests.sim.pair import GREEDY, Pair, play, tokens
+from tests.simulation.engine.memory import SimKvMemory
+from tests.simulation.engine.model import (
     Sampling,
     extend_states,
     first_wrong,
     kv_words,
 )
-from dynamo_lite.simulation.engine.mover import Landing, Wire
-from dynamo_lite.simulation.engine.pool import BlockPool, PoolError
-from tests.sim.pair import GREEDY, Pair, play, tokens
+from tests.simulation.engine.mover import Landing, Wire
+from tests.simulation.engine.pool import BlockPool, PoolError
 
 
 def test_long_prompts_are_prefilled_remotely_and_the_tokens_are_right():

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.simulation.engine.model import Sampling, first_wrong
-from dynamo_lite.simulation.engine.mover import Wire
 from tests.sim.pair import GREEDY, Pair, play, tokens
+from tests.simulation.engine.model import Sampling, first_wrong
+from tests.simulation.engine.mover import Wire
 
 PROMPT = tokens(1, 100)
 NAMES = ("r1", "r2", "r3", "r4")

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from dynamo_lite.policy.decision import steal_back
-from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
-from dynamo_lite.simulation.loop.scheduler import START_S
-from dynamo_lite.simulation.loop.trace import Trace
-from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
+from tests.simulation.engine.model import VOCABULARY, Sampling
+from tests.simulation.loop.scheduler import START_S
+from tests.simulation.loop.trace import Trace
+from tests.simulation.play import play_scenario
+from tests.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
 pytestmark = pytest.mark.heavy
 

@@ -8,14 +8,14 @@ import pytest
 
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.etcd import EtcdServer
-from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
-from dynamo_lite.simulation.servers.etcd_data import EtcdData
 from tests.contract import test_roster, test_store, test_store_outages
 from tests.contract.test_store_outages import EtcdRig, outage
 from tests.sim import contract
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.network.network import Network
+from tests.simulation.servers.etcd import EtcdServer
+from tests.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd_data import EtcdData
 
 __all__ = ["outage"]
 

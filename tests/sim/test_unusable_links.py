@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
-from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import Ask, Fault, FaultKind, Scenario
+from tests.simulation.engine.model import VOCABULARY, Sampling
+from tests.simulation.play import play_scenario
+from tests.simulation.scenario import Ask, Fault, FaultKind, Scenario
 
 
 def asks(at_s: float, count: int, every_s: float = 0.2) -> tuple[Ask, ...]:

@@ -37,9 +37,9 @@ from dynamo_lite.protocol.prefill import (
     decode_stay_reply,
 )
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.builders import ENGINE, NAMESPACE, ManualClock
+from tests.simulation.servers.memory import MemoryMessaging
+from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 
 WRITER = 0xA
 BLOCK, POOL = 4, 256

@@ -12,9 +12,9 @@ from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.prefill import Granted
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.simulation.servers.memory import MemoryStore
-from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
+from tests.simulation.servers.memory import MemoryStore
+from tests.simulation.servers.memory_queue import MemoryQueue
 from tests.unit.decode_engine import Decode, prompt
 
 OTHER = 0xB

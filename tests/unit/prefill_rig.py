@@ -35,8 +35,6 @@ from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permit, Permits, PermitVerdict, verdict
 from dynamo_lite.runtime.tracing.tracer import Tracer
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     ENGINE,
@@ -46,6 +44,8 @@ from tests.builders import (
     grant_for,
     rank_metadata,
 )
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 
 LEASE = 0xBEEF
 BLOCK, POOL = 4, 16

@@ -8,9 +8,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import engine_metadata, rank_metadata
+from tests.simulation.servers.memory import MemoryStore
 
 
 class SlowStore(MemoryStore):

@@ -10,8 +10,8 @@ from dynamo_lite.protocol.errors import EngineDied, StartupError
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.services.engine_probe import EngineProbe
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import engine_metadata, loop_time
+from tests.simulation.servers.memory import MemoryMessaging
 from tests.unit.virtual import virtual
 
 

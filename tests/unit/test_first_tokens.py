@@ -18,8 +18,8 @@ from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import ENGINE, NAMESPACE, ManualClock, endpoint_record, eventually
+from tests.simulation.servers.memory import MemoryMessaging
 
 VOCABULARY, STOP = 100, 9
 COUNTS = PrefillCounts(5, 0, 4, 0.5, 0.25)

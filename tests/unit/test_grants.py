@@ -25,7 +25,6 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.runtime.secret import TAG_BYTES
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.builders import (
     ENGINE,
     ManualClock,
@@ -34,6 +33,7 @@ from tests.builders import (
     graph_secret,
     prefill_job,
 )
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode
 from tests.unit.prefill_rig import LEASE, Rig, working
 from tests.unit.virtual import virtual

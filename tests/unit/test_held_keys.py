@@ -10,7 +10,7 @@ from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.runtime.process.held_keys import HeldKeys
 from dynamo_lite.runtime.store import Delete, Lease, Put
 from dynamo_lite.runtime.tasks import OwnedTasks
-from dynamo_lite.simulation.servers.memory_store import MemoryStore
+from tests.simulation.servers.memory_store import MemoryStore
 
 KEY = "n/one"
 

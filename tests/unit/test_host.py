@@ -23,8 +23,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import eventually
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layout import (
     block_dimension,
@@ -18,6 +17,7 @@ from dynamo_lite.transfer.layout import (
     regions_of_tensor,
 )
 from dynamo_lite.transfer.sharding import join
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 
 HEADS, SIZE, HEAD = 2, 4, 3
 

@@ -16,9 +16,9 @@ from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, encode_engi
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import engine_metadata, eventually, rank_metadata
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

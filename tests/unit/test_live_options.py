@@ -30,8 +30,8 @@ from dynamo_lite.services.config import (
     VllmWorkerConfig,
 )
 from dynamo_lite.services.live_options import ComponentOptions, limits
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record
+from tests.simulation.servers.memory import MemoryStore
 
 WORKER = "VllmWorker"
 

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from tests.builders import generate_request
+from tests.null_engine import NullEngine
 
 
 def request_of(request_id: str, **sampling: object) -> GenerateRequest:

@@ -23,9 +23,9 @@ from dynamo_lite.services.planner.departure import Departure
 from dynamo_lite.services.planner.operations import Operations
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import UnderWay
-from dynamo_lite.simulation.servers.memory_store import MemoryStore
 from tests.builders import endpoint_record, graph_secret
 from tests.contract.planning import D, FakeSupervisor, P
+from tests.simulation.servers.memory_store import MemoryStore
 from tests.unit.planner_heir import Heir
 
 

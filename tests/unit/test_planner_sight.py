@@ -18,9 +18,9 @@ from dynamo_lite.services.planner import departure
 from dynamo_lite.services.planner.departure import Departure
 from dynamo_lite.services.planner.observation import Observation
 from dynamo_lite.services.planner.roles import LastChanges
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import eventually
 from tests.contract.planning import D, P
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 SEEN = Overview(at=0.0, namespace="n", rate_s=1.0, latency_s=1.0, itl=Latency())
 

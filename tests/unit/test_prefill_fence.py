@@ -22,8 +22,8 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.clock import Clock, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import eventually, prefill_job
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -29,8 +29,6 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.services.prefill_worker import PrefillWorker
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
 from tests.builders import (
     ENGINE,
     NAMESPACE,
@@ -38,6 +36,8 @@ from tests.builders import (
     prefill_job,
     process_spec,
 )
+from tests.simulation.servers.memory import MemoryMessaging
+from tests.simulation.servers.memory_queue import MemoryQueue
 from tests.unit import prefill_rig
 from tests.unit.prefill_rig import LEASE, POOL, Rig, ScriptedLinks
 from tests.unit.virtual import virtual

@@ -25,10 +25,10 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.permits import Permit, Permits
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.builders import engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.simulation.servers.memory import MemoryMessaging
 from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets
 

@@ -21,9 +21,9 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueDepth
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.builders import NAMESPACE, loop_time
+from tests.simulation.servers.memory import MemoryMessaging
+from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.unit.decode_engine import QUEUE_SIZE, WRITER, prompt
 from tests.unit.decode_session import Scene
 from tests.unit.virtual import virtual

@@ -22,9 +22,9 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.builders import ManualClock, expecting
 from tests.shards import Shape, ShardedEngine, expected
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
 from tests.unit.decode_engine import Decode as Engine
 

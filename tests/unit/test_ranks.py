@@ -36,8 +36,8 @@ from dynamo_lite.runtime.permits import (
     grant_of,
     verdict,
 )
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover, MemoryTransfer
 from tests.builders import expecting
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES = 32, 64
 

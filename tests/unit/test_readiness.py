@@ -14,7 +14,7 @@ from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
 from dynamo_lite.services.engine_probe import NOT_LOADED
 from dynamo_lite.services.frontend.frontend import Frontend
 from dynamo_lite.services.frontend.http import Probed
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.simulation.servers.memory import MemoryMessaging
 from tests.unit.test_engine_probe import Engine
 from tests.unit.test_engine_probe import Worker as Probing
 from tests.unit.test_host import Run, get

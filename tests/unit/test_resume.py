@@ -9,8 +9,8 @@ from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.policy.attempts.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric
 from tests.builders import ManualClock
+from tests.simulation.engine.memory_mover import MemoryFabric
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_engine import Decode as Engine
 from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets

@@ -13,8 +13,8 @@ from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals, is_sealed
 from dynamo_lite.serve.run_state import RunFile, RunState
-from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record, graph_secret
+from tests.simulation.servers.memory import MemoryStore
 
 KEY, OTHER = "ns/config/VllmWorker", "ns/config/Frontend"
 RECORD = b'{"values":{"a":1},"version":3}'

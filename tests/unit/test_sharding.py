@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.block_slices import hole, parts_of
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.transfer.sharding import heads_of, join, writers
 from tests.shards import Shape, ShardedEngine, expected
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 
 BLOCKS = 6
 SIZES = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]

@@ -21,12 +21,12 @@ from dynamo_lite.disagg.prefill.staging import OpenTransposer, split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Landed, decode_notice
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
 from tests.builders import engine_metadata, expecting
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 
 BLOCKS = 8
 HERE, THERE = 8, 16

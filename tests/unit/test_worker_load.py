@@ -11,7 +11,7 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.simulation.servers.memory import MemoryMessaging
 
 
 async def test_the_queue_is_part_of_it_where_there_is_one():

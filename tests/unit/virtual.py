@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from dynamo_lite.simulation.loop.loop import VirtualLoop
+from tests.simulation.loop.loop import VirtualLoop
 
 
 def run(work: Coroutine[Any, Any, None], *, seed: int = 0) -> None:

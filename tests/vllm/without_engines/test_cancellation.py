@@ -44,14 +44,6 @@ from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.services.frontend.router_client import RemoteRouter
-from dynamo_lite.simulation.engine.assembly import Assembly
-from dynamo_lite.simulation.engine.model import first_wrong
-from dynamo_lite.simulation.engine.mover import Wire
-from dynamo_lite.simulation.loop.loop import VirtualLoop
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
-from dynamo_lite.simulation.servers.memory_store import MemoryWatch
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     NAMESPACE,
@@ -66,6 +58,14 @@ from tests.contract.generating import FakeEngine, Outputs, tokens
 from tests.sim.pair import GREEDY, QUEUE, Pair
 from tests.sim.pair import tokens as random_tokens
 from tests.sim.servers import SimNats
+from tests.simulation.engine.assembly import Assembly
+from tests.simulation.engine.model import first_wrong
+from tests.simulation.engine.mover import Wire
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.network.network import Network
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.simulation.servers.memory_store import MemoryWatch
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene, Twins

@@ -22,13 +22,13 @@ from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.permits import Permit
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 from dynamo_lite.vllm.first_token import FirstTokenRules
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 from tests.builders import engine_metadata, eventually, prefill_job
+from tests.simulation.servers.memory import MemoryMessaging
 from tests.vllm.without_engines.test_requests import MODEL, message
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -15,7 +15,6 @@ import trustme
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli import live_options
-from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError
@@ -25,7 +24,8 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.services.frontend.frontend import Frontend
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.null_engine import NullEngine
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.vllm.front_half import flags, write_model
 
 IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}

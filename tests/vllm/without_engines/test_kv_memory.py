@@ -15,9 +15,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.vllm.engine import kv_memory
 from dynamo_lite.vllm.engine.kv_memory import KvMemory, first_head, register
+from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 
 
 def config(ranks: int, total: int) -> Any:

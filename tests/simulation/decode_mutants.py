@@ -1,0 +1,168 @@
+"""Decode workers without one of their safeguards, which the simulation must detect."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.disagg.decode.engine_events import EngineEvents
+from dynamo_lite.disagg.decode.first_tokens import FirstTokens
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.policy.attempts.attempt import Attempt, AttemptState, Refusal, Terms
+from dynamo_lite.policy.attempts.instructions import Hold, Instruction, Outcome
+from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.prefill import decode_notice
+from tests.simulation.engine.assembly import EngineSetup
+from tests.simulation.mutant import Mutant
+from tests.simulation.shipped import Shipped
+
+
+class NoClaim(Shipped):
+    """A writer's claim is granted and not recorded."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoClaim(setup.engine_config.lease_ttl_s)
+
+
+class _NoClaim(Ledger):
+    def claim(
+        self, attempt: str, writer_lease_id: int, now: float, number: int = 0, grant: int = 0
+    ) -> Refusal | None:
+        return None
+
+    def granted(self, attempt: str, now: float) -> Terms:
+        entry = self._attempts.get(attempt)
+        return Terms(1, b"" if entry is None else entry.offered, 60.0)
+
+
+class NoQuarantine(Shipped):
+    """Blocks of a withdrawn attempt are free at once, although its writer may still write."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoQuarantine(setup.engine_config.lease_ttl_s)
+
+
+class _NoQuarantine(Ledger):
+    def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
+        entry.writer_done = True
+        return super()._withdraw(entry, outcome, detail)
+
+
+class _NoPrefixHoldEvents(EngineEvents):
+    def _carry_out_here(self, instructions: Iterable[Instruction]) -> None:
+        super()._carry_out_here([self._less(one) for one in instructions])
+
+    def _less(self, instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Hold):
+            return instruction
+        blocks = [self._pool.blocks[i] for i in instruction.block_ids]
+        return Hold(instruction.attempt, tuple(b.block_id for b in blocks if b.key is None))
+
+
+class _NoPrefixHold(DecodeScheduler):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._events.__class__ = _NoPrefixHoldEvents
+
+
+class NoPrefixHold(Shipped):
+    """The blocks of a withdrawn attempt that its writer may only read are free at once."""
+
+    decode_scheduler = _NoPrefixHold
+
+
+class _StealsClaimedLedger(Ledger):
+    def steal(self, attempt: str, why: str) -> list[Instruction]:
+        entry = self._attempts.get(attempt)
+        if entry is not None and entry.state is AttemptState.CLAIMED:
+            entry.state = AttemptState.QUEUED
+        return super().steal(attempt, why)
+
+
+class _StealsClaimed(DecodeScheduler):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        kept = self.prefills._by_attempt
+        self.prefills.queued = lambda: [one for one in kept.values() if one.outcome is None]
+
+
+class StealsClaimed(Shipped):
+    """An engine also takes back what a writer has claimed, as if it were queued."""
+
+    decode_scheduler = _StealsClaimed
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _StealsClaimedLedger(setup.engine_config.lease_ttl_s)
+
+
+class _TrustingRank(DecodeRank):
+    def _add_notice(self, payload: bytes) -> None:
+        notice = decode_notice(payload)
+        awaited = self._awaited.get(notice.attempt)
+        if awaited is not None and awaited.notices.grant is not None:
+            notice = msgspec.structs.replace(notice, grant=awaited.notices.grant)
+        super()._add_notice(encode_sealed(notice))
+
+
+class UngrantedCommits(Shipped):
+    """A decode engine accepts each commit, whatever grant it names."""
+
+    decode_rank = _TrustingRank
+
+
+class _NoAttemptId(DecodeScheduler):
+    def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
+        self._prompts._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
+        super().state_after_alloc(request, block_ids, external)
+
+
+class NoAttemptId(Shipped):
+    """A remote prefill has the caller's request id, also when the request is retried."""
+
+    decode_scheduler = _NoAttemptId
+
+
+class NoDeadline(Shipped):
+    """A decode engine waits for remote KV without a timeout."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoDeadline(setup.engine_config.lease_ttl_s)
+
+
+class _NoDeadline(Ledger):
+    def allocated(
+        self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
+    ) -> None:
+        super().allocated(request_id, attempt, block_ids, math.inf)
+
+
+class FirstTokenTwice(Shipped):
+    """The decode engine's first token is sent, also when the client has the prefill worker's."""
+
+    def first_tokens(self, setup: EngineSetup) -> FirstTokens:
+        return _SendsAll(CollectorRegistry(), setup.clock)
+
+
+class _SendsAll(FirstTokens):
+    def settle(self, own: str, delta: TokenDelta) -> TokenDelta:
+        super().settle(own, delta)
+        return delta
+
+
+#: By the name that the command line takes.
+DECODE_MUTANTS: dict[str, Mutant] = {
+    "no-claim": Mutant(NoClaim, "which is not the attempt's"),
+    "no-quarantine": Mutant(NoQuarantine, "which is not the attempt's"),
+    "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for"),
+    "steals-claimed": Mutant(StealsClaimed, "which is not the attempt's"),
+    "ungranted-commits": Mutant(UngrantedCommits, "is wrong"),
+    "no-attempt-id": Mutant(NoAttemptId, "are taken"),
+    "no-deadline": Mutant(NoDeadline, "still waits for remote KV"),
+    "first-token-twice": Mutant(FirstTokenTwice, "tokens instead of"),
+}

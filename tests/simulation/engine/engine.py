@@ -1,0 +1,295 @@
+"""A simulated engine as its component sees it: the other end of a pipe.
+
+Implements DecodeEngine and PrefillEngine. The engine itself is a process of its
+own, which can be stopped, killed or slow while its component works.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
+from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
+from dynamo_lite.disagg.transfer_params import (
+    PrefillJobParams,
+    pack,
+    time_limit,
+    with_first_token,
+)
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
+from dynamo_lite.engine.request_ids import RequestIds
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import (
+    EngineDied,
+    IncompatiblePeer,
+    NoResponders,
+    Refused,
+    StartupError,
+)
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.prefill import (
+    EngineStatus,
+    FirstToken,
+    FirstTokenSampling,
+    RemotePrefillRequest,
+    decode_engine_status,
+)
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.permits import Permit
+from tests.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
+from tests.simulation.engine.core import Outputs
+from tests.simulation.engine.model import VOCABULARY, Sampling, sampling_from_bytes
+from tests.simulation.engine.request import SimRequest
+
+_START_S = 15.0
+_STOP_S = 5.0
+_DESCRIBE_S = 5.0
+
+
+class EngineProcess(Protocol):
+    def kill(self) -> None: ...
+
+
+class Home(Protocol):
+    """Where engines' processes run."""
+
+    def start_engine(
+        self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+    ) -> EngineProcess:
+        """Runs `main` as a process of its own; `on_end` is called in the caller's process
+        when it has ended, however it did."""
+        ...
+
+
+class SimEngine:
+    """on_counts: takes what the halves have counted."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        home: Home,
+        assembly: Assembly,
+        messaging: Messaging,
+        on_counts: Callable[[dict[str, Any]], None],
+    ):
+        self._setup, self._home, self._assembly = setup, home, assembly
+        self._messaging, self._on_counts = messaging, on_counts
+        self._engine: SimEngineProcess | None = None
+        self._process: EngineProcess | None = None
+        self._ready, self._ended = asyncio.Event(), asyncio.Event()
+        self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()
+        self._attempts = OpenAttempts()
+        self._first_tokens = assembly.first_tokens(setup)
+        self._left: list[str] = []
+        self._ids = RequestIds()
+        self._on_broken_link: OnBrokenLink = lambda engine_id, why: None
+        self._closing = False
+        self.load = EngineLoad()
+        self.metadata: EngineMetadata | None = None
+
+    @property
+    def model(self) -> str:
+        return self._setup.config.model
+
+    async def __aenter__(self) -> Self:
+        self._engine = engine = self._assembly.build(self._setup, self._outputs.put_nowait)
+        self._process = self._home.start_engine(engine, engine.main(self._ready.set), self._on_end)
+        try:
+            await self._wait_ready()
+            self.metadata = (await self.describe()).metadata
+        except BaseException:
+            self._process.kill()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._engine is not None and self._process is not None
+        self._closing = True
+        self._attempts.cancel()
+        self._engine.core.stop()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), _STOP_S)
+        self._process.kill()
+
+    @property
+    def kv_events(self) -> None:
+        """There is no routing by prefixes in a simulation."""
+        return None
+
+    async def describe(self) -> EngineStatus:
+        subject = names.describe_subject(
+            self._setup.engine_config.namespace, self._setup.engine_config.engine_id
+        )
+        try:
+            reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
+        except NoResponders as exc:
+            raise StartupError("the engine's process does not answer on NATS") from exc
+        return decode_engine_status(reply)
+
+    async def submit(self, request: GenerateRequest) -> None:
+        sampling = sampling_from_bytes(request.sampling)
+        done = request.output_token_ids
+        prompt = [*request.prompt_token_ids, *done]
+        self._check_prompt(prompt)
+        now = self._setup.clock.monotonic()
+        left = sampling.max_tokens - len(done)
+        if left <= 0:
+            # Another worker has generated its last token, and the message of its end was lost.
+            own = self._ids.enter(request.request_id)
+            delta = TokenDelta(request_id=own, token_ids=[], finish_reason="length")
+            self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
+            return
+        own = self._ids.enter(request.request_id)
+        max_tokens = min(left, self._setup.config.max_model_len - len(prompt))
+        limit = time_limit(request.timeout_s, now)
+        if max_tokens > 1 and (sampling.greedy or sampling.seed is not None):
+            self._first_tokens.expect(own, request, frozenset())
+            drawn = FirstTokenSampling(temperature=sampling.temperature, seed=sampling.seed)
+            limit = with_first_token(limit, drawn)
+        self._add(
+            SimRequest(
+                request_id=own,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                arrived=now,
+                block_size=self._setup.config.block_size,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                kv_transfer_params=limit,
+            )
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if self._engine is not None:
+            left = self._ids.leave(request_ids)
+            for own in left:
+                self._first_tokens.forget(own)
+            self._engine.core.abort(left)
+
+    def first_token(self, first: FirstToken) -> TokenDelta | None:
+        caller = self._ids.running(first.request_id)
+        delta = self._first_tokens.take(first, caller=caller, vocabulary=VOCABULARY)
+        self._on_counts({"first tokens late" if delta is None else "first tokens sent": 1})
+        return delta
+
+    async def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        while (outputs := await self._next()) is not None:
+            deltas = [mine for delta in outputs.deltas if (mine := self._named(delta))]
+            if deltas:
+                yield deltas
+
+    async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
+        self._on_broken_link = on_broken_link
+        try:
+            while await self._next() is not None:
+                pass
+        except EngineDied as exc:
+            # A dead process starts no write: its attempts end now.
+            self._attempts.died(str(exc))
+            raise
+
+    async def prefill(
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
+    ) -> AttemptOutcome:
+        self.check_peer(target)
+        prompt, wanted, sampling = job.prompt_token_ids, job.first_token, Sampling(max_tokens=1)
+        if wanted is not None:
+            prompt = [*prompt, wanted.last_token_id]
+            drawn = wanted.sampling
+            sampling = Sampling(max_tokens=1, temperature=drawn.temperature, seed=drawn.seed)
+        self._check_prompt(prompt)
+        left, self._left = self._left, []
+        transfer = pack(PrefillJobParams.of(job, target, left, permit))
+        with self._attempts.open(job.attempt) as attempt:
+            self._add(
+                SimRequest(
+                    request_id=job.attempt,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    max_tokens=1,
+                    arrived=self._setup.clock.monotonic(),
+                    block_size=self._setup.config.block_size,
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                    kv_transfer_params=transfer,
+                )
+            )
+            if wanted is not None and (token := await attempt.first_token()) is not None:
+                await on_first_token(token)
+            return await attempt.ended
+
+    def check_peer(self, target: EngineMetadata) -> None:
+        assert self.metadata is not None
+        if target.fingerprint != self.metadata.fingerprint:
+            raise IncompatiblePeer(target.engine_id, "another model")
+
+    async def abandon(self, attempt: str) -> None:
+        if self._engine is not None:
+            self._engine.core.abort([attempt])
+
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        self._left += engine_ids
+
+    def _named(self, delta: TokenDelta) -> TokenDelta | None:
+        """The delta as its caller knows it; None when that has aborted the request."""
+        own = delta.request_id
+        caller = self._ids.caller(own, ended=delta.finish_reason is not None)
+        if caller is None:
+            return None
+        left = self._first_tokens.settle(own, msgspec.structs.replace(delta, request_id=caller))
+        # The simulated engines compute the same tokens.
+        assert not isinstance(left, GenerateRequest)
+        return left
+
+    async def _wait_ready(self) -> None:
+        waits = [asyncio.ensure_future(e.wait()) for e in (self._ready, self._ended)]
+        try:
+            await asyncio.wait(waits, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not self._ready.is_set():
+            raise StartupError("the engine did not start")
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest = self._setup.config.max_model_len - 1
+        if not 1 <= len(prompt) <= longest:
+            raise Refused(
+                f"prompt of {len(prompt)} tokens; this model takes 1 to {longest}", elsewhere=False
+            )
+
+    def _add(self, request: SimRequest) -> None:
+        if self._ended.is_set() or self._engine is None:
+            raise Refused("the engine's process is gone", elsewhere=True)
+        self._engine.core.add(request)
+
+    async def _next(self) -> Outputs | None:
+        """One step's outputs; None once the engine is being closed."""
+        outputs = await self._outputs.get()
+        if outputs is None:
+            if self._closing:
+                return None
+            raise EngineDied("the engine's process ended")
+        self.load = outputs.load
+        for delta in outputs.deltas if self._attempts else ():
+            self._attempts.sampled(delta.request_id, delta.token_ids)
+        if outputs.counts:
+            for engine_id, why in outputs.counts.get(BROKEN_LINK, ()):
+                self._on_broken_link(engine_id, why)
+            self._attempts.apply({ENDED: outputs.counts.get(ENDED, ())})
+            self._on_counts(outputs.counts)
+        return outputs
+
+    def _on_end(self) -> None:
+        self._ended.set()
+        self._outputs.put_nowait(None)

@@ -1,0 +1,247 @@
+"""The remote prefill halves inside a simulated engine, called in vLLM's order."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from dynamo_lite.disagg.bridge import OpenSession
+from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_api import Block
+from dynamo_lite.disagg.messages import (
+    BlockWrite,
+    PrefixRead,
+    RankResults,
+    WorkerReport,
+)
+from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.policy.attempts.attempt import AttemptState
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.transfer.base import Transfer
+from tests.simulation.engine.mover import SimMover
+from tests.simulation.engine.plan import StepPlan
+from tests.simulation.engine.request import SimRequest
+
+
+class TaskBridge:
+    """Implements Bridge for an engine whose steps and network share an event loop.
+
+    Instead of `start`, enter `running`.
+    """
+
+    def __init__(self, session: OpenSession):
+        self._session = session
+        #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._session():
+            try:
+                yield
+            finally:
+                await end_tasks(*self._tasks)
+
+    def start(self, timeout_s: float) -> None:
+        raise NotImplementedError("a coroutine cannot be waited for here")
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine, name="bridge")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Leaving `running` ends it."""
+
+
+class DecodeHalves:
+    """Both halves of a decode engine; implements the scheduler's Connector.
+
+    asked: attempt -> its request, and the blocks that were offered for it: to be written,
+    and to be read.
+    """
+
+    def __init__(
+        self, scheduler: DecodeScheduler, rank: DecodeRank, bridge: TaskBridge, block_size: int
+    ):
+        self.scheduler, self.rank, self._bridge = scheduler, rank, bridge
+        self._size = block_size
+        self._offered: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
+        self.asked: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
+
+    def held(self, attempt: str) -> Sequence[Block]:
+        """The blocks that are held because the attempt's writer may still write."""
+        return self.scheduler.prefills.held().get(attempt, ())
+
+    def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
+        """Whether the attempt is wanted, and no writer but this one can have claimed it."""
+        ledger = self.scheduler._book.ledger
+        state = ledger.state(attempt)
+        if state is AttemptState.QUEUED:
+            return True
+        return state is AttemptState.CLAIMED and ledger.writer(attempt) == writer_lease_id
+
+    def queued(self, attempt: str) -> bool:
+        """Whether no writer has claimed the attempt, which is still wanted."""
+        return self.scheduler._book.ledger.state(attempt) is AttemptState.QUEUED
+
+    def awaits_claim(self, attempt: str, now: float) -> bool:
+        """Whether the attempt is wanted, and may still be claimed."""
+        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
+
+    def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
+        """The attempt that a request waits for or has left in quarantine, and its state."""
+        ledger = self.scheduler._book.ledger
+        for attempt, (asker, _, _) in reversed(self.asked.items()):
+            if asker is request and (state := ledger.state(attempt)) is not None:
+                return attempt, state
+        return None, None
+
+    def writes(self, attempt: str) -> bool:
+        """Whether it was claimed by a writer that has not sent `WriterDone`."""
+        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        return entry is not None and entry.writer is not None and not entry.writer_done
+
+    def writers(self) -> frozenset[int]:
+        """Leases of the workers that may write into its blocks."""
+        return self.scheduler._book.ledger.writers
+
+    def unsettled(self) -> str | None:
+        """What the halves still wait for, as text; None when nothing is left."""
+        if held := self.scheduler.prefills.held():
+            return f"attempts {', '.join(held)} are in quarantine"
+        if self.scheduler.prefills:
+            return f"the scheduler half keeps {self.scheduler.prefills!r}"
+        if self.scheduler.busy:
+            return "the scheduler half is busy"
+        return None
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
+        return self.scheduler.num_new_matched_tokens(request, cached)
+
+    def allocated(self, request: SimRequest, external: int) -> None:
+        self.scheduler.state_after_alloc(request, request.block_ids, external)
+        if external:
+            first = (request.num_prompt_tokens - 1 - external) // self._size
+            prefix, targets = request.block_ids[:first], request.block_ids[first:]
+            self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
+
+    def build_step(self, plan: StepPlan) -> Any:
+        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens)
+        for attempt, request_id in step.expect.items():
+            self.asked[attempt] = self._offered.pop(request_id)
+        return step
+
+    def before_forward(self, step: Any) -> None:
+        """Remote KV is written by the peer."""
+
+    def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
+        self.rank.step(step)
+        return self.rank.results(), self.rank.report()
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results, report)
+
+    def finished(self, request: SimRequest) -> bool:
+        self.scheduler.request_finished(request.request_id)
+        return False
+
+    def take_counts(self) -> list[dict[str, Any]]:
+        return [self.scheduler.stats.take(), self.rank.stats.take()]
+
+
+def watch(rank: PrefillRank, mover: SimMover) -> None:
+    """Gives the mover the attempt of each write and read of the rank, for the invariants."""
+    start_write, start_read = rank._writes._write, rank._reads.start
+
+    def write(attempt: OutgoingAttempt, write: BlockWrite, *args: Any, **kwargs: Any) -> Transfer:
+        mover.attempt = write.attempt
+        return start_write(attempt, write, *args, **kwargs)
+
+    def read(read: PrefixRead) -> None:
+        mover.attempt = read.attempt
+        start_read(read)
+
+    rank._writes._write, rank._reads.start = write, read
+
+
+class PrefillHalves:
+    """Both halves of a prefill engine; implements the scheduler's Connector."""
+
+    def __init__(
+        self, scheduler: PrefillScheduler, rank: PrefillRank, bridge: TaskBridge, mover: SimMover
+    ):
+        self.scheduler, self.rank, self._bridge, self._mover = scheduler, rank, bridge, mover
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
+        return self.scheduler.num_new_matched_tokens(request, cached)
+
+    def allocated(self, request: SimRequest, external: int) -> None:
+        self.scheduler.state_after_alloc(request, request.block_ids, external, request.arrived)
+
+    def build_step(self, plan: StepPlan) -> Any:
+        return self.scheduler.build_step(plan.num_scheduled_tokens, plan.preempted)
+
+    def before_forward(self, step: Any) -> None:
+        if step.preempted:
+            self._mover.hurry()
+            self.rank.drain_preempted(step)
+
+    def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
+        self.rank.step(step, _computed)
+        return self.rank.results(), self.rank.report()
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results, report)
+
+    def finished(self, request: SimRequest) -> bool:
+        return self.scheduler.request_finished(request)
+
+    def take_counts(self) -> list[dict[str, Any]]:
+        return [self.scheduler.stats.take(), self.rank.stats.take()]
+
+
+def rank_clock(clock: Clock) -> Clock:
+    """`clock`, where each reading takes a little time: a rank's busy loops end in virtual time."""
+    looks = itertools.count()
+    return Clock(monotonic=lambda: clock.monotonic() + next(looks) * 1e-4, wall=clock.wall)
+
+
+def _computed() -> bool:
+    """A step has ended when its KV is written."""
+    return True
+
+
+def merge(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """As one step's counts; numbers add up, lists follow each other."""
+    merged = Counters()
+    for data in counts:
+        for name, value in data.items():
+            if isinstance(value, list):
+                for item in value:
+                    merged.append(name, item)
+            else:
+                merged.add(name, value)
+    return merged.data

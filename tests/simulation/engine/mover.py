@@ -1,0 +1,281 @@
+"""The mover of a simulated engine: copies take time and arrive in portions.
+
+Like a network card it works by itself: a posted write arrives while its sender is stopped, and
+may arrive after its sender was killed. A write to an agent that has ended arrives nowhere, also
+if another agent has its address. A write to a live agent arrives wherever the writer says. A
+read is made by the card as well, or by the reader when it polls: a reader that was stopped then
+reads what is there when it resumes.
+"""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.transfer.block_map import Descriptors
+from tests.simulation.engine.copies import Copy, copies_of
+from tests.simulation.engine.memory import SimKvMemory
+
+#: A write's descriptors land in at most this many portions.
+_PORTIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Durations of transfers, in seconds.
+
+    Every portion of a write or read arrives between `fastest_s` and `slowest_s` after its start.
+    For writes, `slowest_s` must be below the grace that a ledger gives a lost writer.
+    notice_s: from the sender's poll of a finished write to its notification. dead_s: until a
+    write to a dead peer fails.
+    """
+
+    fastest_s: float = 0.001
+    slowest_s: float = 0.02
+    notice_s: float = 0.001
+    dead_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A copy into or from blocks, that an attempt's writer has under way, arrives now, or is
+    read.
+
+    address: of the first byte in the target's memory.
+    """
+
+    attempt: str
+    sender: str
+    target: "SimMover"
+    address: int
+    length: int
+
+
+def _nothing(_landing: Landing) -> None:
+    return None
+
+
+def _nothing_read(_reader: "SimMover", _landing: Landing) -> None:
+    return None
+
+
+def _unheard(_target: "SimMover", _notice: bytes) -> None:
+    return None
+
+
+def _always(_here: str, _there: str) -> bool:
+    return True
+
+
+@dataclass
+class Fabric:
+    """Connects the movers of a simulation.
+
+    It is made outside of any simulated process, so that its timers run while processes are
+    stopped. on_landing: called just before each copy arrives. on_read: called before each copy
+    is read. on_notice: called when a notification has arrived. joined: whether two agents' hosts
+    reach each other now.
+    """
+
+    rng: random.Random
+    wire: Wire = field(default_factory=Wire)
+    on_landing: Callable[[Landing], None] = _nothing
+    on_read: Callable[["SimMover", Landing], None] = _nothing_read
+    on_notice: Callable[["SimMover", bytes], None] = _unheard
+    joined: Callable[[str, str], bool] = _always
+    agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
+
+
+class SimWrite:
+    """Implements Transfer."""
+
+    def __init__(
+        self, sender: "SimMover", peer: str, target: "SimMover", copies: list[Copy], notice: bytes
+    ):
+        self._sender, self._peer, self._target = sender, peer, target
+        self._attempt, self._notice = sender.attempt, notice
+        self._failure: str | None = None
+        self._notified = False
+        fabric, wire = sender.fabric, sender.fabric.wire
+        fabric.rng.shuffle(copies)
+        step = -(-len(copies) // fabric.rng.randint(1, _PORTIONS))
+        self._portions = [copies[at : at + step] for at in range(0, len(copies), step)]
+        if target.closed or not fabric.joined(sender.address, target.address):
+            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+            return
+        for portion in self._portions:
+            delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
+            fabric.later(delay_s, lambda portion=portion: self._land(portion))
+
+    @property
+    def flying(self) -> bool:
+        return bool(self._portions)
+
+    def done(self) -> bool:
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
+        if self._portions:
+            return False
+        if self._notice and not self._notified:
+            self._notified = True
+            # Sent when the sender has seen the end of its write, not before.
+            fabric = self._sender.fabric
+            fabric.later(fabric.wire.notice_s, self._notify)
+        return True
+
+    def hurry(self) -> None:
+        """Everything in flight arrives now."""
+        for portion in list(self._portions):
+            self._land(portion)
+
+    def _land(self, portion: list[Copy]) -> None:
+        if portion not in self._portions:
+            return
+        sender, target = self._sender, self._target
+        if sender.dead and sender.fabric.rng.random() < 0.5:
+            return self._fail("the sender died")
+        if target.closed:
+            return self._fail("the peer is gone")
+        if not sender.fabric.joined(sender.address, target.address):
+            return self._fail("the peer is cut off")
+        self._portions.remove(portion)
+        for source, destination, length in portion:
+            landing = Landing(self._attempt, sender.address, target, destination, length)
+            sender.fabric.on_landing(landing)
+            written = sender.memory.bytes_at(source, length)
+            target.memory.bytes_at(destination, length)[:] = written
+
+    def _fail(self, why: str) -> None:
+        self._portions.clear()
+        self._failure = why
+
+    def _notify(self) -> None:
+        sender, target = self._sender, self._target
+        if not target.closed and sender.fabric.joined(sender.address, target.address):
+            target.inbox.append(self._notice)
+            sender.fabric.on_notice(target, self._notice)
+
+
+class SimRead:
+    """Implements Transfer."""
+
+    def __init__(self, reader: "SimMover", peer: str, target: "SimMover", copies: list[Copy]):
+        self._reader, self._peer, self._target, self._copies = reader, peer, target, copies
+        self._failure: str | None = None
+        self._attempt, self._due = reader.attempt, False
+        fabric, wire = reader.fabric, reader.fabric.wire
+        if target.closed or not fabric.joined(reader.address, target.address):
+            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+            return
+        by_itself = fabric.rng.random() < 0.5
+        delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
+        fabric.later(delay_s, self._land if by_itself else self._fall_due)
+
+    def done(self) -> bool:
+        if self._due:
+            self._land()
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
+        return not self._copies
+
+    def _fall_due(self) -> None:
+        self._due = True
+
+    def _land(self) -> None:
+        self._due = False
+        reader, target = self._reader, self._target
+        if target.closed:
+            return self._fail("the peer is gone")
+        if not reader.fabric.joined(reader.address, target.address):
+            return self._fail("the peer is cut off")
+        copies, self._copies = self._copies, []
+        for here, there, length in copies:
+            landing = Landing(self._attempt, reader.address, target, there, length)
+            reader.fabric.on_read(reader, landing)
+            reader.memory.bytes_at(here, length)[:] = target.memory.bytes_at(there, length)
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+
+
+class SimMover:
+    """Implements Mover. One per engine, with one memory.
+
+    name: unique per engine incarnation. address: its host. attempt: of the write
+    that is being started, for the fabric's callbacks.
+    """
+
+    def __init__(self, fabric: Fabric, name: str, address: str, memory: SimKvMemory):
+        self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
+        self.attempt = ""
+        self.inbox: list[bytes] = []
+        self.closed = self.dead = False
+        self._peers: dict[str, bytes] = {}
+        self._writes: list[SimWrite] = []
+        fabric.agents[self.metadata()] = self
+
+    def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
+        """The memory is known already."""
+
+    def metadata(self) -> bytes:
+        """ADDRESS/NAME."""
+        return f"{self.address}/{self.name}".encode()
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._peers[peer] = metadata
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        memory: tuple[str, str],
+        notice: bytes = b"",
+    ) -> SimWrite:
+        target, copies = self._match(peer, local, remote)
+        write = SimWrite(self, peer, target, copies, notice)
+        self._writes = [w for w in self._writes if w.flying]
+        self._writes.append(write)
+        return write
+
+    def read(
+        self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
+    ) -> SimRead:
+        return SimRead(self, peer, *self._match(peer, local, remote))
+
+    def notices(self) -> list[bytes]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def close(self) -> None:
+        """The engine leaves in order."""
+        self.closed = True
+
+    def die(self) -> None:
+        """Its process was killed: its posted writes may arrive or not."""
+        self.dead = True
+        self.close()
+
+    def hurry(self) -> None:
+        """All writes in flight arrive now: the engine does nothing but wait for them."""
+        for write in self._writes:
+            write.hurry()
+
+    def _match(
+        self, peer: str, local: Descriptors, remote: Descriptors
+    ) -> tuple["SimMover", list[Copy]]:
+        """The peer, and the copies. Raises TransferError."""
+        target = self.fabric.agents.get(self._peers.get(peer, b""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        return target, copies_of(peer, local, remote, self.memory.covers, target.memory.covers)

@@ -1,0 +1,285 @@
+"""The invariants of a run, and when each is checked. `request_invariants.py` has those of requests.
+
+A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
+attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every job
+ends, and its decode engine gets a report. No prefill worker holds more jobs than it may. No process
+relies on a lease that etcd has ended. No task outlives its owner.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_lite.disagg.counters import MISMATCH
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig
+from dynamo_lite.protocol.errors import BadGrant
+from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
+from dynamo_lite.queue.base import Job
+from dynamo_lite.services.prefill_worker import PrefillWorker
+from tests.simulation.cancels import CancelWatch
+from tests.simulation.engine.assembly import SimEngineProcess
+from tests.simulation.engine.halves import DecodeHalves, PrefillHalves
+from tests.simulation.engine.mover import Landing, SimMover
+from tests.simulation.engine.request import SimRequest
+from tests.simulation.loop.scheduler import START_S
+from tests.simulation.request_invariants import RequestJudge
+from tests.simulation.worker_options import MOST_JOBS
+
+#: How long a cancel may take to a prefill worker in a run without faults.
+_CANCEL_S = 1.0
+#: Violations beyond these are only counted.
+_MOST_TOLD = 20
+
+
+@dataclass
+class Judge:
+    """Checks the invariants of one run, and collects the violations."""
+
+    #: Virtual time.
+    now: Callable[[], float]
+    #: Called with the text of each violation, for the trace.
+    say: Callable[[str], None]
+    #: Whether the scenario has no faults.
+    faultless: bool = False
+    #: Whether it has none but faults of the broker.
+    only_broker_fails: bool = False
+    violations: list[str] = field(default_factory=list[str])
+    #: Events by name; they show whether a run reached the states to be tested.
+    counts: Counter[str] = field(default_factory=Counter[str])
+    _engines: dict[SimMover, SimEngineProcess] = field(
+        default_factory=dict[SimMover, SimEngineProcess]
+    )
+    _deliveries: dict[str, int] = field(default_factory=dict[str, int])
+    _told: set[SimRequest] = field(default_factory=set[SimRequest])
+    _ends_told: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.requests = RequestJudge(self.now, self.violate, self.counts, self.only_broker_fails)
+        self.cancels = CancelWatch(self.now, self.requests.cancelled_at, self.counts)
+
+    def violate(self, text: str) -> None:
+        self.counts["violations"] += 1
+        if len(self.violations) < _MOST_TOLD:
+            self.violations.append(f"{self.now() - START_S:.3f} s: {text}")
+        self.say(f"VIOLATION {text}")
+
+    def engine_started(self, engine: SimEngineProcess) -> None:
+        self._engines[engine.mover] = engine
+        engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
+        engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
+
+    def engine_died(self, engine: SimEngineProcess) -> None:
+        """Its memory is gone: writes to it and its blocks are not checked any more."""
+        self._engines.pop(engine.mover, None)
+
+    def engines(self) -> list[SimEngineProcess]:
+        """Those that live."""
+        return list(self._engines.values())
+
+    def landing(self, landing: Landing) -> None:
+        """Before a copy lands: each of its blocks must be its attempt's."""
+        engine = self._engines.get(landing.target)
+        if engine is None:
+            return
+        self.counts["writes landed"] += 1
+        for block in _blocks(engine, landing):
+            owned = _ownership(engine, landing.attempt, block)
+            if owned is None:
+                self.violate(
+                    f"a write of {landing.sender} for attempt {landing.attempt} landed in block"
+                    f" {block} of {landing.target.address}, which is not the attempt's"
+                )
+                return
+            self.counts[f"writes landed {owned}"] += 1
+
+    def reading(self, reader: SimMover, landing: Landing) -> None:
+        """While a copy is read: a reader with a live lease reads only blocks that are kept for
+        its attempt."""
+        engine, own = self._engines.get(landing.target), self._engines.get(reader)
+        if engine is None or own is None or not own.setup.alive():
+            return
+        self.counts["reads landed"] += 1
+        for block in _blocks(engine, landing):
+            if not _may_be_read(engine, landing.attempt, block):
+                self.violate(
+                    f"{landing.sender} read block {block} of {landing.target.address}, which is not"
+                    f" kept for attempt {landing.attempt}"
+                )
+                return
+
+    def stepped(self, engine: SimEngineProcess, scheduled_at: float) -> None:
+        """After a step: no request waits for remote KV beyond its timeout."""
+        role = engine.setup.engine_config.role
+        if not isinstance(role, DecodeEngineConfig):
+            return
+        for request in engine.core.scheduler.waiting_for_kv():
+            over_s = scheduled_at - request.parked_at - role.options.remote_prefill_timeout_s
+            if over_s > 0 and request not in self._told:
+                self._told.add(request)
+                self.violate(
+                    f"{engine.setup.address}: {request.request_id} still waits for remote KV,"
+                    f" {over_s:.3f} s after its deadline"
+                )
+
+    # Leases
+
+    def lease_expired(self, owner: str, lease_id: int, deadline: float) -> None:
+        """etcd ends an expired lease. deadline: until when its owner relies on it."""
+        self.counts["leases expired"] += 1
+        if deadline > self.now():
+            self.violate(
+                f"etcd has given up lease {lease_id:x}, on which {owner} counts for another"
+                f" {deadline - self.now():.3f} s"
+            )
+
+    def lease_revoked(self, owner: str, lease_id: int, revoked: Container[int]) -> None:
+        """A process has left with the reason that its lease was revoked."""
+        if lease_id not in revoked:
+            self.violate(f"{owner} takes its lease {lease_id:x} for revoked, but it was not")
+
+    # Jobs
+
+    def broker_started(self) -> None:
+        """Its queue is empty: the jobs of the former broker are lost."""
+        self._deliveries.clear()
+
+    def pulled(self, job: Job) -> None:
+        attempt = decode_job(job.payload).attempt
+        self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))
+
+    def jobs_held(self, number: int, lease_id: int) -> None:
+        """A worker has pulled one job more."""
+        if number > MOST_JOBS:
+            self.violate(f"{lease_id:x} holds {number} jobs at a time: more than {MOST_JOBS}")
+
+    def said(self, subject: str, payload: bytes) -> None:
+        """A component has published something."""
+        if subject.endswith(".writer_done"):
+            done = decode_writer_done(payload)
+            self._ends_told.add(done.attempt)
+            if done.detail.startswith(BadGrant.SAYS):
+                self.counts["jobs without a grant that holds"] += 1
+
+    def job_ended(self, job: Job, lease_id: int) -> None:
+        """A worker removes a job from the queue. No other worker gets it, so its engine must not
+        continue to wait for a claim."""
+        request = decode_job(job.payload)
+        engine = self._engine(request.engine_id)
+        if engine is None or request.attempt in self._ends_told:
+            return
+        assert isinstance(engine.halves, DecodeHalves)
+        if engine.halves.awaits_claim(request.attempt, self.now()):
+            self.violate(
+                f"{lease_id:x} took the job of attempt {request.attempt} off the queue, and"
+                f" {engine.setup.address} still waits for a claim"
+            )
+
+    def prefill_worker_died(self, worker: PrefillWorker, lease_id: int, queued: set[str]) -> None:
+        """Its jobs that were delivered only once must still be on the queue."""
+        if worker._jobs is None:
+            return
+        for attempt, job in worker._jobs.working.items():
+            engine = self._engine(job.engine_id)
+            if engine is None or attempt in queued or self._deliveries.get(attempt) != 1:
+                continue
+            assert isinstance(engine.halves, DecodeHalves)
+            if engine.halves.waits_for(attempt, lease_id):
+                self.violate(f"the job of attempt {attempt} was lost with its worker")
+
+    def unsettled(self) -> str | None:
+        """The first engine with unfinished work, and which; None if there is none."""
+        for engine in self._engines.values():
+            what = _engine_unsettled(engine)
+            if what is not None:
+                return f"{engine.setup.address}: {what}"
+        return None
+
+    def check_caches(self) -> None:
+        """Each block of a prefix cache must contain the KV of its key."""
+        for engine in self._engines.values():
+            for block, key in engine.core.pool.cached():
+                if not engine.core.memory.ends_with(block, key):
+                    self.violate(
+                        f"{engine.setup.address}: block {block} does not hold what it is cached for"
+                    )
+
+    # Cancels
+
+    def heard(self, subject: str, payload: bytes) -> None:
+        """A message for a component has arrived."""
+        if not subject.endswith(".cancel"):
+            return
+        took_s = self.cancels.heard(payload)
+        if took_s is not None and took_s > _CANCEL_S and self.faultless:
+            self.violate(f"a cancel reached its writer after {took_s:.3f} s")
+
+    def judge_cancels(self) -> None:
+        if self.faultless and (left := self.cancels.under_way):
+            self.violate(f"cancels that have not reached their writers: {left}")
+
+    def _engine(self, engine_id: str) -> SimEngineProcess | None:
+        found = (e for e in self._engines.values() if e.setup.engine_config.engine_id == engine_id)
+        return next(found, None)
+
+    # Counts
+
+    def count_engine(self, counts: Mapping[str, Any]) -> None:
+        for name, value in counts.items():
+            if name == MISMATCH:
+                self.violate(f"{value} commits did not fit")
+            if isinstance(value, int):  # seconds are no counts
+                self.counts[name] += value
+            elif name == "ended":
+                for _, outcome, _ in value:
+                    self.counts[f"attempt {outcome}"] += 1
+
+
+def _ownership(engine: SimEngineProcess, attempt: str, block: int) -> str | None:
+    """The state of the attempt that allows a write into this block; None if it is not allowed."""
+    halves = engine.halves
+    if not isinstance(halves, DecodeHalves):
+        return None
+    asked = halves.asked.get(attempt)
+    if asked is None:
+        return None
+    request, blocks, _ = asked
+    if any(held.block_id == block for held in halves.held(attempt)):
+        return "in quarantine"
+    if halves.queued(attempt):
+        return None
+    if engine.core.scheduler.parked(request) and block in blocks:
+        return "in time"
+    return None
+
+
+def _may_be_read(engine: SimEngineProcess, attempt: str, block: int) -> bool:
+    halves = engine.halves
+    if not isinstance(halves, DecodeHalves) or attempt not in halves.asked:
+        return False
+    request, _, prefix = halves.asked[attempt]
+    if any(held.block_id == block for held in halves.held(attempt)):
+        return True
+    if halves.queued(attempt):
+        return False
+    return engine.core.scheduler.parked(request) and block in prefix
+
+
+def _blocks(engine: SimEngineProcess, landing: Landing) -> list[int]:
+    """The ids of the engine's blocks that it covers."""
+    memory = engine.core.memory
+    at = landing.address - memory.base
+    return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]
+
+
+def _engine_unsettled(engine: SimEngineProcess) -> str | None:
+    core, halves = engine.core, engine.halves
+    if core.scheduler.requests:
+        return f"requests {', '.join(core.scheduler.requests)}"
+    if taken := core.pool.taken():
+        return f"blocks {taken} are taken"
+    if isinstance(halves, DecodeHalves) and (what := halves.unsettled()):
+        return what
+    if isinstance(halves, PrefillHalves) and halves.busy:
+        return "the prefill halves are busy"
+    return None

@@ -1,0 +1,257 @@
+"""The network between simulated processes: delays, faults, partitions, connections.
+
+Hosts are cut off from each other, whatever runs there; connections and messages
+belong to one incarnation of a process.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tests.simulation.loop.handles import SimHandle
+from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.loop.process import SimProcess, SimState
+from tests.simulation.network.channel import End
+from tests.simulation.network.dial import Dial, SimListener
+from tests.simulation.network.stream import StreamServer, StreamTransport
+
+T = TypeVar("T")
+
+_FIRST_PORT = 20_000
+#: Longest delay of a message that others overtake.
+_REORDER_S = 0.05
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What messages meet on their way.
+
+    delay_s: shortest one-way delay. spread_s: most that is added to it; long delays
+    are rare. loss, duplicate, reorder: probabilities, for messages that are sent one
+    by one and without a promise (`as_the_weather_is`); streams keep theirs.
+    """
+
+    delay_s: float = 0.0002
+    spread_s: float = 0.002
+    loss: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+
+
+class Network:
+    """weather: may be replaced at any time; counts for what is sent from then on."""
+
+    def __init__(self, loop: VirtualLoop, weather: Weather | None = None):
+        self.loop = loop
+        self.weather = weather or Weather()
+        self.random = loop.stream("network").random
+        self._cuts: set[tuple[str, str]] = set()
+        self._isolated: set[str] = set()
+        self._ends: dict[End, None] = {}
+        self._watched: dict[SimProcess, None] = {}
+        self._listeners: dict[int, SimListener] = {}
+        #: Unix sockets: path to the port that stands for it.
+        self.unix_sockets: dict[str, int] = {}
+        self._numbers = 0
+        self._nobody = contextvars.Context()
+        loop.network = self
+
+    # Delays and partitions
+
+    def delay_s(self) -> float:
+        """A one-way delay: mostly near the shortest one, now and then up to all of the spread."""
+        weather = self.weather
+        rare = self.random()
+        rare *= rare
+        rare *= rare
+        return weather.delay_s + weather.spread_s * rare
+
+    def is_cut(self, a: str, b: str) -> bool:
+        if self._isolated and a != b and (a in self._isolated or b in self._isolated):
+            return True
+        return bool(self._cuts) and ((a, b) if a < b else (b, a)) in self._cuts
+
+    def cut(self, a: str, b: str) -> None:
+        """From now on nothing passes between the two."""
+        self.loop.trace.add(f"network: {a} and {b} are cut off from each other")
+        self._cuts.add((a, b) if a < b else (b, a))
+        self._reconsider()
+
+    def isolate(self, host: str) -> None:
+        """From now on nothing passes between `host` and any other."""
+        self.loop.trace.add(f"network: {host} is cut off")
+        self._isolated.add(host)
+        self._reconsider()
+
+    def heal(self, a: str, b: str) -> None:
+        """Ends a `cut`."""
+        self.loop.trace.add(f"network: {a} and {b} reach each other")
+        self._cuts.discard((a, b) if a < b else (b, a))
+        self._reconsider()
+
+    def rejoin(self, host: str) -> None:
+        """Ends an `isolate`."""
+        self.loop.trace.add(f"network: {host} is back")
+        self._isolated.discard(host)
+        self._reconsider()
+
+    def heal_all(self) -> None:
+        if self._cuts or self._isolated:
+            self.loop.trace.add("network: all partitions end")
+        self._cuts.clear()
+        self._isolated.clear()
+        self._reconsider()
+
+    # Single messages
+
+    def as_the_weather_is(self, take: Callable[..., None], *args: Any) -> None:
+        """Calls `take` for a message that has come: now, too late, twice or never."""
+        weather = self.weather
+        if weather.loss and self.random() < weather.loss:
+            self.loop.trace.add("network: a message was lost")
+            return
+        if weather.reorder and self.random() < weather.reorder:
+            self._call_late(take, *args)
+        else:
+            take(*args)
+        if weather.duplicate and self.random() < weather.duplicate:
+            self._call_late(take, *args)
+
+    def _call_late(self, take: Callable[..., None], *args: Any) -> None:
+        self.loop.call_later(self.delay_s() + _REORDER_S * self.random(), take, *args)
+
+    # Connections
+
+    def listen(
+        self, process: SimProcess, on_accept: Callable[[End], None], port: int = 0
+    ) -> SimListener:
+        """Takes connections for `process`; `on_accept` is called in the current context.
+
+        port: unique in the whole network; 0 for a free one. Raises OSError when taken.
+        """
+        if port == 0:
+            port = _FIRST_PORT + self.next_number()
+        if port in self._listeners:
+            raise OSError(f"port {port} is in use")
+        listener = SimListener(self, process, port, on_accept)
+        self._listeners[port] = listener
+        self.watch(process)
+        return listener
+
+    def forget_listener(self, listener: SimListener) -> None:
+        if self._listeners.get(listener.port) is listener:
+            del self._listeners[listener.port]
+
+    def dial(
+        self,
+        process: SimProcess,
+        port: int,
+        on_open: Callable[[End], None],
+        on_error: Callable[[OSError], None],
+    ) -> Dial:
+        """Connects to the listener on `port`. One of the two callbacks is called in the current
+        context, unless the returned attempt is cancelled before."""
+        self.watch(process)
+        return Dial(self, process, port, on_open, on_error)
+
+    async def connect(
+        self, process: SimProcess, port: int, make: Callable[[End], T], undo: Callable[[T], None]
+    ) -> T:
+        """As `dial`: returns what `make` makes of the end in the moment it is open.
+
+        `undo` takes it back if this call is cancelled in the same moment. Raises
+        ConnectionRefusedError, or TimeoutError after a minute.
+        """
+        done: asyncio.Future[T] = self.loop.create_future()
+
+        def opened(end: End) -> None:
+            if done.done():
+                end.abort()
+            else:
+                done.set_result(make(end))
+
+        def failed(exc: OSError) -> None:
+            if not done.done():
+                done.set_exception(exc)
+
+        dial = self.dial(process, port, opened, failed)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            dial.cancel()
+            if done.done() and not done.cancelled() and done.exception() is None:
+                undo(done.result())
+            raise
+
+    def create_server(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
+    ) -> StreamServer:
+        """TCP, for the loop's method of that name."""
+        process = self.loop.current_process()
+        return StreamServer(
+            host, lambda accept: self.listen(process, accept, port), protocol_factory
+        )
+
+    async def create_connection(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
+    ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
+        """TCP, for the loop's method of that name. Raises OSError."""
+        process = self.loop.current_process()
+        mine = (process.name, _FIRST_PORT + self.next_number())
+
+        def make(end: End) -> StreamTransport:
+            return StreamTransport(end, protocol_factory(), mine, (host, port)).open()
+
+        transport = await self.connect(process, port, make, StreamTransport.abort)
+        return transport, transport.get_protocol()
+
+    async def create_unix_connection(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], path: str
+    ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
+        """For the loop's method of that name. A partition counts as a listener that hangs."""
+        if path not in self.unix_sockets:
+            raise FileNotFoundError(f"no socket at {path}")
+        return await self.create_connection(protocol_factory, path, self.unix_sockets[path])
+
+    def next_number(self) -> int:
+        """A number that nothing else in this network gets."""
+        self._numbers += 1
+        return self._numbers
+
+    def listener_at(self, port: int) -> SimListener | None:
+        return self._listeners.get(port)
+
+    def call_at(self, when: float, function: Callable[..., Any], *args: Any) -> SimHandle:
+        """Runs events that belong to no process: those of kernels and cables."""
+        return self.loop.call_at(when, function, *args, context=self._nobody)
+
+    def add_end(self, end: End) -> None:
+        self._ends[end] = None
+
+    def forget_end(self, end: End) -> None:
+        self._ends.pop(end, None)
+
+    def ends_of(self, process: SimProcess) -> list[End]:
+        """The open connections of `process`."""
+        return [end for end in self._ends if end.process is process]
+
+    def watch(self, process: SimProcess) -> None:
+        """Its connections break when it dies."""
+        if process not in self._watched:
+            self._watched[process] = None
+            process.watchers.append(self._process_changed)
+
+    def _process_changed(self, process: SimProcess, state: SimState) -> None:
+        if state is SimState.DEAD:
+            for listener in [x for x in self._listeners.values() if x.process is process]:
+                self.forget_listener(listener)
+            for end in self.ends_of(process):
+                end.owner_died()
+            del self._watched[process]
+        self._reconsider()
+
+    def _reconsider(self) -> None:
+        for end in list(self._ends):
+            end.reconsider()

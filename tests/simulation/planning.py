@@ -1,0 +1,229 @@
+"""The planners of a simulated cluster, and what happens to them: kills, operators, bad starts."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.policy.scaling.limits import refusals
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.planner import OperationRecord, TargetRecord
+from dynamo_lite.runtime.process.component import Component, ProcessSpec
+from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.connector import COMPONENTS
+from dynamo_lite.services.planner.target import Target
+from tests.simulation.cluster import NAMESPACE, Etcd
+from tests.simulation.graph_supervisor import SLOTS, Cluster, SimSupervisor
+from tests.simulation.invariants import Judge
+from tests.simulation.network.network import Network
+from tests.simulation.planner_invariants import PlannerJudge
+from tests.simulation.planner_scenario import PlannerScenario, Step, Wish
+from tests.simulation.pods import SimPods
+from tests.simulation.shipped import Shipped
+from tests.simulation.starts_and_ends import NeverReady, SlowEnd
+from tests.simulation.supervisor import Slot
+
+#: A planner that is killed in a step lives for this time of it, as powers of ten. Orders are taken
+#: within some milliseconds.
+_KILLED_AFTER_S = {"ordered": (-3.3, -1.9), "withdrawing": (-3.3, -1.9)}
+_KILLED_LATER_S = (-3.3, -0.3)
+#: How often one that is killed in "ordered" is killed in the moment in which its order is taken.
+_KILLED_AT_ORDER = 0.5
+_RETRY_S = 1.0
+#: After this long somebody ends a start that hangs. A planner withdraws only its own ones.
+_HANGS_S = 30.0
+
+
+class World(Cluster, Protocol):
+    """The cluster of the planners."""
+
+    slots: dict[str, Slot]
+    ready: dict[str, float]
+    shipped: Shipped
+
+    def open_store(self) -> AbstractAsyncContextManager[Store]:
+        """For the running process."""
+        ...
+
+
+class Planning:
+    """To be made and used outside of every simulated process."""
+
+    def __init__(
+        self,
+        world: World,
+        scenario: PlannerScenario,
+        network: Network,
+        judge: Judge,
+        etcd: Etcd,
+        lease_ttl_s: float,
+    ):
+        self._world, self._scenario, self._network = world, scenario, network
+        self._loop, self._etcd = network.loop, etcd
+        self._rng = network.loop.stream("planning")
+        self.supervisor = SimSupervisor(world, scenario.devices, network.loop.time)
+        self.judge = PlannerJudge(
+            judge=judge,
+            scenario=scenario,
+            supervisor=self.supervisor,
+            namespace=NAMESPACE,
+            lease_ttl_s=lease_ttl_s,
+            slots=world.slots,
+            ready=world.ready,
+            on_step=self._on_step,
+            on_order=self._on_order,
+        )
+        self.supervisor.watcher = self.judge
+        etcd.data.on_commit = self.judge.committed
+        self._crashes = list(scenario.crashes)
+        #: The planner is to be killed when its order was taken.
+        self._at_order: Step | None = None
+        self._began_at = self._loop.time()
+        self._broker_left_at: float | None = None
+        self._operator = self._loop.add_process("operator")
+        self._unset: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._began_at = self._loop.time()
+        self.supervisor.listen(self._network)
+        for component, kind in SLOTS.items():
+            for name, slot in self._world.slots.items():
+                if name.startswith(kind):
+                    self.supervisor.keep(component, slot)
+        for wish in self._scenario.wishes:
+            self._loop.call_at(self._began_at + wish.at_s, self._carry_out, wish)
+
+    def planner(self, kind: str, spec: ProcessSpec) -> Component | None:
+        """None for all other kinds."""
+        if kind != "planner":
+            return None
+        scenario = self._scenario
+        config = asdict(scenario.options) | {"dry_run": scenario.is_dry(spec.instance)}
+        name = f"planner-{spec.instance}"
+        pods = SimPods(self.supervisor, self._network, name) if scenario.pods else None
+        return self._world.shipped.planner(config, spec, pods)
+
+    def worker(self, slot: Slot, component: Component) -> Component:
+        """The component as it starts and ends in this scenario."""
+        if not slot.name.startswith(tuple(SLOTS.values())):
+            return component
+        now = self._loop.time() - self._began_at
+        for bad in self._scenario.bad_starts:
+            if bad.from_s <= now < bad.to_s and slot.was_ready is bad.restarts:
+                hangs_s = _HANGS_S if bad.hang else 0.0
+                return NeverReady(bad.to_s - now if bad.restarts else hangs_s)
+        if self._scenario.pods:
+            return SlowEnd(component, self._rng.choice((0.0, 0.5, 3.0)))
+        return component
+
+    def unsettled(self) -> str | None:
+        """What is not settled yet; called repeatedly at the end of a run."""
+        target = self._target()
+        if target is not None and target.manual:
+            if self._unset is None or self._unset.done():
+                self._unset = self._operator.spawn(self._forget(), name="unset")
+            return f"an operator's numbers: {target.manual}"
+        return self.judge.unsettled()
+
+    def broker_started(self) -> None:
+        if self._broker_left_at is not None:
+            self.judge.broker_was_away(self._broker_left_at, self._loop.time())
+            self._broker_left_at = None
+
+    def broker_ended(self) -> None:
+        self._broker_left_at = self._loop.time()
+
+    # kill -9 in a step
+
+    def _on_step(self, record: OperationRecord) -> None:
+        step = Step(record.kind, record.phase)
+        if self._scenario.pods and record.kind == "remove":
+            # It is about to be revoked.
+            self._etcd.revoked.add(record.lease_id)
+        if step in self._crashes:
+            self._crashes.remove(step)
+            if step.phase == "ordered" and self._rng.random() < _KILLED_AT_ORDER:
+                self._at_order = step
+                return
+            after_s = 10 ** self._rng.uniform(*_KILLED_AFTER_S.get(step.phase, _KILLED_LATER_S))
+            self._network.call_at(self._loop.time() + after_s, self._kill_leader, step)
+
+    def _on_order(self, kind: str) -> None:
+        """Before its sender gets the answer."""
+        if self._at_order is not None and self._at_order.kind == kind:
+            self._network.call_at(self._loop.time(), self._kill_leader, self._at_order)
+            self._at_order = None
+
+    def _kill_leader(self, step: Step) -> None:
+        reigns = self.judge.reigns
+        for name, slot in self._world.slots.items():
+            if not name.startswith("planner") or slot.host is None or slot.process is None:
+                continue
+            if reigns and slot.host.lease.id == reigns[-1].lease_id:
+                self._loop.trace.add(f"FAULT kill -9 of {name} in {step}", "world")
+                self.judge.judge.counts[f"planner killed in {step}"] += 1
+                slot.process.kill()
+
+    # The operator
+
+    def _carry_out(self, wish: Wish) -> None:
+        self._loop.trace.add(f"FAULT {wish}", "world")
+        if wish.by_scale:
+            self._scale(wish)
+        else:
+            self._operator.spawn(self._set(wish), name=str(wish))
+
+    def _scale(self, wish: Wish) -> None:
+        """As `dynamo-lite scale` asks the supervisor: without the planner."""
+        counts = self.supervisor.counts()[wish.component]
+        present = counts.starting + counts.ready
+        for _ in range(min(wish.count - present, counts.devices_free)):
+            self.supervisor.orders.version += 1
+            self.supervisor.add("operator", wish.component)
+        ready = [
+            one
+            for one in self.supervisor.workers
+            if one.component == wish.component and one.phase == "ready" and one.lease_id
+        ]
+        for one in ready[: max(present - wish.count, 0)]:
+            if len(ready) > 1:
+                ready.remove(one)
+                self.supervisor.orders.version += 1
+                self.supervisor.end(one)
+        self.judge.changed_at = self._loop.time()
+
+    async def _set(self, wish: Wish) -> None:
+        """As `dynamo-lite planner set`."""
+        role = next(role for role, name in COMPONENTS.items() if name == wish.component)
+        options = self._scenario.options
+        counts: dict[Role, int] = {}
+        manual: Mapping[str, int] = {} if (target := self._target()) is None else target.manual
+        for other, name in COMPONENTS.items():
+            each = self.supervisor.counts()[name]
+            counts[other] = manual.get(name, each.starting + each.ready)
+        if refusals({role: wish.count}, counts, {}, options):
+            return
+        await self._on_target(
+            lambda target: target.set_manual({wish.component: wish.count}, "set by an operator")
+        )
+
+    async def _forget(self) -> None:
+        await self._on_target(lambda target: target.unset(list(SLOTS)))
+        await asyncio.sleep(_RETRY_S)
+
+    async def _on_target(self, work: Callable[[Target], Any]) -> None:
+        """Does nothing while etcd is unavailable."""
+        try:
+            async with asyncio.timeout(5.0), self._world.open_store() as store:
+                await work(Target(store, NAMESPACE, "operator", self._operator.clock))
+        except (DynamoLiteError, TimeoutError) as exc:
+            self._loop.trace.add(f"the operator was not heard: {exc!r}")
+
+    def _target(self) -> TargetRecord | None:
+        key = names.planner_target_key(NAMESPACE)
+        value = self._etcd.data.matching(key).get(key)
+        return None if value is None else decode_json(value, TargetRecord)

@@ -1,0 +1,311 @@
+"""A simulated etcd of one member: the calls and watches that this project's client uses.
+
+Requests, responses and errors are those of etcd's gRPC service. A method or a field of a
+request that no code here uses is refused, not ignored.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aetcd import rpc
+
+from tests.simulation.loop.process import SimProcess
+from tests.simulation.network.grpc import rpc_error
+from tests.simulation.network.network import Network
+from tests.simulation.servers.etcd_data import EtcdData, in_range
+from tests.simulation.servers.etcd_leases import EtcdLeases
+from tests.simulation.servers.server import ClientConnection, SimServer
+
+PORT = 2379
+
+_MEMBER_ID = 1
+
+_RESULTS: dict[int, Callable[[Any, Any], bool]] = {
+    rpc.Compare.EQUAL: operator.eq,
+    rpc.Compare.NOT_EQUAL: operator.ne,
+    rpc.Compare.LESS: operator.lt,
+    rpc.Compare.GREATER: operator.gt,
+}
+_TARGETS: dict[int, str] = {
+    rpc.Compare.VALUE: "value",
+    rpc.Compare.CREATE: "create_revision",
+    rpc.Compare.MOD: "mod_revision",
+    rpc.Compare.VERSION: "version",
+}
+
+
+@dataclass
+class _Watch:
+    """A client's watch on a range of keys."""
+
+    connection: ClientConnection
+    #: Of the stream within the connection.
+    number: int
+    watch_id: int
+    first: bytes
+    end: bytes
+    #: Changes of earlier revisions are not sent, also if they are in the future.
+    from_revision: int
+
+    def wants(self, event: Any) -> bool:
+        kv = event.kv
+        return kv.mod_revision >= self.from_revision and in_range(kv.key, self.first, self.end)
+
+
+class EtcdServer(SimServer):
+    """Runs as `process` on `data` until that dies. At its start every lease gets its whole
+    time-to-live again, as in etcd.
+
+    on_expiry: see `EtcdLeases`. slowest_answer_s: calls are applied at once, and answered after
+    up to this time.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        process: SimProcess,
+        data: EtcdData | None = None,
+        port: int = PORT,
+        *,
+        on_expiry: Callable[[int], None] = lambda _: None,
+        slowest_answer_s: float = 0.0,
+    ):
+        super().__init__(network, process, port)
+        self.data = data or EtcdData()
+        self._leases = EtcdLeases(self.data, network, self._commit, on_expiry)
+        self._slowest_answer_s = slowest_answer_s
+        self._random = network.random
+        self._watches: list[_Watch] = []
+        self._methods: dict[str, Callable[[Any], Any]] = {
+            "/etcdserverpb.KV/Range": self._range,
+            "/etcdserverpb.KV/Put": self._put,
+            "/etcdserverpb.KV/DeleteRange": self._delete_range,
+            "/etcdserverpb.KV/Txn": self._txn,
+            "/etcdserverpb.KV/Compact": self._compact,
+            "/etcdserverpb.Lease/LeaseGrant": self._grant,
+            "/etcdserverpb.Lease/LeaseRevoke": self._revoke,
+            "/etcdserverpb.Lease/LeaseKeepAlive": self._keep_alive,
+        }
+        for lease_id in self.data.leases:
+            process.run(self._leases.live_on, lease_id)
+
+    def revoke(self, lease_id: int) -> bool:
+        """As an operator's call, without a client. Returns whether the lease was known."""
+        return self.process.run(self._leases.end, lease_id)
+
+    def put(self, key: str, value: bytes) -> None:
+        """As an operator's call, without a client."""
+        self.process.run(self._put, rpc.PutRequest(key=key.encode(), value=value))
+
+    def compact(self) -> None:
+        """Forgets all history, as an operator's call without a client."""
+        self.data.compact(self.data.revision)
+
+    # The connections
+
+    def on_unary(
+        self, connection: ClientConnection, number: int, method: str, request: Any
+    ) -> None:
+        item = ("answer", number, *self._answer(method, request))
+        if self._slowest_answer_s:
+            delay_s = self._slowest_answer_s * self._random()
+            self.loop.call_later(delay_s, connection.send, item)
+        else:
+            connection.send(item)
+
+    def _answer(self, method: str, request: Any) -> tuple[rpc.AioRpcError | None, Any]:
+        """The error or the response."""
+        function = self._methods.get(method)
+        if function is None:
+            return _unknown(method), None
+        try:
+            return None, function(request)
+        except rpc.AioRpcError as error:
+            return error, None
+
+    def left(self, connection: ClientConnection) -> None:
+        super().left(connection)
+        self._watches = [watch for watch in self._watches if watch.connection is not connection]
+
+    def on_stream(
+        self, connection: ClientConnection, number: int, method: str, request: Any
+    ) -> None:
+        if method != "/etcdserverpb.Watch/Watch":
+            connection.send(("answer", number, _unknown(method), None))
+        elif request.WhichOneof("request_union") == "create_request":
+            self._watch(connection, number, request.create_request)
+
+    def on_cancel(self, connection: ClientConnection, number: int) -> None:
+        self._watches = [
+            watch
+            for watch in self._watches
+            if watch.connection is not connection or watch.number != number
+        ]
+
+    # Keys
+
+    def _range(self, request: Any) -> Any:
+        newest_first = request.sort_order == rpc.RangeRequest.DESCEND
+        if request.count_only or newest_first != (request.sort_target == rpc.RangeRequest.MOD):
+            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "count_only, or another order")
+        if request.revision > self.data.revision:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
+        if request.revision and request.revision < self.data.compacted:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
+        revision = request.revision or self.data.revision
+        found = list(self.data.range(request.key, request.range_end, revision))
+        count = len(found)
+        if newest_first:
+            found.sort(key=lambda kv: -kv.mod_revision)
+        if request.limit:
+            found = found[: request.limit]
+        if request.keys_only:
+            found = [_without_value(kv) for kv in found]
+        return rpc.RangeResponse(header=self._header(), kvs=found, count=count)
+
+    def _put(self, request: Any) -> Any:
+        response = self._apply_put(request)
+        self._commit()
+        response.header.CopyFrom(self._header())
+        return response
+
+    def _delete_range(self, request: Any) -> Any:
+        response = self._apply_delete(request)
+        self._commit()
+        response.header.CopyFrom(self._header())
+        return response
+
+    def _txn(self, request: Any) -> Any:
+        succeeded = all(self._holds(compare) for compare in request.compare)
+        steps = request.success if succeeded else request.failure
+        for step in steps:  # before the first change
+            if step.WhichOneof("request") == "request_put":
+                self._check_lease(step.request_put.lease)
+        responses = [self._step(step) for step in steps]
+        self._commit()
+        header = self._header()
+        for response in responses:
+            getattr(response, response.WhichOneof("response")).header.CopyFrom(header)
+        return rpc.TxnResponse(header=header, succeeded=succeeded, responses=responses)
+
+    def _compact(self, request: Any) -> Any:
+        if request.revision > self.data.revision:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
+        if request.revision <= self.data.compacted:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
+        self.data.compact(request.revision)
+        return rpc.CompactionResponse(header=self._header())
+
+    def _holds(self, compare: Any) -> bool:
+        kv = self.data.keys.get(compare.key)
+        target = _TARGETS[compare.target]
+        if kv is None:
+            if target == "value":
+                return False
+            kv = rpc.KeyValue()
+        return _RESULTS[compare.result](getattr(kv, target), getattr(compare, target))
+
+    def _step(self, step: Any) -> Any:
+        match step.WhichOneof("request"):
+            case "request_put":
+                return rpc.ResponseOp(response_put=self._apply_put(step.request_put))
+            case "request_delete_range":
+                deleted = self._apply_delete(step.request_delete_range)
+                return rpc.ResponseOp(response_delete_range=deleted)
+            case "request_range":
+                return rpc.ResponseOp(response_range=self._range(step.request_range))
+            case other:
+                raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"{other} in a transaction")
+
+    def _apply_put(self, request: Any) -> Any:
+        self._check_lease(request.lease)
+        self.data.put(request.key, request.value, request.lease)
+        return rpc.PutResponse()
+
+    def _apply_delete(self, request: Any) -> Any:
+        found = list(self.data.range(request.key, request.range_end, self.data.revision))
+        for kv in found:
+            self.data.delete(kv.key)
+        return rpc.DeleteRangeResponse(deleted=len(found))
+
+    def _check_lease(self, lease_id: int) -> None:
+        if lease_id and lease_id not in self.data.leases:
+            raise rpc_error(rpc.StatusCode.NOT_FOUND, _NO_LEASE)
+
+    # Leases
+
+    def _grant(self, request: Any) -> Any:
+        if request.ID in self.data.leases:
+            raise rpc_error(rpc.StatusCode.FAILED_PRECONDITION, _LEASE_EXISTS)
+        lease_id, ttl_s = self._leases.grant(request.ID, request.TTL)
+        return rpc.LeaseGrantResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
+
+    def _keep_alive(self, request: Any) -> Any:
+        ttl_s = self._leases.keep_alive(request.ID)
+        return rpc.LeaseKeepAliveResponse(header=self._header(), ID=request.ID, TTL=ttl_s)
+
+    def _revoke(self, request: Any) -> Any:
+        if not self._leases.end(request.ID):
+            raise rpc_error(rpc.StatusCode.NOT_FOUND, _NO_LEASE)
+        return rpc.LeaseRevokeResponse(header=self._header())
+
+    # Watches
+
+    def _watch(self, connection: ClientConnection, number: int, request: Any) -> None:
+        """A revision in the future is waited for in silence, as etcd does."""
+        data = self.data
+        watch_id = sum(w.connection is connection and w.number == number for w in self._watches)
+        watch = _Watch(
+            connection=connection,
+            number=number,
+            watch_id=watch_id,
+            first=request.key,
+            end=request.range_end,
+            from_revision=request.start_revision or data.revision + 1,
+        )
+        self._respond(watch, created=True)
+        if watch.from_revision < data.compacted:
+            self._respond(watch, canceled=True, compact_revision=data.compacted)
+            return
+        self._watches.append(watch)
+        if events := data.events_since(watch.first, watch.end, watch.from_revision):
+            self._respond(watch, events=events)
+
+    def _commit(self) -> None:
+        """Makes what was changed one revision, and tells it."""
+        events = self.data.commit()
+        if events:
+            for watch in self._watches:
+                if wanted := [event for event in events if watch.wants(event)]:
+                    self._respond(watch, events=wanted)
+
+    def _respond(self, watch: _Watch, **what: Any) -> None:
+        response = rpc.WatchResponse(header=self._header(), watch_id=watch.watch_id, **what)
+        watch.connection.send(("message", watch.number, response))
+
+    def _header(self) -> Any:
+        return rpc.ResponseHeader(
+            cluster_id=self.data.cluster,
+            member_id=_MEMBER_ID,
+            revision=self.data.revision,
+            raft_term=1,
+        )
+
+
+_NO_LEASE = "etcdserver: requested lease not found"
+_LEASE_EXISTS = "etcdserver: lease already exists"
+_FUTURE = "etcdserver: mvcc: required revision is a future revision"
+_COMPACTED = "etcdserver: mvcc: required revision has been compacted"
+
+
+def _unknown(method: str) -> rpc.AioRpcError:
+    return rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {method}")
+
+
+def _without_value(kv: Any) -> Any:
+    bare = rpc.KeyValue()
+    bare.CopyFrom(kv)
+    bare.ClearField("value")
+    return bare

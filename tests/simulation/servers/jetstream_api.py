@@ -1,0 +1,208 @@
+"""Messages to JetStream, by subject: requests to its API, acks, messages for streams."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from tests.simulation.servers.jetstream import (
+    Consumer,
+    JetStream,
+    Sender,
+    SimStream,
+    StreamFull,
+)
+from tests.simulation.servers.nats_protocol import header
+
+API = "$JS.API."
+_ACK = "$JS.ACK."
+_NS = 1e9
+#: Most consumers in one answer.
+_PAGE = 256
+
+_Answer = Mapping[str, Any]
+
+
+class _Refused(Exception):
+    """An error answer. code: as HTTP's. number: JetStream's own error code."""
+
+    def __init__(self, code: int, number: int, text: str):
+        super().__init__(text)
+        self.answer = {"error": {"code": code, "err_code": number, "description": text}}
+
+
+_NO_STREAM = (404, 10059, "stream not found")
+_NAME_IN_USE = (400, 10058, "stream name already in use with a different configuration")
+_OVERLAP = (400, 10065, "subjects overlap with an existing stream")
+_NO_MESSAGE = (400, 10043, "sequence not found")
+_FULL = (503, 10077, "maximum messages exceeded")
+_BAD_REQUEST = (400, 10025, "invalid JSON")
+
+
+class JetStreamApi:
+    """Takes what is published to JetStream's subjects and to those of its streams.
+
+    A subject that it does not know has no subscriber, as on a server without that feature.
+    """
+
+    def __init__(self, jetstream: JetStream, sender: Sender):
+        self._jetstream, self._sender = jetstream, sender
+        self._requests: dict[str, Callable[[list[str], bytes], _Answer]] = {
+            "CONSUMER.LIST.": self._list_consumers,
+            "CONSUMER.DURABLE.CREATE.": self._create_consumer,
+            "STREAM.INFO.": self._stream_info,
+            "STREAM.CREATE.": self._create_stream,
+            "STREAM.DELETE.": self._delete_stream,
+            "STREAM.MSG.DELETE.": self._delete_message,
+        }
+
+    def take(self, subject: str, reply: str, headers: bytes, payload: bytes) -> bool:
+        """Returns whether anything here takes the subject."""
+        if subject.startswith("$JS."):
+            if subject.startswith(_ACK):
+                return self._acknowledge(subject, reply, payload)
+            return subject.startswith(API) and self._request(subject[len(API) :], reply, payload)
+        stream = self._jetstream.taking(subject)
+        if stream is None:
+            return False
+        self._store(stream, subject, reply, headers, payload)
+        return True
+
+    def _store(
+        self, stream: SimStream, subject: str, reply: str, headers: bytes, payload: bytes
+    ) -> None:
+        try:
+            sequence, duplicate = stream.store(
+                subject, headers, payload, header(headers, "Nats-Msg-Id")
+            )
+            answer: _Answer = {"stream": stream.name, "seq": sequence}
+            if duplicate:
+                answer = {**answer, "duplicate": True}
+        except StreamFull:
+            answer = {**_Refused(*_FULL).answer, "stream": stream.name, "seq": 0}
+        if reply:
+            self._sender.deliver(reply, reply, "", b"", msgspec.json.encode(answer))
+
+    def _acknowledge(self, subject: str, reply: str, payload: bytes) -> bool:
+        """subject: the reply of a delivered message (see `Consumer`)."""
+        tokens = subject[len(_ACK) :].split(".")
+        stream = self._jetstream.stream(tokens[0])
+        consumer = stream.consumers.get(tokens[1]) if stream is not None else None
+        if consumer is None:
+            return False
+        sequence = tokens[3]
+        verdict, _, more = payload.partition(b" ")
+        match verdict:
+            case b"+ACK" | b"" | b"+TERM":
+                consumer.acknowledge(int(sequence))
+            case b"-NAK":
+                delay_ns = msgspec.json.decode(more)["delay"] if more else 0
+                consumer.give_back(int(sequence), delay_ns / _NS)
+            case b"+WPI":
+                consumer.extend(int(sequence))
+            case _:
+                pass
+        if reply:
+            self._sender.deliver(reply, reply, "", b"", b"")
+        return True
+
+    # The API
+
+    def _request(self, what: str, reply: str, payload: bytes) -> bool:
+        if what.startswith("CONSUMER.MSG.NEXT."):
+            return self._pull(what.split("."), reply, payload)
+        for name, answer in self._requests.items():
+            if what.startswith(name):
+                arguments = what[len(name) :].split(".")
+                try:
+                    reply_data = answer(arguments, payload)
+                except _Refused as exc:
+                    reply_data = exc.answer
+                except (msgspec.DecodeError, KeyError):
+                    reply_data = _Refused(*_BAD_REQUEST).answer
+                self._sender.tell(reply, msgspec.json.encode(reply_data))
+                return True
+        return False
+
+    def _pull(self, words: list[str], reply: str, payload: bytes) -> bool:
+        stream = self._jetstream.stream(words[3])
+        consumer = stream.consumers.get(words[4]) if stream is not None else None
+        if consumer is None:
+            return False
+        wanted = msgspec.json.decode(payload)
+        if wanted.get("batch", 1) != 1:
+            raise NotImplementedError("pull requests for several messages are not simulated")
+        consumer.ask(reply, None if wanted.get("no_wait") else wanted["expires"] / _NS)
+        return True
+
+    def _stream_info(self, names: list[str], _: bytes) -> _Answer:
+        return _stream_facts(self._stream(names[0]))
+
+    def _create_stream(self, names: list[str], payload: bytes) -> _Answer:
+        config = msgspec.json.decode(payload)
+        stream = self._jetstream.stream(names[0])
+        if stream is not None:
+            if stream.config != config:
+                raise _Refused(*_NAME_IN_USE)
+            return _stream_facts(stream)
+        if any(self._jetstream.taking(subject) for subject in config["subjects"]):
+            raise _Refused(*_OVERLAP)
+        wanted = (config["retention"], config["storage"], config["discard"])
+        if wanted != ("workqueue", "memory", "new"):
+            raise NotImplementedError(f"streams of the kind {wanted} are not simulated")
+        return {**_stream_facts(self._jetstream.add(config)), "did_create": True}
+
+    def _delete_stream(self, names: list[str], _: bytes) -> _Answer:
+        self._jetstream.delete(self._stream(names[0]).name)
+        return {"success": True}
+
+    def _delete_message(self, names: list[str], payload: bytes) -> _Answer:
+        stream = self._stream(names[0])
+        sequence = msgspec.json.decode(payload)["seq"]
+        if sequence not in stream.messages:
+            raise _Refused(*_NO_MESSAGE)
+        stream.remove(sequence)
+        return {"success": True}
+
+    def _list_consumers(self, names: list[str], _: bytes) -> _Answer:
+        stream = self._stream(names[0])
+        found = [_consumer_facts(stream, c) for _, c in sorted(stream.consumers.items())]
+        return {"total": len(found), "offset": 0, "limit": _PAGE, "consumers": found}
+
+    def _create_consumer(self, names: list[str], payload: bytes) -> _Answer:
+        stream = self._stream(names[0])
+        return _consumer_facts(stream, stream.consumer(msgspec.json.decode(payload)["config"]))
+
+    def _stream(self, name: str) -> SimStream:
+        stream = self._jetstream.stream(name)
+        if stream is None:
+            raise _Refused(*_NO_STREAM)
+        return stream
+
+
+def _stream_facts(stream: SimStream) -> _Answer:
+    messages = stream.messages
+    return {
+        "config": stream.config,
+        "created": stream.created,
+        "state": {
+            "messages": len(messages),
+            "bytes": sum(len(message.payload) for message in messages.values()),
+            "first_seq": next(iter(messages), stream.last_sequence + 1),
+            "last_seq": stream.last_sequence,
+            "consumer_count": len(stream.consumers),
+        },
+    }
+
+
+def _consumer_facts(stream: SimStream, consumer: Consumer) -> _Answer:
+    _ = stream.messages  # reading them drops those that are too old
+    return {
+        "stream_name": stream.name,
+        "name": consumer.name,
+        "config": consumer.config,
+        "created": consumer.created,
+        "num_pending": consumer.waiting,
+        "num_ack_pending": consumer.unacknowledged,
+        "num_waiting": consumer.requests,
+    }

@@ -1,0 +1,209 @@
+"""The store's in-process twin: same contract as etcd; outages, wipes and a clock on demand."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Self
+
+from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
+from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.tasks import end_tasks
+from tests.simulation.servers.memory_lease import MemoryLease
+
+
+class MemoryWatch(AsyncIterator[WatchEvent]):
+    """Events of one prefix, in order."""
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+        self.told = False
+        self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue()
+
+    def __aiter__(self) -> "MemoryWatch":
+        return self
+
+    async def __anext__(self) -> WatchEvent:
+        event = await self._events.get()
+        if event is None:
+            self.tell(None)
+            raise StopAsyncIteration
+        return event
+
+    def tell(self, event: WatchEvent | None) -> None:
+        """None ends the iteration."""
+        self.told = True
+        self._events.put_nowait(event)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    value: bytes
+    lease: MemoryLease | None
+
+
+class MemoryStore:
+    """Implements `Store` for the tasks of one event loop, which may share one instance.
+
+    clock: seconds, monotonic; leases run out by it. Keepalives are woken by real
+    time: with a clock of its own a test calls `expire_due` after moving it.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic):
+        self.now = clock
+        self._available = True
+        self._lost_data = False  # since the last resync of the watches
+        self._entries: dict[str, _Entry] = {}
+        self._leases: dict[int, MemoryLease] = {}
+        self._watches: set[MemoryWatch] = set()
+
+    def __repr__(self) -> str:
+        state = "available" if self._available else "unavailable"
+        return f"MemoryStore(keys={len(self._entries)}, leases={len(self._leases)}, {state})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    @property
+    def available(self) -> bool:
+        return self._available
+
+    def set_available(self, available: bool) -> None:
+        """False: calls raise, keepalives fail, watches are silent. True: watches resync."""
+        returned = available and not self._available
+        self._available = available
+        if returned:
+            self.expire_due()
+            self._resync()
+
+    def wipe(self) -> None:
+        """Forgets all keys and leases, as an etcd that is started again without its data."""
+        self._entries.clear()
+        self._leases.clear()
+        self._lost_data = True
+        if self._available:
+            self._resync()
+
+    def admit(self, lease: MemoryLease) -> None:
+        """Stores `lease`, even if it was forgotten."""
+        self._leases[lease.id] = lease
+
+    def expire_due(self) -> None:
+        """Ends the expired leases."""
+        for lease in list(self._leases.values()):
+            _ = lease.loss
+
+    def end_lease(self, lease: MemoryLease, loss: LeaseLoss) -> None:
+        """Ends `lease` for both sides: its owner knows, and its keys are gone."""
+        lease.end(loss)
+        self._leases.pop(lease.id, None)
+        for key in [k for k, entry in self._entries.items() if entry.lease is lease]:
+            self._remove(key)
+
+    async def get(self, key: str) -> bytes | None:
+        self._check()
+        entry = self._entries.get(key)
+        return entry.value if entry else None
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        self._check()
+        return self._matching(prefix)
+
+    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        self._entries[key] = _Entry(value, await self._held(lease))
+        self._tell(Put(key, value))
+
+    async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
+        held = await self._held(lease)
+        if key in self._entries:
+            return False
+        self._entries[key] = _Entry(value, held)
+        self._tell(Put(key, value))
+        return True
+
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if await self.get(key) != old:
+            return False
+        await self.put(key, new)
+        return True
+
+    async def delete(self, key: str) -> bool:
+        self._check()
+        return self._remove(key)
+
+    async def revoke(self, lease_id: int) -> bool:
+        self._check()
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        self.end_lease(lease, LeaseLoss.REVOKED)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def lease(self, ttl_s: float) -> AsyncIterator[MemoryLease]:
+        self._check()
+        lease = MemoryLease(self, ttl_s)
+        self.admit(lease)
+        task = asyncio.create_task(lease.keep_alive(), name=f"keep lease {lease.id:x}")
+        try:
+            yield lease
+        finally:
+            await end_tasks(task)
+            self.end_lease(lease, LeaseLoss.CLOSED)
+
+    @contextlib.asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[MemoryWatch]:
+        watch = MemoryWatch(prefix)
+        if self._available:
+            watch.tell(Snapshot(self._matching(prefix)))
+        self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.discard(watch)
+            watch.tell(None)
+
+    def _check(self) -> None:
+        if not self._available:
+            raise StoreUnavailable("the memory store is switched off")
+
+    async def _held(self, lease: Lease | None) -> MemoryLease | None:
+        """The store's own side of `lease`. Raises LeaseLost or StoreUnavailable."""
+        if lease is not None and lease.loss is not None:
+            raise LeaseLost(lease.id, lease.loss.value)
+        self._check()
+        if lease is None:
+            return None
+        if lease.id not in self._leases:
+            await lease.verify()
+        held = self._leases.get(lease.id)
+        if held is None:
+            raise LeaseLost(lease.id, "the store does not know it")
+        return held
+
+    def _resync(self) -> None:
+        lost_data, self._lost_data = self._lost_data, False
+        for watch in self._watches:
+            entries = self._matching(watch.prefix)
+            watch.tell(Snapshot(entries, lost_data and watch.told))
+
+    def _matching(self, prefix: str) -> dict[str, bytes]:
+        keys = sorted(key for key in self._entries if key.startswith(prefix))
+        return {key: self._entries[key].value for key in keys}
+
+    def _remove(self, key: str) -> bool:
+        if self._entries.pop(key, None) is None:
+            return False
+        self._tell(Delete(key))
+        return True
+
+    def _tell(self, event: Put | Delete) -> None:
+        if not self._available:
+            return
+        for watch in self._watches:
+            if event.key.startswith(watch.prefix):
+                watch.tell(event)
