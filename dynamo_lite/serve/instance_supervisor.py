@@ -169,11 +169,12 @@ class InstanceSupervisor:
                 return code
             finally:
                 self._child = None
+                self.state.pid, self.state.status_url = 0, ""
 
     async def _pause(self, code: int, delay_s: float) -> None:
         what = "not started" if code == _NOT_SPAWNED else f"ended ({exit_text(code)})"
         self.state.restarts += 1
-        self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
+        self.state.lease = ""
         self._change("backoff")
         why = f": {self._error}" if self._error else ""
         self._progress.line(self.launch.name, f"{what}{why}; restarting in {delay_s:g} s")

@@ -130,6 +130,7 @@ def test_one_that_is_killed_in_its_drain_does_not_come_back(tmp_path: Path, how:
         graph.wait_line("Back-1           left the graph")
         stopped = graph.when("Back-1", lambda p: p["state"] == "stopped")
         assert stopped["restarts"] == 0
+        assert (stopped["pid"], stopped["status_url"]) == (0, "")
         assert counts(graph) == (0, 1, 0)
         release.touch()
 
