@@ -19,9 +19,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.browser import find_chromium, open_page
-from dynamo_lite.cli.listing import Broker, Place
-from dynamo_lite.cli.top import observing
-from dynamo_lite.cli.top_view import as_frame
+from dynamo_lite.cli.listing import Place
+from dynamo_lite.cli.top import as_frame, second_overview
 from dynamo_lite.serve.run_state import RunState, read_run
 
 _SECONDS = 60
@@ -44,12 +43,7 @@ def _send(url: str, seed: int, stop: threading.Event) -> None:
 
 async def _top(run: RunState) -> Console:
     """A frame of `dynamo-lite top`, recorded. Both looks are some seconds apart."""
-    place = Place(etcd_url=run.etcd, namespace=run.namespace)
-    broker = Broker(nats_url=run.nats, secret_file=Path(run.secret) if run.secret else None)
-    async with observing(place, broker) as observer:
-        await observer.look()
-        await asyncio.sleep(10)
-        seen = await observer.look()
+    seen = await second_overview(Place(etcd_url=run.etcd, namespace=run.namespace), 10.0)
     with Path("/dev/null").open("w") as nowhere:
         console = Console(
             record=True, width=80, force_terminal=True, color_system="truecolor", file=nowhere

@@ -38,21 +38,18 @@ from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.serve.removed import removed_command
 
 
-class _Group(TyperGroup):
-    """Answers commands that are gone."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        words = [args[0]] if ctx.parent is None else [ctx.info_name, args[0]]
-        if gone := removed_command(*words):
-            raise ConfigError([f"{' '.join(words)}: {gone}"])
-        return super().resolve_command(ctx, args)
-
-
-class _Commands(_Group):
-    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs.
+class _Commands(TyperGroup):
+    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs, and what is gone.
 
     A running graph has its own signal handlers.
     """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        options = [word.partition("=")[0] for word in args if word.startswith("--")]
+        for words in (args[:1], args[:2], *([args[0], option] for option in options)):
+            if gone := removed_command(*words):
+                raise ConfigError([f"{' '.join(words)}: {gone}"])
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         for kind in (signal.SIGTERM, signal.SIGHUP):
@@ -70,10 +67,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
-app.add_typer(config_commands.app, name="config", cls=_Group)
-app.add_typer(access_commands.app, name="access", cls=_Group)
+app.add_typer(config_commands.app, name="config")
+app.add_typer(access_commands.app, name="access")
 app.command()(join_command.join)
-app.add_typer(planner_commands.app, name="planner", cls=_Group)
+app.add_typer(planner_commands.app, name="planner")
 app.command()(watch_commands.explain)
 app.command()(watch_commands.top)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

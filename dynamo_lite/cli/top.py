@@ -1,91 +1,178 @@
-"""Shows frames of a running graph: one, or a sequence until a signal."""
+"""`dynamo-lite top`: frames of a running graph, one, or a sequence until a signal.
+
+A frame is readable with 80 columns or more.
+"""
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+import time
+from collections.abc import Iterable, Sequence
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from dynamo_lite.cli.listing import Broker, Place, open_broker, open_store
-from dynamo_lite.cli.top_view import as_frame
+from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
+from dynamo_lite.overview.compose import ELSEWHERE
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.observer import Observer
 
 #: Width of a plain frame; only a failed link's long reason is wider.
 _PLAIN_WIDTH = 160
-
-Observing = AbstractAsyncContextManager[Observer]
-
-
-@contextlib.asynccontextmanager
-async def observing(place: Place, broker: Broker) -> AsyncIterator[Observer]:
-    """Raises StartupError or Unavailable when a server does not respond."""
-    async with (
-        open_store(place) as store,
-        open_broker(broker) as messaging,
-        Observer(store, messaging, place.namespace) as observer,
-    ):
-        yield observer
+_NOTHING = "-"
+_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow"}
+_WRONG = "bold red"
 
 
-async def until_signal(shown: Coroutine[Any, Any, None]) -> None:
-    """Runs `shown` until a signal, which is no failure.
+async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
+    """Until a signal, which is no failure: connections are closed and the terminal is restored.
 
-    Connections are closed and the terminal is restored first.
+    Raises StartupError or Unavailable when etcd does not respond.
     """
+    shown = _print_one(place, interval_s, as_json=as_json) if once else _watch(place, interval_s)
     task = asyncio.ensure_future(shown)
-    loop = asyncio.get_running_loop()
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(kind, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def print_frame(observing: Observing, interval_s: float) -> None:
-    """Prints plain text; lines are not cut to the terminal's width."""
-    seen = await _second_overview(observing, interval_s)
-    console = Console(color_system=None, highlight=False, width=_PLAIN_WIDTH)
-    with console.capture() as printed:
-        console.print(as_frame(seen))
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
-
-
-async def print_json(observing: Observing, interval_s: float) -> None:
-    seen = await _second_overview(observing, interval_s)
-    print(msgspec.json.format(msgspec.json.encode(seen), indent=2).decode())
-
-
-async def watch(observing: Observing, interval_s: float) -> None:
-    """On a terminal each frame replaces the last; elsewhere frames are printed in sequence."""
-    console = Console(highlight=False)
-    async with observing as observer:
-        if not console.is_terminal:
-            async for seen in _overviews(observer, interval_s):
-                console.print(as_frame(seen), "")
-            return
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            async for seen in _overviews(observer, interval_s):
-                live.update(as_frame(seen), refresh=True)
-
-
-async def _overviews(observer: Observer, interval_s: float) -> AsyncIterator[Overview]:
-    """One overview per `interval_s`, or fewer if one takes longer."""
-    loop = asyncio.get_running_loop()
-    due = loop.time()
-    while True:
-        yield await observer.look()
-        due = max(due + interval_s, loop.time())
-        await asyncio.sleep(due - loop.time())
-
-
-async def _second_overview(observing: Observing, interval_s: float) -> Overview:
-    """The second of two overviews: rates need two."""
-    async with observing as observer:
+async def second_overview(place: Place, interval_s: float) -> Overview:
+    """Rates need two."""
+    async with open_store(place) as store, Observer(store, place.namespace) as observer:
         await observer.look()
         await asyncio.sleep(interval_s)
         return await observer.look()
+
+
+async def _print_one(place: Place, interval_s: float, *, as_json: bool) -> None:
+    """Plain text, whose lines are not cut to the terminal's width, or JSON."""
+    seen = await second_overview(place, interval_s)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(seen), indent=2).decode())
+    else:
+        console = Console(color_system=None, highlight=False, width=_PLAIN_WIDTH)
+        console.print(as_frame(seen))
+
+
+async def _watch(place: Place, interval_s: float) -> None:
+    """A frame per `interval_s`, or fewer if one takes longer. On a terminal each replaces the last;
+    elsewhere they are printed in sequence."""
+    console = Console(highlight=False)
+    live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
+    loop = asyncio.get_running_loop()
+    async with open_store(place) as store, Observer(store, place.namespace) as observer:
+        with live or contextlib.nullcontext():
+            due = loop.time()
+            while True:
+                frame = as_frame(await observer.look())
+                if live is not None:
+                    live.update(frame, refresh=True)
+                else:
+                    console.print(frame, "")
+                due = max(due + interval_s, loop.time())
+                await asyncio.sleep(due - loop.time())
+
+
+def as_frame(seen: Overview) -> RenderableType:
+    """All sections, separated by empty lines."""
+    clock = time.strftime("%H:%M:%S", time.localtime(seen.at))
+    window = f"rates over {seen.rate_s:g} s, latencies over {seen.latency_s:g} s"
+    title = ("dynamo-lite top", "bold"), f"  {seen.namespace}  {clock}  {window}"
+    parts: list[RenderableType] = [Text.assemble(*title)]
+    parts += [Text(f"! {sentence}", style=_WRONG) for sentence in seen.trouble]
+    for section in (_workers(seen), _flow(seen), _decisions(seen), _failed_links(seen)):
+        parts += ["", section]
+    return Group(*parts)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], nothing: str) -> Table:
+    """Columns that end with `>` are numbers. nothing: the text in place of no rows."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        justify = "right" if name.endswith(">") else "left"
+        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*row)
+    if not table.rows:
+        table = Table.grid()
+        table.add_row(Text(nothing, style="dim"))
+    return table
+
+
+def _workers(seen: Overview) -> Table:
+    columns = ("WORKER", "LEASE", "STATE", "MODEL", "RUNNING>", "WAITING>", "KV USE>")
+    rows = [
+        (
+            f"{w.component}-{_count(w.instance)}",
+            *(w.lease, _state(w.state), w.model or _NOTHING, _count(w.running), _count(w.waiting)),
+            _NOTHING if w.kv_usage is None else f"{w.kv_usage:.0%}",
+        )
+        for w in seen.workers
+    ]
+    return _table(columns, rows, "no live workers")
+
+
+def _flow(seen: Overview) -> Table:
+    """Requests, queue, transfers and latencies."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("requests", f"{_count(seen.in_flight)} in flight")
+    if seen.engines:
+        engines = [f"{each.role} {each.usable} of {each.known} usable" for each in seen.engines]
+        table.add_row("engines", ", ".join(engines))
+    jobs = f"{_count(seen.queue.jobs)} {'job' if seen.queue.jobs == 1 else 'jobs'}"
+    tokens = "" if seen.queue.tokens is None else f", {seen.queue.tokens:,} tokens"
+    table.add_row("queue", f"{jobs}{tokens}")
+    moved = seen.transfers
+    speed = f"{as_bytes(moved.bytes_per_s)}/s, {moved.jobs_per_s:.1f} jobs/s"
+    table.add_row("transfers", speed, f"{as_bytes(moved.total_bytes)} in {moved.total_jobs:,} jobs")
+    for name, latency in (("TTFT", seen.ttft), ("ITL", seen.itl)):
+        p50_s, p95_s = latency.p50_s, latency.p95_s
+        if p50_s is None or p95_s is None:
+            table.add_row(name, _NOTHING)
+        else:
+            quantiles = f"p50 {as_time(p50_s)}, p95 {as_time(p95_s)}"
+            table.add_row(name, quantiles, f"of {latency.count:,}")
+    return table
+
+
+def _decisions(seen: Overview) -> Table:
+    rows = [
+        [
+            Text(text, style="bold cyan" if each.verdict in ELSEWHERE and each.per_s else "")
+            for text in (each.verdict, each.reason, f"{each.per_s:.1f}", f"{each.total:,}")
+        ]
+        for each in seen.decisions
+    ]
+    return _table(("DECISIONS", "REASON", "PER S>", "TOTAL>"), rows, "no decisions yet")
+
+
+def _failed_links(seen: Overview) -> Table:
+    rows = [
+        [
+            Text(text, style=_WRONG)
+            for text in (link.prefill, link.decode, as_next_try(link.next_try), link.detail)
+        ]
+        for link in seen.failed_links
+    ]
+    return _table(("PREFILL", "DECODE", "NEXT TRY", "FAILED LINK"), rows, "no failed links")
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=_STATES.get(state, _WRONG))
+
+
+def _count(value: int | None) -> str:
+    return _NOTHING if value is None else f"{value:,}"
+
+
+def as_bytes(amount: float) -> str:
+    """In powers of 1000, as the transfer benchmarks."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

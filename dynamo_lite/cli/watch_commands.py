@@ -68,8 +68,6 @@ def top(
         float, typer.Option(min=0.2, max=60, help="Seconds between two frames.")
     ] = 1.0,
     etcd_url: EtcdUrl = None,
-    nats_url: NatsUrl = None,
-    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON.")] = False,
@@ -87,16 +85,8 @@ def top(
     dynamo-lite top
     dynamo-lite top --once --interval 10
     """
-    from dynamo_lite.cli import top
-    from dynamo_lite.cli.listing import find_broker, find_place
+    from dynamo_lite.cli.listing import find_place
+    from dynamo_lite.cli.top import show
 
     place = find_place(state_dir, etcd_url, namespace)
-    broker = find_broker(state_dir, nats_url, secret_file)
-    observing = top.observing(place, broker)
-    if as_json:
-        shown = top.print_json(observing, interval)
-    elif once:
-        shown = top.print_frame(observing, interval)
-    else:
-        shown = top.watch(observing, interval)
-    asyncio.run(top.until_signal(shown))
+    asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))

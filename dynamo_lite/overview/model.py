@@ -95,29 +95,6 @@ class FailedLink(msgspec.Struct, frozen=True, kw_only=True):
     next_try: float | None = None
 
 
-class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """One component, as the planner sees it."""
-
-    component: str
-    #: hold, observe, pending, acting or settling.
-    state: str
-    #: Workers that serve or will serve.
-    count: int
-    #: None: not known.
-    wanted: int | None
-    reason: str = ""
-
-
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """The planner that leads."""
-
-    #: Lease, hexadecimal.
-    lease: str
-    #: Why it may not act; empty if it may.
-    hold: str = ""
-    roles: list[PlannedRole] = []
-
-
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """The graph at one moment."""
 
@@ -138,7 +115,5 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens = Tokens()
     transfers: Transfers = Transfers()
     failed_links: list[FailedLink] = []
-    #: None without a planner.
-    planner: Planned | None = None
     #: Sentences about what cannot be seen now.
     trouble: list[str] = []

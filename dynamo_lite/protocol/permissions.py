@@ -163,7 +163,6 @@ def _planner(namespace: str) -> Permissions:
         subscribe=(
             _endpoints(namespace, "Planner"),
             names.backlog_subject(namespace),
-            names.kv_subject(namespace, _DECODE),
         ),
         read=(names.live_options_key(namespace, "Planner"),),
         # It revokes leases, for which etcd demands that it may delete their keys.
@@ -202,7 +201,6 @@ def _operator(namespace: str) -> Permissions:
             _of_any(names.forward_explain_subject, namespace),
             _endpoints(namespace, "Planner"),
         ),
-        subscribe=(names.kv_subject(namespace, _DECODE),),
         write=(f"{namespace}/",),
     )
 

@@ -32,6 +32,8 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         ),
         "sim": "`python -m tests.simulation` in a checkout",
         "simulate": "`python -m benchmarks.planner` in a checkout plays loads with a planner",
+        "top --nats-url": "nothing: `top` reads etcd and the processes' status servers",
+        "top --secret-file": "nothing: `top` reads etcd and the processes' status servers",
     }
 )
 

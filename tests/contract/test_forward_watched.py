@@ -10,10 +10,7 @@ from benchmarks.browser import find_chromium, open_page
 from dynamo_lite.overview.model import Overview, RoleEngines
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.services.frontend.dashboard.app import Dashboard
-from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
 from tests.builders import eventually
@@ -29,12 +26,6 @@ PAGE_MS = 60_000
 @pytest.fixture
 async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
     async with cluster(namespace, etcd_url, nats_url) as made:
-        yield made
-
-
-@pytest.fixture
-async def messaging(nats_url: str) -> AsyncIterator[Messaging]:
-    async with NatsMessaging(nats_url) as made:
         yield made
 
 
@@ -60,11 +51,9 @@ async def started(c: Cluster) -> Running:
     return forwarder
 
 
-async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers(
-    c: Cluster, messaging: Messaging
-):
+async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers(c: Cluster):
     forwarder = await started(c)
-    async with Observer(c.store, messaging, c.namespace) as observer:
+    async with Observer(c.store, c.namespace) as observer:
         seen = await until(observer, lambda seen: ("DecodeEngine", "ready", 3, 4) in workers(seen))
         assert [name for name, *_ in workers(seen)] == ["DecodeEngine", "Forwarder"]
         assert seen.engines == [
@@ -79,14 +68,12 @@ async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers
         ]
 
 
-async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_is_gone(
-    c: Cluster, messaging: Messaging
-):
+async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_is_gone(c: Cluster):
     listed = await c.engine("decode")
     forwarder = await c.forwarder(engines=[{"url": listed.url, "role": "decode"}], discover=True)
     leaving = await c.join(await c.engine("prefill"))
     await c.counts(forwarder, 1, 1)
-    async with Observer(c.store, messaging, c.namespace) as observer:
+    async with Observer(c.store, c.namespace) as observer:
         listed.healthy = False
         down = RoleEngines(role="decode", known=1, usable=0)
         joined = RoleEngines(role="prefill", known=1, usable=1)
@@ -99,19 +86,17 @@ async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_
 
 
 @contextlib.asynccontextmanager
-async def served(c: Cluster, messaging: Messaging) -> AsyncIterator[str]:
+async def served(c: Cluster) -> AsyncIterator[str]:
     """The URL of the page, as a Frontend serves it."""
-    viewers = Viewers(lambda: Observer(c.store, messaging, c.namespace), period_s=0.1, linger_s=0.0)
-    sock = bind("127.0.0.1", 0)
-    dashboard = Dashboard(vllm_app, viewers, lambda scope: server.disconnect(scope), any_name=False)
-    server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
-    await server.start()
-    try:
-        yield f"{url_of(sock)}/dashboard"
-    finally:
-        await viewers.close()
-        await server.stop(1.0)
-        sock.close()
+    with bind("127.0.0.1", 0) as sock:
+        async with Observer(c.store, c.namespace) as observer:
+            dashboard = Dashboard(vllm_app, observer, any_name=False)
+            server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
+            await server.start()
+            try:
+                yield f"{url_of(sock)}/dashboard"
+            finally:
+                await server.stop(1.0)
 
 
 def read_page(program: str, url: str) -> tuple[str, list[str]]:
@@ -129,12 +114,12 @@ def read_page(program: str, url: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.timeout(240)
-async def test_the_page_shows_them(c: Cluster, messaging: Messaging):
+async def test_the_page_shows_them(c: Cluster):
     if (program := find_chromium()) is None:
         lacking("no chromium is installed")
     forwarder = await started(c)
     await c.ask(forwarder)
-    async with served(c, messaging) as url:
+    async with served(c) as url:
         engines, troubles = await asyncio.to_thread(read_page, program, url)
     assert engines == "1 of 1 prefill engines, 1 of 1 decode engines"
     assert troubles == []

@@ -1,4 +1,4 @@
-"""The observer on every store and messaging, over real status servers."""
+"""The observer on every store, over real status servers."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -10,17 +10,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_json
-from dynamo_lite.protocol.kv import KvNotice, Load
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import endpoint_record, eventually, register
 from tests.hostile import answering
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -28,11 +26,10 @@ PATIENCE_S = 15.0
 
 
 class Cluster:
-    """Leases, records, notices; and what an observer makes of them."""
+    """Leases and records; and what an observer makes of them."""
 
-    def __init__(self, store: Store, messaging: Messaging, namespace: str, stack: AsyncExitStack):
-        self.store, self.messaging, self.namespace = store, messaging, namespace
-        self.stack = stack
+    def __init__(self, store: Store, namespace: str, stack: AsyncExitStack):
+        self.store, self.namespace, self.stack = store, namespace, stack
 
     async def start(self, component: str, endpoint: str) -> tuple[Lease, CollectorRegistry]:
         """A process whose status server answers."""
@@ -56,13 +53,8 @@ class Cluster:
         await register(self.store, record, lease=lease)
         return lease
 
-    async def tell(self, lease_id: int, load: Load) -> None:
-        notice = KvNotice(lease_id=lease_id, number=1, load=load)
-        await self.messaging.publish(names.kv_subject(self.namespace, "VllmWorker"), encode(notice))
-
-    def observer(self, drops: list[str] | None = None) -> Observer:
-        on_drop = (drops if drops is not None else []).append
-        return Observer(self.store, self.messaging, self.namespace, on_drop)
+    def observer(self) -> Observer:
+        return Observer(self.store, self.namespace)
 
 
 @pytest.fixture(params=["memory", "real"])
@@ -70,12 +62,10 @@ async def cluster(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
     async with AsyncExitStack() as stack:
         if request.param == "memory":
             store: Store = await stack.enter_async_context(MemoryStore())
-            messaging: Messaging = await stack.enter_async_context(MemoryMessaging())
         else:
-            etcd, nats = (request.getfixturevalue(f"{name}_url") for name in ("etcd", "nats"))
+            etcd = request.getfixturevalue("etcd_url")
             store = await stack.enter_async_context(EtcdStore(etcd))
-            messaging = await stack.enter_async_context(NatsMessaging(nats))
-        yield Cluster(store, messaging, namespace, stack)
+        yield Cluster(store, namespace, stack)
 
 
 async def seen_by(observer: Observer, accept: Callable[[Overview], Any]) -> Overview:
@@ -139,21 +129,6 @@ async def test_latencies_of_a_frontend_that_has_them_on_its_http_port_only(
             assert (await observer.look()).ttft.count == 0
 
 
-async def test_what_a_worker_tells_routers_is_newer_than_what_it_answers(cluster: Cluster):
-    lease, _ = await cluster.start("VllmWorker", "generate")
-    drops: list[str] = []
-    async with cluster.observer(drops) as observer:
-        await seen_by(observer, lambda seen: seen.workers)
-        await cluster.tell(0xBAD, Load(running=99))
-        await cluster.tell(lease.id, Load(running=7, kv_usage=0.25))
-        seen = await seen_by(observer, lambda seen: seen.workers[0].running == 7)
-        assert (seen.workers[0].waiting, seen.workers[0].kv_usage) == (0, 0.25)
-        await cluster.messaging.publish(
-            names.kv_subject(cluster.namespace, "VllmWorker"), b"no notice"
-        )
-        await seen_by(observer, lambda _: drops == ["kv_notice"])
-
-
 async def test_links_are_followed(cluster: Cluster):
     decode, _ = await cluster.start("VllmWorker", "generate")
     prefill, _ = await cluster.start("PrefillWorker", "prefill")
@@ -161,15 +136,29 @@ async def test_links_are_followed(cluster: Cluster):
     record = LinkRecord(
         prefill_lease_id=prefill.id, engine_id="engine", decode_lease_id=decode.id, detail="reset"
     )
-    drops: list[str] = []
     await cluster.store.put(key, encode_json(record))
-    async with cluster.observer(drops) as observer:
+    async with cluster.observer() as observer:
         seen = await seen_by(observer, lambda seen: seen.failed_links)
         [link] = seen.failed_links
         assert (link.prefill, link.detail) == (f"{prefill.id:x}", "reset")
         await cluster.store.put(key, b"{}")
         await seen_by(observer, lambda seen: not seen.failed_links)
-        assert drops == ["record"]
+
+
+async def test_without_etcd_the_known_members_are_shown_and_the_page_says_so(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    await cluster.start("VllmWorker", "generate")
+    async with cluster.observer() as observer:
+        assert (await observer.look()).trouble == []
+
+        async def away(prefix: str) -> dict[str, bytes]:
+            raise StoreUnavailable(prefix)
+
+        monkeypatch.setattr(cluster.store, "get_prefix", away)
+        seen = await observer.look()
+        assert [worker.component for worker in seen.workers] == ["VllmWorker"]
+        assert seen.trouble == ["etcd does not respond: members may have left"]
 
 
 @pytest.mark.parametrize(
@@ -188,8 +177,7 @@ async def test_links_are_followed(cluster: Cluster):
 async def test_who_answers_nonsense_is_silent(answer: bytes | None, namespace: str):
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(MemoryStore())
-        messaging = await stack.enter_async_context(MemoryMessaging())
-        cluster = Cluster(store, messaging, namespace, stack)
+        cluster = Cluster(store, namespace, stack)
         url = await stack.enter_async_context(answering(answer))
         await cluster.register("VllmWorker", "generate", url)
         await cluster.register("PrefillWorker", "prefill", "file:///etc/passwd")

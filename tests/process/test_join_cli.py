@@ -40,9 +40,7 @@ async def test_the_usual_commands_show_it_and_a_revocation_drains_it(c: Cluster,
             "ready",
         )
         assert (row["lease"], row["pid"]) == (told["lease"], process.process.pid)
-        shown = await asyncio.to_thread(
-            run, "top", "--once", *place, "--nats-url", c.nats_url, "--state-dir", str(tmp_path)
-        )
+        shown = await asyncio.to_thread(run, "top", "--once", *place, "--state-dir", str(tmp_path))
         assert "PrefillEngine-0" in shown.stdout, shown
         revoked = await asyncio.to_thread(
             subprocess.run,
@@ -142,7 +140,7 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
     _, answer = await c.ask(forwarder)
     await c.ask(forwarder, n=2)
     where = (
-        *("--etcd-url", c.etcd_url, "--namespace", c.namespace, "--nats-url", c.nats_url),
+        *("--etcd-url", c.etcd_url, "--namespace", c.namespace),
         *("--state-dir", str(tmp_path)),
     )
     shown = await asyncio.to_thread(run, "top", "--once", "--interval", "0.2", *where)
@@ -154,6 +152,7 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
         "Forwarder-0",
         "PrefillEngine-0",
     ]
+    where += ("--nats-url", c.nats_url)
     told = await asyncio.to_thread(run, "explain", answer["id"], *where)
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith(answer["id"])

@@ -2,19 +2,20 @@
 
 import io
 import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from rich.console import Console
 
 from dynamo_lite.cli.listing import as_next_try
-from dynamo_lite.cli.top_view import as_frame
-from dynamo_lite.overview.compose import WANTED, OverviewInputs, compose
+from dynamo_lite.cli.top import as_frame
+from dynamo_lite.overview.compose import WANTED, compose, processes
 from dynamo_lite.overview.drains import GraphSeen
-from dynamo_lite.overview.history import CounterHistory
+from dynamo_lite.overview.metrics import CounterHistory, Samples, parse, quantile, total
 from dynamo_lite.overview.model import Overview
-from dynamo_lite.overview.samples import Samples, increases, known, parse, quantile, total
-from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import LinkRecord
 from tests.builders import endpoint_record
 
@@ -54,9 +55,12 @@ MEMBERS = (
 )
 
 
-def view(history: CounterHistory, **what: object) -> Overview:
-    seen = {"at": 100.0, "namespace": "t", "members": MEMBERS, "facts": {}, **what}
-    return compose(OverviewInputs(**seen), history)  # pyright: ignore[reportArgumentType]
+def view(
+    history: CounterHistory,
+    facts: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    links: Iterable[LinkRecord] = (),
+) -> Overview:
+    return compose(100.0, "t", processes(MEMBERS), facts, history, links)
 
 
 def test_only_what_is_wanted_is_read():
@@ -65,10 +69,13 @@ def test_only_what_is_wanted_is_read():
     samples = process.samples()
     assert total(samples, "dynamo_lite_kv_transfer_bytes_total") == 7
     assert {name for name, _ in samples}.isdisjoint({"dynamo_lite_dropped_messages_total"})
-    assert known(samples, "dynamo_lite_prefill_queue_depth") is None  # NaN
+    assert ("dynamo_lite_prefill_queue_depth", ()) not in samples  # NaN
 
 
-@pytest.mark.parametrize("text", ["dynamo_lite_kv_transfer_bytes_total{", f"{WANTED[0]} x"])
+@pytest.mark.parametrize(
+    "text",
+    ["dynamo_lite_kv_transfer_bytes_total{", f"{WANTED[0]} x", f'{WANTED[-1]}_bucket{{le="x"}} 1'],
+)
 def test_what_is_no_metric_is_refused(text: str):
     with pytest.raises(ValueError):
         parse(text, WANTED)
@@ -97,12 +104,10 @@ def test_impossible_facts_are_unknown():
 
 
 def test_a_counter_that_shrank_began_anew():
-    key = ("a_total", ())
-    assert increases({key: 5.0}, {key: 8.0}) == {key: 3.0}
-    assert increases({key: 5.0}, {key: 2.0}) == {key: 2.0}
-    assert increases({key: 5.0}, {key: 5.0}) == {}
-    assert increases({}, {key: 4.0, ("gauge", ()): 9.0}) == {key: 4.0}
-    assert increases({key: 5.0}, {key: math.inf}) == {}
+    history, key, other = CounterHistory(60.0), ("a_total", ()), ("b_total", ())
+    for now, page in enumerate(({key: 5.0}, {key: 8.0}, {key: 2.0, other: 4.0}, {key: 2.0})):
+        history.add(float(now), {"a": page})
+    assert history.window(60.0) == (3.0, {key: 5.0, other: 4.0})
 
 
 @pytest.mark.parametrize(
@@ -134,6 +139,16 @@ def test_quantiles_are_of_what_was_observed_between_two_looks():
     history.add(1.0, {"f": process.samples()})
     seen = view(history).ttft
     assert (seen.count, seen.p50_s) == (1, pytest.approx(0.3))
+
+
+def test_tokens_per_second_are_those_of_the_histogram():
+    name, history = "vllm:inter_token_latency_seconds", CounterHistory(60.0)
+    for now, (number, seconds) in enumerate(((100.0, 2.0), (140.0, 2.8), (140.0, 2.8))):
+        page = {(f"{name}_count", ()): number, (f"{name}_sum", ()): seconds}
+        history.add(10.0 * now, {"f": page})
+        tokens = view(history).tokens
+        assert tokens.per_s == (4.0 if now == 1 else 0.0)
+        assert tokens.mean_s == (pytest.approx(0.02) if now == 1 else None)
 
 
 def test_rates_are_of_the_last_seconds_and_totals_of_all_time():
@@ -179,17 +194,40 @@ def test_workers_are_named_once_and_say_how_they_are():
     free.set(75)
     blocks.set(100)
     history.add(0.0, {str(PREFILL): prefill.samples(), str(DECODE): None})
-    facts = {FRONTEND: {**READY, "requests": 9}, PREFILL: {**READY, "jobs": 2}, DECODE: {}}
-    loads = {DECODE: Load(running=4, waiting=1, kv_usage=0.5)}
-    seen = view(history, facts=facts, loads=loads)
+    facts = {
+        FRONTEND: {**READY, "requests": 9},
+        PREFILL: {**READY, "jobs": 2},
+        DECODE: {"state": "ready", "running": 4, "waiting": 1, "kv_usage": 0.5},
+    }
+    seen = view(history, facts=facts)
     said = [(w.component, w.state, w.model, w.running, w.waiting, w.kv_usage) for w in seen.workers]
     assert said == [
         ("Frontend", "ready", "", 9, None, None),
         ("PrefillWorker", "ready", "tiny", 2, None, 0.25),
-        ("VllmWorker", "silent", "tiny", 4, 1, 0.5),
+        ("VllmWorker", "unwell", "tiny", 4, 1, 0.5),
     ]
     assert [(w.instance, w.age_s) for w in seen.workers] == [(0, 10.0), (0, 10.0), (None, 10.0)]
     assert (seen.queue.jobs, seen.queue.tokens, seen.in_flight) == (3, None, None)
+    silent = view(history, facts={DECODE: {}}).workers[-1]
+    assert (silent.component, silent.state, silent.running) == ("VllmWorker", "silent", None)
+
+
+@pytest.mark.parametrize(("depth", "jobs"), [(0, 2), (5, 5), (math.nan, 2)])
+def test_a_job_that_is_computed_counts_before_the_depth_is_read_again(depth: float, jobs: int):
+    prefill, history = Process(), CounterHistory(60.0)
+    prefill.depth.set(depth)
+    Gauge("dynamo_lite_prefill_queue_tokens", "", registry=prefill.registry).set(2709)
+    history.add(0.0, {str(PREFILL): prefill.samples()})
+    queue = view(history, facts={PREFILL: {**READY, "jobs": 2}}).queue
+    assert (queue.jobs, queue.tokens) == (jobs, 2709)
+
+
+def test_who_cannot_reach_nats_is_counted():
+    facts = {
+        FRONTEND: {**READY, "nats_connected": False},
+        DECODE: {**READY, "nats_connected": True},
+    }
+    assert view(CounterHistory(60.0), facts=facts).trouble == ["1 of 3 processes cannot reach NATS"]
 
 
 def test_what_forwarders_know_and_answer():

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo_lite.overview.compose import _tokens  # pyright: ignore[reportPrivateUsage]
-from dynamo_lite.overview.history import Window
 from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
 from dynamo_lite.protocol.backlog import Lane
@@ -67,10 +65,3 @@ def test_rates_of_demand_over_fifteen_seconds():
     assert part.refused_per_s is part.rate is None
     demand.forget()
     assert demand.load(BacklogTotals(asked_tokens=9), 1.0, 30.0, complete=True).asked_per_s is None
-
-
-def test_tokens_per_second_are_those_of_the_histogram():
-    name = "vllm:inter_token_latency_seconds"
-    seen = _tokens(Window(10.0, {(f"{name}_count", ()): 400.0, (f"{name}_sum", ()): 8.0}))
-    assert (seen.per_s, seen.mean_s) == (40.0, pytest.approx(0.02))
-    assert _tokens(Window(10.0, {})).mean_s is None

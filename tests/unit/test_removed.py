@@ -43,11 +43,21 @@ def test_a_live_option_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyP
         split_key("VllmWorker.gone")
 
 
-def test_a_command_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(removed, "REMOVED_COMMANDS", {"gone": "use the other one"})
-    result = CliRunner().invoke(app, ["gone", "--option", "1"])
+@pytest.mark.parametrize(
+    ("gone", "given"),
+    [
+        ("gone", ["gone", "--option", "1"]),
+        ("top --gone", ["top", "--once", "--gone=1"]),
+        ("top --gone", ["top", "--gone", "1"]),
+    ],
+)
+def test_a_command_or_its_option_that_is_gone_says_what_to_use(
+    monkeypatch: pytest.MonkeyPatch, gone: str, given: list[str]
+):
+    monkeypatch.setattr(removed, "REMOVED_COMMANDS", {gone: "use the other one"})
+    result = CliRunner().invoke(app, given)
     assert isinstance(result.exception, ConfigError)
-    assert result.exception.mistakes == ["gone: removed in 0.3.0: use the other one"]
+    assert result.exception.mistakes == [f"{gone}: removed in 0.3.0: use the other one"]
 
 
 def test_a_subcommand_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyPatch):

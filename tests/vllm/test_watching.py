@@ -57,7 +57,7 @@ def test_a_remote_prefill_shows_on_the_page(disagg: Graph, page: Page):
         "/dashboard",
         "/dashboard/dashboard.css",
         "/dashboard/dashboard.js",
-        "/dashboard/events",
+        "/dashboard/overview",
     }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
-from dynamo_lite.services.frontend.dashboard.app import Dashboard, Disconnect
-from dynamo_lite.services.frontend.dashboard.viewers import Viewers
+from dynamo_lite.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
 from dynamo_lite.services.frontend.http_relay import HttpRelay
@@ -28,7 +28,7 @@ from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Scope
+    from starlette.types import ASGIApp
 
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
@@ -46,7 +46,6 @@ class Frontend:
         self._app: OpenAiApp | RustEdge | None = None
         self._rust: RustEdge | None = None
         self._server: HttpServer | None = None
-        self._viewers: Viewers | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves HTTP without waiting for workers: 503 until one is live.
@@ -130,31 +129,26 @@ class Frontend:
     async def _serve_http(
         self, host: Host, app: "OpenAiApp", sock: socket.socket, address: str
     ) -> str:
-        def disconnect(scope: "Scope") -> None:
-            server.disconnect(scope)
-
-        asgi = self._with_dashboard(host, app.asgi, disconnect)
+        asgi = await self._with_dashboard(host, app.asgi)
         if self._spec.instances > 1:
             asgi = await self._with_shared_metrics(host, asgi, address)
         served = asgi if host.probes is None else Probed(asgi, host.probes)
-        server = HttpServer(served, sock, app.http, on_drop=host.drops)
+        quiet = replace(app.http, quiet_paths=app.http.quiet_paths | {OVERVIEW})
+        server = HttpServer(served, sock, quiet, on_drop=host.drops)
         app.state.server = server
         await server.start()
         self._server = server
         self._stack.push_async_callback(server.stop, 0.0)
         return url_of(sock, tls=app.http.tls is not None)
 
-    def _with_dashboard(self, host: Host, app: "ASGIApp", disconnect: Disconnect) -> "ASGIApp":
-        """Adds the dashboard. By default only where HTTP listens on a loopback address.
-        disconnect: see `Dashboard`."""
+    async def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
+        """Adds the dashboard. By default only where HTTP listens on a loopback address."""
         private = is_loopback(self._config.host)
         if self._config.dashboard is False or (self._config.dashboard is None and not private):
             return app
-        self._viewers = viewers = Viewers(
-            lambda: Observer(host.store, host.messaging, self._spec.namespace, host.drops)
-        )
-        self._stack.push_async_callback(viewers.close)
-        return Dashboard(app, viewers, disconnect, any_name=self._config.dashboard is True)
+        observer = Observer(host.store, self._spec.namespace, host.drops)
+        await self._stack.enter_async_context(observer)
+        return Dashboard(app, observer, any_name=self._config.dashboard is True)
 
     async def _with_shared_metrics(self, host: Host, app: "ASGIApp", address: str) -> "ASGIApp":
         prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, "http")
@@ -178,10 +172,8 @@ class Frontend:
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open responses may finish within `grace_s`, then they are
-        cancelled; the dashboard's streams never finish, so they are closed at once."""
+        cancelled."""
         async with asyncio.TaskGroup() as closing:
-            if self._viewers is not None:
-                closing.create_task(self._viewers.close())
             if self._server is not None:
                 closing.create_task(self._server.stop(grace_s))
             if self._rust is not None:

@@ -183,13 +183,6 @@ class HttpServer(BoundedServer):
             raise StartupError("the HTTP app has failed to start; the log says why") from exc
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
-    def disconnect(self, scope: Scope) -> None:
-        """Aborts the connection of the request with this scope."""
-        for connection in list(self.server_state.connections):
-            cycle = getattr(connection, "cycle", None)
-            if cycle is not None and cycle.scope is scope:
-                connection.transport.abort()
-
     async def stop(self, grace_s: float) -> None:
         """Stops accepting, waits up to `grace_s` for open responses, then disconnects the rest.
 

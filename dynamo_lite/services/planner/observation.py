@@ -1,4 +1,4 @@
-"""What the planner sees of the load: metrics, loads and backlog as the load of each role.
+"""What the planner sees of the load: metrics and backlog as the load of each role.
 
 The sums and rates are made in `policy/scaling/observed.py`.
 """
@@ -51,9 +51,7 @@ class Observation:
     def __init__(self, host: Host):
         self._host = host
         self._now = host.clock.monotonic
-        self._observer = Observer(
-            host.store, host.messaging, host.spec.namespace, host.drops, host.clock.wall
-        )
+        self._observer = Observer(host.store, host.spec.namespace, host.drops, host.clock.wall)
         self._backlog = BacklogFollower(
             host.spec.namespace, self._now, on_backlog=self._on_backlog, on_drop=host.drops
         )

@@ -1,29 +1,29 @@
 """Serves `/dashboard`, in front of vLLM's app.
 
-Other origins get nothing: no CORS headers, a content policy that allows only the page's own
-script and style, and no event stream for pages of other sites.
+The page asks for the graph once per second; all viewers share one look per second, and without a
+viewer there is none. Other origins get nothing: no CORS headers, and a content policy that allows
+only the page's own script and style.
 """
 
 import asyncio
-import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.resources import files
 
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dynamo_lite.protocol.errors import Overloaded
-from dynamo_lite.runtime.waiting import first_of
-from dynamo_lite.services.frontend.dashboard.viewers import Viewers
+from dynamo_lite.overview.observer import Observer
 
 PATH = "/dashboard"
-EVENTS = "/dashboard/events"
+OVERVIEW = "/dashboard/overview"
 
 _FILES = {
-    PATH: ("dashboard.html", "text/html; charset=utf-8"),
-    "/dashboard/dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
-    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    PATH: ("dashboard.html", "text/html"),
+    "/dashboard/dashboard.css": ("dashboard.css", "text/css"),
+    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -39,14 +39,8 @@ _GUARDS = {
     "cache-control": "no-store",
 }
 
-#: A stream ends after this time and the browser opens the next one, so that a client that
-#: vanished without a disconnect is not kept longer.
-_STREAM_S = 300.0
-#: Timeout for sending one event.
-_SEND_S = 10.0
-
-#: Closes the connection of the request with this scope.
-Disconnect = Callable[[Scope], None]
+#: Shortest time between two looks.
+_PERIOD_S = 0.9
 
 
 class Dashboard:
@@ -55,88 +49,47 @@ class Dashboard:
     any_name: whether the page is served under any host name. Otherwise the Host header must
     have an address or `localhost`, because an attacker could point a name of his page to this
     server, and his script would have the same origin (DNS rebinding).
-    disconnect: called for clients that read no events.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        viewers: Viewers,
-        disconnect: Disconnect,
-        *,
-        any_name: bool,
-        stream_s: float = _STREAM_S,
-        send_s: float = _SEND_S,
+        self, app: ASGIApp, observer: Observer, *, any_name: bool, period_s: float = _PERIOD_S
     ):
-        self._app, self._viewers, self._disconnect = app, viewers, disconnect
-        self._any_name = any_name
-        self._stream_s, self._send_s = stream_s, send_s
+        self._app, self._observer, self._any_name = app, observer, any_name
+        self._period_s = period_s
+        self._looking = asyncio.Lock()
+        self._next_at = 0.0
+        self._overview = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
             return await self._app(scope, receive, send)
-        headers = {
-            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
-        }
+        answer = await self._answer(Request(scope))
+        answer.headers.update(_GUARDS)
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        path, headers = request.scope["path"], request.headers
         if not self._any_name and not _is_own_name(headers.get("host", "")):
-            return await _send_text(
-                send, 421, "use the server's IP address or localhost in the URL"
-            )
-        if scope["method"] not in ("GET", "HEAD"):
-            return await _send_text(send, 405, "only GET is allowed", [("allow", "GET, HEAD")])
-        if path == EVENTS:
-            return await self._answer_events(scope, headers, receive, send)
-        if path in (f"{PATH}/", *_FILES):
-            return await _send_file(path.rstrip("/"), send, body=scope["method"] == "GET")
-        await _send_text(send, 404, "no such page")
+            return PlainTextResponse("use the server's IP address or localhost in the URL\n", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("only GET is allowed\n", 405, {"allow": "GET, HEAD"})
+        if path == OVERVIEW:
+            if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+                return PlainTextResponse("pages of other sites may not read this\n", 403)
+            return Response(await self._newest(), media_type="application/json")
+        if path.rstrip("/") not in _FILES:
+            return PlainTextResponse("no such page\n", 404)
+        name, media_type = _FILES[path.rstrip("/")]
+        return Response(_content(name), media_type=media_type)
 
-    async def _answer_events(
-        self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send
-    ) -> None:
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return await _send_text(send, 403, "pages of other sites may not read this")
-        # Browsers send no Sec-Fetch-Site over plain HTTP. Requests from other sites have an Origin.
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
-            return await _send_text(send, 403, "pages of other sites may not read this")
-        if scope["method"] != "GET":
-            return await _send_text(send, 405, "only GET is allowed", [("allow", "GET")])
-        try:
-            with self._viewers.joined():
-                await self._stream(scope, receive, send)
-        except Overloaded:
-            await _send_text(send, 503, "too many viewers", [("retry-after", "10")])
-
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends events until the client disconnects or stops reading, for `_stream_s` at most."""
-        head = {"content-type": "text/event-stream", "x-accel-buffering": "no", **_GUARDS}
-        await send({"type": "http.response.start", "status": 200, "headers": _raw(head.items())})
-        stuck = False
-        try:
-            await first_of(
-                self._send_frames(send), _disconnected(receive), timeout_s=self._stream_s
-            )
-        except TimeoutError:
-            stuck = True
-        if not stuck:
-            try:
-                async with asyncio.timeout(self._send_s):
-                    await send({"type": "http.response.body", "body": b""})
-            except TimeoutError:
-                stuck = True
-        if stuck:
-            self._disconnect(scope)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._send_s):
-                    await _disconnected(receive)
-
-    async def _send_frames(self, send: Send) -> None:
-        """Raises TimeoutError when the client does not read."""
-        async for frame in self._viewers.frames():
-            async with asyncio.timeout(self._send_s):
-                body = b"data: " + frame + b"\n\n"
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _newest(self) -> bytes:
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if now >= self._next_at:
+                self._overview = msgspec.json.encode(await self._observer.look())
+                self._next_at = now + self._period_s
+            return self._overview
 
 
 def _is_own_name(host: str) -> bool:
@@ -149,33 +102,6 @@ def _is_own_name(host: str) -> bool:
     return True
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 @cache
 def _content(name: str) -> bytes:
     return files("dynamo_lite.services.frontend.dashboard").joinpath("static", name).read_bytes()
-
-
-async def _send_file(path: str, send: Send, *, body: bool) -> None:
-    name, kind = _FILES[path]
-    content = _content(name)
-    head = {"content-type": kind, "content-length": str(len(content)), **_GUARDS}
-    await send({"type": "http.response.start", "status": 200, "headers": _raw(head.items())})
-    await send({"type": "http.response.body", "body": content if body else b""})
-
-
-async def _send_text(
-    send: Send, status: int, text: str, more: Iterable[tuple[str, str]] = ()
-) -> None:
-    body = f"{text}\n".encode()
-    head = {"content-type": "text/plain", "content-length": str(len(body)), **_GUARDS}
-    headers = _raw((*head.items(), *more))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers]

@@ -1,16 +1,15 @@
-// Shows each overview that the Frontend sends. Text is inserted as text, never as HTML.
+// Asks for an overview each second and shows it. Text is inserted as text, never as HTML.
 "use strict";
 
 const SHOWN = 120; // bars of a chart, one per second
+const PERIOD_MS = 1000;
 const STALE_MS = 5000;
-const RETRY_MS = 5000;
 // What a decode worker and what a Forwarder calls the same.
 const REMOTE = ["remote", "disaggregated"];
 const LOCAL = ["local", "alone"];
 
 const bars = []; // oldest first: {remote, local, moved}, per second
 let last = null; // the previous overview
-let receivedAt = 0;
 
 const byId = (id) => document.getElementById(id);
 const known = (value, show = (v) => v.toLocaleString("en")) =>
@@ -93,16 +92,6 @@ function showTables(seen) {
   ])), "no failed links");
 }
 
-function showPlanner(planner) {
-  byId("planner").hidden = planner === null;
-  if (planner === null) return;
-  byId("planner-hold").textContent = planner.hold === "" ? "" : `hold: ${planner.hold}`;
-  fill("planned", planner.roles.map((role) => row([
-    cell(role.component), cell(String(role.count), "number"), cell(known(role.wanted), "number"),
-    cell(role.state), cell(role.reason),
-  ])), "nothing is planned");
-}
-
 function showLatency(id, latency) {
   byId(id).textContent = known(latency.p50_s, asTime);
   byId(`${id}-more`).textContent =
@@ -182,7 +171,6 @@ function show(seen) {
   showTiles(seen);
   showCharts();
   showTables(seen);
-  showPlanner(seen.planner);
   byId("windows").textContent =
     `Rates over ${seen.rate_s} s, latencies over ${seen.latency_s} s, charts over two minutes; ` +
     "totals since the live workers started.";
@@ -195,23 +183,19 @@ function showConnection(state, text) {
   if (shown.textContent !== text) shown.textContent = text;
 }
 
-function listen() {
-  const events = new EventSource("/dashboard/events");
-  events.onmessage = (event) => {
-    receivedAt = Date.now();
-    showConnection("live", "live");
-    show(JSON.parse(event.data));
-  };
-  events.onerror = () => {
-    // In other states the browser reconnects by itself.
-    if (events.readyState === EventSource.CLOSED) {
-      showConnection("lost", "refused (too many viewers?); retrying");
-      setTimeout(listen, RETRY_MS);
-    }
-  };
+async function poll() {
+  let seen = null;
+  try {
+    const answer = await fetch("/dashboard/overview", { signal: AbortSignal.timeout(STALE_MS) });
+    if (!answer.ok) throw new Error(answer.statusText);
+    seen = await answer.json();
+  } catch {
+    showConnection("lost", "disconnected: these figures are stale");
+  }
+  setTimeout(poll, PERIOD_MS);
+  if (seen === null) return;
+  showConnection("live", "live");
+  show(seen);
 }
 
-setInterval(() => {
-  if (receivedAt && Date.now() - receivedAt > STALE_MS) showConnection("lost", "disconnected: these figures are stale");
-}, 1000);
-listen();
+poll();
