@@ -1,4 +1,4 @@
-"""Entry point of every child process: `python -m dynamo_lite.serve.child`.
+"""Entry point of every child process: `python -m dynamo_lite.serve.child`, or `run` after a fork.
 
 Reads its plan from a file, sets up logging, imports one component and runs it in the
 process host. Reports go to the supervisor as JSON lines on a pipe.
@@ -32,15 +32,26 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     logging: dict[str, Any]
 
 
+def command(spec: Path, report_fd: int) -> list[str]:
+    """The command line of a child. spec: file with its ChildPlan."""
+    module = ("-m", "dynamo_lite.serve.child")
+    return [sys.executable, *module, "--spec", str(spec), "--report-fd", str(report_fd)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dynamo_lite.serve.child")
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
     args = parser.parse_args()
+    return run(args.spec, args.report_fd)
+
+
+def run(spec: Path, report_fd: int) -> int:
+    """Runs the plan in the file until its end. Returns the exit code."""
     # Engine processes must not inherit the pipe.
-    os.set_inheritable(args.report_fd, False)
-    plan = msgspec.json.decode(args.spec.read_bytes(), type=ChildPlan)
-    report = _reporter(args.report_fd)
+    os.set_inheritable(report_fd, False)
+    plan = msgspec.json.decode(spec.read_bytes(), type=ChildPlan)
+    report = _reporter(report_fd)
     logging.config.dictConfig(plan.logging)
     try:
         component = _load(plan.component)(plan.spec.config, plan.spec)
@@ -69,7 +80,7 @@ def _reporter(descriptor: int) -> Report:
     return report
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Ends the process without finalizing the interpreter.
 
     `run_process` has closed the component, the lease and the connections. Exit handlers
@@ -85,7 +96,7 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())
 elif __name__ == "__mp_main__":
     # A process that vLLM starts with `spawn`: multiprocessing imports its parent's main module
     # before anything of vLLM.

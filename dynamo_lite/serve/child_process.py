@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.serve import child
+from dynamo_lite.serve.forking import ForkedProcess, fork
 from dynamo_lite.serve.processes import signal_group
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Launch:
     log_path: Path | None
     #: Its whole environment.
     env: Mapping[str, str]
+    #: Whether the fork server makes it.
+    forks: bool = False
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class ChildProcess:
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._reports: asyncio.StreamReader | None = None
 
     @property
@@ -69,22 +72,28 @@ class ChildProcess:
         try:
             self._reports = await _reader(read_end)
             with _output(self._launch.log_path) as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "dynamo_lite.serve.child"),
-                    *("--spec", str(self._launch.plan_path), "--report-fd", str(write_end)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=dict(self._launch.env),
-                    pass_fds=(write_end,),
-                    start_new_session=True,
-                    preexec_fn=death_signal_hook(),
-                )
+                self._process = await self._spawn(write_end, log)
         except OSError as exc:
             raise self._cannot_start(exc) from exc
         finally:
             os.close(write_end)
         return self
+
+    async def _spawn(self, report: int, log: int) -> asyncio.subprocess.Process | ForkedProcess:
+        """Raises OSError."""
+        plan, env = self._launch.plan_path, self._launch.env
+        if self._launch.forks:
+            return await fork(plan, env, report_fd=report, output_fd=log)
+        return await asyncio.create_subprocess_exec(
+            *child.command(plan, report),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=dict(env),
+            pass_fds=(report,),
+            start_new_session=True,
+            preexec_fn=death_signal_hook(),
+        )
 
     async def __aexit__(self, *_: object) -> None:
         process = self._process
@@ -153,7 +162,7 @@ class ChildProcess:
                 continue
             on_report(report)
 
-    async def _sweep(self, process: asyncio.subprocess.Process) -> None:
+    async def _sweep(self, process: asyncio.subprocess.Process | ForkedProcess) -> None:
         """Kills the rest of the process group and waits until it is empty."""
         left = signal_group(process.pid, signal.SIGKILL)
         await process.wait()

@@ -20,7 +20,7 @@ from dynamo_lite.serve.demo_model import make_demo_model
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from dynamo_lite.serve.embedded_folders import check_folders, empty_folders, folder_of
-from dynamo_lite.serve.launches import Launches
+from dynamo_lite.serve.launches import Launches, fork_workers
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.place import GraphPlace
 from dynamo_lite.serve.ports import shared_port
@@ -115,6 +115,7 @@ async def serve(request: ServeRequest) -> int:
             )
             for service in started
         ]
+        fork_workers(tiers)
         shared = request.config.shared
         supervisor = Supervisor(
             tiers,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve.child_process import ChildProcess, Launch
+from dynamo_lite.serve.forking import SERVER_LOST
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
@@ -101,10 +102,11 @@ class InstanceSupervisor:
                     return
                 if not self.ready.is_set():
                     raise StartupError(self._start_failure(code))
-                if code == 0 or self._leaves:
+                if code == 0 or (self._leaves and code != SERVER_LOST):
                     self._change("stopped")
                     self._progress.line(self.launch.name, f"left the graph ({exit_text(code)})")
                     return
+                self._leaves = False
                 restart = self._backoff.after_exit(failures, time.monotonic() - began)
                 failures = restart.failures
                 await self._pause(code, restart.delay_s)
@@ -161,6 +163,8 @@ class InstanceSupervisor:
                 elif self._stopping.is_set():
                     child.terminate()
                 code = await child.run(self._on_report)
+                if code == SERVER_LOST:
+                    self._error = "its fork server has ended"
                 if code != 0 and self.state.lease:
                     # A killed process has not revoked its lease itself. Others hear of its death
                     # now: until the memory of its killed engine is free, seconds may pass.

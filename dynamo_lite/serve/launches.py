@@ -1,6 +1,6 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,7 @@ from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
+from dynamo_lite.serve.forking import start_fork_server
 from dynamo_lite.serve.place import GraphPlace
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.services import Graph
@@ -36,6 +37,8 @@ class Launches:
         log_to_stderr: bool,
     ):
         self.service = service
+        #: Whether the fork server makes its processes.
+        self.forks = False
         self._config = config
         self._inner = {s.name: config.get(s.name) for s in graph.inner(service.service)}
         self._directory, self._place = directory, place
@@ -49,11 +52,7 @@ class Launches:
         plans, logs = self._directory / "plans", self._directory / "logs"
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
-        environment = child_environment(
-            {**self.service.env_of(instance), **devices},
-            self._config.shared.bind_host,
-            self._config.shared.lease_ttl_s,
-        )
+        environment = self.environment(instance, devices)
         log_settings = logging_config(
             self._log_format,
             self.service.service.name,
@@ -71,6 +70,7 @@ class Launches:
             plan_path=plans / f"{name}.json",
             log_path=None if self._log_to_stderr else logs / f"{name}.log",
             env=environment,
+            forks=self.forks,
         )
         plan = ChildPlan(
             component=self.service.service.component,
@@ -81,6 +81,14 @@ class Launches:
         if launch.log_path is not None:
             launch.log_path.write_bytes(b"")
         return launch
+
+    def environment(self, instance: int, devices: Mapping[str, str]) -> dict[str, str]:
+        """The environment of one process, but for vLLM's loggers."""
+        return child_environment(
+            {**self.service.env_of(instance), **devices},
+            self._config.shared.bind_host,
+            self._config.shared.lease_ttl_s,
+        )
 
     def _spec(self, instance: int) -> ProcessSpec:
         service, shared, place = self.service.service, self._config.shared, self._place
@@ -106,3 +114,16 @@ class Launches:
             watch_component=service.calls,
             tracing=shared.tracing,
         )
+
+
+def fork_workers(tiers: Sequence[Launches]) -> None:
+    """Starts the fork server for workers, where several have the same environment.
+
+    Workers with devices have not: a variable names them.
+    """
+    workers = [t for t in tiers if t.service.service.flags == "engine" and not t.service.devices]
+    environments = [t.environment(i, {}) for t in workers for i in range(t.service.workers)]
+    if len(environments) > 1 and environments[0] == environments[1]:
+        start_fork_server(environments[0])
+        for tier in workers:
+            tier.forks = True
