@@ -1,4 +1,4 @@
-"""`dynamo-lite drain`: removes one worker, the cheapest one or a given one."""
+"""`dynamo-lite drain`: removes one worker, the least busy one or a given one."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def drain(
         typer.Option(
             "--pick",
             metavar="COMPONENT",
-            help="Remove the cheapest worker of VllmWorker or PrefillWorker.",
+            help="Remove the least busy worker of VllmWorker or PrefillWorker.",
         ),
     ] = None,
     dry_run: DryRun = False,
@@ -42,14 +42,12 @@ def drain(
     """Remove one worker, and say when it is safe to kill.
 
     Its lease is revoked. It leaves the listing at once (UNLISTED), takes nothing new and
-    finishes what it has (DRAINING). Frontends move requests of a decode worker that another one
-    continues sooner than this one ends (MOVING). SAFE: its end costs no request, and no write
-    into or from its memory is under way. GONE: its process has ended. FORCED: its grace-s was
-    over before its work; what it still had goes on at other workers.
+    finishes what it has (DRAINING). SAFE: its end costs no request, and no write into or from
+    its memory is under way. GONE: its process has ended. FORCED: its grace-s was over before its
+    work; what it still had goes on at other workers.
 
-    RUNNING is the time until its work is finished or moved, CACHE what its prefix cache has
-    saved in the last ten minutes, COST their sum for each device. A worker that cannot work
-    costs nothing. Of equal ones the youngest goes.
+    The least busy worker is one that cannot work, or else the one with the fewest requests or
+    jobs in flight. Of equal ones the youngest goes.
 
     Exit codes: 0: gone (or revoked, with --no-wait); 1: no such worker, no answer from etcd, or
     the time was over; 2: bad input, or the last one without --force; 3: gone, but FORCED.

@@ -81,7 +81,7 @@ async def _order(
             continue
         lease_id, why = 0, "one that does not serve"
         if not now.starting and not _restarts(state_dir, component):
-            lease_id, why = await _cheapest(state_dir, component)
+            lease_id, why = await _least_busy(state_dir, component)
         say(f"{component}: one less: {why}")
         order = Remove(component=component, lease_id=lease_id, version=version)
         reply = await supervisor.order(order)
@@ -93,8 +93,8 @@ def _restarts(state_dir: Path, component: str) -> bool:
     return any(one.state in ("backoff", "starting") and not one.lease for one in found)
 
 
-async def _cheapest(state_dir: Path, component: str) -> tuple[int, str]:
-    """The worker of this supervisor whose removal costs least, and why."""
+async def _least_busy(state_dir: Path, component: str) -> tuple[int, str]:
+    """The worker of this supervisor that goes, and why."""
     found = _processes(state_dir, component)
     ready = [int(one.lease, 16) for one in found if one.state == "ready" and one.lease]
     if not ready:
@@ -102,7 +102,7 @@ async def _cheapest(state_dir: Path, component: str) -> tuple[int, str]:
     if component not in ROLES:
         return ready[-1], f"lease {ready[-1]:x}"
     # Whether the last one may go was decided with the target.
-    choice = await pick(find_place(state_dir, None, None), component, force=True, only=ready)
+    choice = await pick(find_place(state_dir, None, None), component, force=True, among=set(ready))
     lease_id = choice.record.lease_id
     return lease_id, f"lease {lease_id:x}, {choice.reason}"
 

@@ -27,7 +27,7 @@ def scale(
     The supervisor (`dynamo-lite serve`) of --state-dir starts and ends the processes; those of
     other hosts are not counted. A process that cannot be started is given up, with the reason,
     and the graph goes on. Devices come from Graph.devices, as many as ServiceArgs.devices says.
-    Workers that still start are removed first, then the cheapest, as `dynamo-lite drain` finds
+    Workers that still start are removed first, then the least busy, as `dynamo-lite drain` finds
     them. Ctrl-C only ends the waiting.
 
     Exit codes: 0: there are that many; 1: an order was refused or failed, or the time was over;

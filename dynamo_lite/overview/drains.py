@@ -1,7 +1,6 @@
-"""The running work of a graph's workers and the cost of removing them, from their /health."""
+"""What a graph's workers have in flight, and whom they wait for, from their /health."""
 
 import asyncio
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ class WorkerSeen:
     record: EndpointRecord
     #: See `compose.state_of`.
     state: str
-    #: Requests or jobs; None: not known.
-    in_flight: int | None
     candidate: DrainCandidate
 
 
@@ -44,10 +41,6 @@ class GraphSeen:
         found = [r for r in self.records.values() if r.component == component]
         return [self._worker(record) for record in sorted(found, key=lambda r: r.started_at)]
 
-    def moving(self, lease_id: int) -> int:
-        """Number of this worker's requests that are migrating to another worker."""
-        return sum(int(_number(load, "moving") or 0) for load in self._loads(lease_id))
-
     def writers(self, asked_at: float) -> Writers:
         """What each decode worker reported about its writers. asked_at: time of these facts, by
         the clock that `policy/scaling/drain.py` gets."""
@@ -60,42 +53,13 @@ class GraphSeen:
     def _worker(self, record: EndpointRecord) -> WorkerSeen:
         facts = self.facts.get(record.lease_id, {})
         state = state_of(facts)
-        busy_s, cache_s = self._costs(record, facts)
         candidate = DrainCandidate(
             lease_id=record.lease_id,
-            busy_s=busy_s,
-            cache_s=cache_s,
-            devices=int(_number(facts, "devices") or 1),
+            in_flight=in_flight(facts),
             serves=state == "ready",
             started_at=record.started_at,
         )
-        return WorkerSeen(
-            record=record, state=state, in_flight=in_flight(facts), candidate=candidate
-        )
-
-    def _costs(self, record: EndpointRecord, facts: Facts) -> tuple[float | None, float]:
-        """Seconds of running work, and seconds that its cache saves."""
-        if ROLES.get(record.component) is Role.PREFILL:
-            return _number(facts, "busy_s"), 0.0
-        loads = self._loads(record.lease_id)
-        cache_s = sum(_number(load, "cache_s") or 0.0 for load in loads)
-        known = sum(int(_number(load, "requests") or 0) for load in loads)
-        busy = [_number(load, "busy_s") for load in loads]
-        here = in_flight(facts)
-        # The sum leaves out requests of Frontends that do not report them.
-        if here is None or here > known or None in busy:
-            return (0.0 if here == 0 else None), cache_s
-        return sum(one for one in busy if one is not None), cache_s
-
-    def _loads(self, lease_id: int) -> list[Facts]:
-        """What the Frontends report about this worker."""
-        found: list[Facts] = []
-        for facts in self.facts.values():
-            loads = facts.get("loads")
-            load = loads.get(f"{lease_id:x}") if isinstance(loads, dict) else None
-            if isinstance(load, dict):
-                found.append(load)
-        return found
+        return WorkerSeen(record=record, state=state, candidate=candidate)
 
 
 async def look(records: Iterable[EndpointRecord]) -> GraphSeen:
@@ -125,11 +89,6 @@ async def listens(record: EndpointRecord) -> bool:
         return True
     writer.transport.abort()
     return True
-
-
-def is_here(record: EndpointRecord) -> bool:
-    """Whether the process runs on this host."""
-    return bool(record.pid) and record.host == socket.gethostname()
 
 
 def _writers(facts: Facts, asked_at: float) -> tuple[frozenset[int], float] | None:

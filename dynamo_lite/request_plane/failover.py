@@ -1,16 +1,17 @@
 """Requests over many workers: each ends exactly once, even when its worker is lost.
 
 Owns the choice of a worker, the retry on another one until one accepts, the migration of an
-accepted request whose worker is lost or leaves, and the requests' timeouts. Every attempt has
-its own request id on the wire, so that late deltas of an earlier worker cannot get into the answer.
+accepted request whose worker is lost, and the requests' timeouts. Every attempt has its own
+request id on the wire, so that late deltas of an earlier worker cannot get into the answer.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.policy.routing.pickers import Picker
@@ -24,9 +25,6 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
-from dynamo_lite.request_plane.evacuation import Evacuation
-from dynamo_lite.request_plane.failover_stats import FailoverStats
-from dynamo_lite.request_plane.flight_costs import FlightCosts
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.placement import LocalSelector, Placement, WorkerSelector
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -42,6 +40,18 @@ _CLOCK_SLACK_S = 0.1
 OnEnded = Callable[[str, DynamoLiteError], None]
 
 
+@dataclass
+class FailoverStats:
+    """Counts since the start."""
+
+    #: Migrations by kind: "fresh" (the request had no token yet), "continue", "replay".
+    moved: Counter[str] = field(default_factory=Counter[str])
+    #: Requests that ended with WorkerLost.
+    lost: int = 0
+    #: Requests that ended by their timeout.
+    expired: int = 0
+
+
 class FailoverClient:
     """Async context manager; leaving it drops the running requests, without `on_ended`.
 
@@ -51,7 +61,6 @@ class FailoverClient:
     on_ended: see OnEnded; it may call `abort`.
     max_moves: losses of a worker that a request survives.
     move_wait_s: how long a request that lost its worker waits for another one.
-    costs: measures the requests, for the choice of those that move off a leaving worker.
     """
 
     def __init__(
@@ -64,7 +73,6 @@ class FailoverClient:
         on_ended: OnEnded,
         max_moves: int = 3,
         move_wait_s: float = 15.0,
-        costs: FlightCosts | None = None,
     ):
         self.stats = FailoverStats()
         self.transport = make_transport(self.take_deltas, self.take_lost)
@@ -72,25 +80,10 @@ class FailoverClient:
         self._on_ended = on_ended
         self._max_moves = max_moves
         self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
-        self._placer = Placement(
-            self.transport,
-            members,
-            self._chooser,
-            move_wait_s=move_wait_s,
-        )
+        self._placer = Placement(self.transport, members, self._chooser, move_wait_s=move_wait_s)
         self._attempts = self._placer.attempts
         self._flights: dict[str, MigratingRequest] = {}
         self._tasks = OwnedTasks()
-        self._costs = costs or FlightCosts()
-        self._leaving = Evacuation(
-            self._placer,
-            self._tasks,
-            self._costs,
-            self.stats,
-            abort=self._abort,
-            take=self.take_deltas,
-            lose=self._lose,
-        )
         self._closed = False
         self._stack = AsyncExitStack()
 
@@ -126,17 +119,6 @@ class FailoverClient:
         for flight in self._flights.values():
             flight.wake.set()
 
-    def worker_leaves(self, lease_id: int) -> None:
-        """The worker's keys are gone. Requests that another worker finishes sooner migrate, a
-        few at a time. The leaving worker finishes the others."""
-        self._leaving.leave(lease_id, self._flights.values())
-
-    def load_facts(self) -> dict[str, dict[str, Any]]:
-        """What this client's requests cost each worker: the fields of a `WorkerLoad`, by the
-        worker's hexadecimal lease id."""
-        loads = self._costs.loads(self._flights.values())
-        return {f"{lease_id:x}": asdict(load) for lease_id, load in loads.items()}
-
     async def submit(self, request: GenerateRequest, *, movable: MigrationPlan) -> None:
         """Returns when a worker has accepted the request, or when it was aborted meanwhile.
 
@@ -151,7 +133,7 @@ class FailoverClient:
         flight = self._flights[request.request_id] = MigratingRequest(request, movable, deadline)
         try:
             async with asyncio.timeout_at(deadline):
-                await self._placer.place(flight, moving=False)
+                await self._placer.place(flight)
         except TimeoutError as exc:
             if not flight.over:
                 self.stats.expired += 1
@@ -182,9 +164,10 @@ class FailoverClient:
         running: list[str] = []
         for request_id in request_ids:
             if (flight := self._flights.get(request_id)) is not None:
-                running += flight.wire_ids
+                running += [flight.wire_id] if flight.wire_id else []
                 self._forget(flight)
-        await self._abort(running)
+        if running:
+            await self.transport.abort(running)
 
     # The transport's callbacks
 
@@ -193,7 +176,7 @@ class FailoverClient:
         ended: list[tuple[MigratingRequest, DynamoLiteError]] = []
         for delta in deltas:
             flight = self._attempts.get(delta.request_id)
-            if flight is None or flight.holds_back(delta):
+            if flight is None:
                 continue
             try:
                 mine = flight.take(delta)
@@ -207,12 +190,8 @@ class FailoverClient:
                 taken.append(mine)
             if delta.prefill is not None:
                 self._chooser.answered(flight.request_id)
-                self._costs.first(flight, delta)
             if delta.finish_reason is not None:
-                self._costs.ended(flight)
-                self._attempts.pop(flight.wire_id, None)
-                flight.wire_id = ""
-                self._drop(flight)  # aborts an older attempt at the worker that the request left
+                self._forget(flight)
         if taken:
             self._on_deltas(taken)
         for flight, error in ended:
@@ -221,11 +200,7 @@ class FailoverClient:
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:
             flight = self._attempts.pop(wire_id, None)
-            if flight is None:
-                continue
-            if flight.held is not None and flight.held.wire_id == wire_id:
-                flight.held.lost = why
-            else:
+            if flight is not None:
                 flight.wire_id = ""
                 self._lose(flight, why)
 
@@ -236,13 +211,12 @@ class FailoverClient:
         gone = f"the worker that ran this request is gone ({why})"
         if flight.bound is not None:
             self._end(flight, WorkerLost(f"{gone}; it cannot be migrated: {flight.bound}"))
-        elif flight.moves - flight.left >= self._max_moves:
-            times = flight.moves - flight.left
+        elif flight.moves >= self._max_moves:
+            times = flight.moves
             self._end(flight, WorkerLost(f"{gone}; it has been migrated {times} times already"))
         else:
             flight.moves += 1
-            if flight.member is not None:
-                flight.avoid = flight.member.lease_id
+            flight.avoid = flight.lease_id
             self.stats.moved[flight.move_kind] += 1
             logger.info(
                 "request %s: worker lost: %s; migrating it (%s)",
@@ -255,7 +229,7 @@ class FailoverClient:
 
     async def _migrate(self, flight: MigratingRequest, gone: str) -> None:
         try:
-            await self._placer.place(flight, moving=True)
+            await self._placer.place(flight)
         except DynamoLiteError as exc:
             self._end(flight, WorkerLost(f"{gone}; no other worker accepted it: {exc}"))
         except Exception:
@@ -278,10 +252,10 @@ class FailoverClient:
 
     def _drop(self, flight: MigratingRequest) -> None:
         """Forgets the request, and aborts it at its worker if it may run there."""
-        wire_ids = flight.wire_ids
+        wire_id = flight.wire_id
         self._forget(flight)
-        if wire_ids:
-            self._tasks.start(self._abort(wire_ids), name=f"abort {wire_ids[0]}")
+        if wire_id:
+            self._tasks.start(self.transport.abort([wire_id]), name=f"abort {wire_id}")
 
     def _forget(self, flight: MigratingRequest) -> None:
         """Ends the request's attempt, timer and migration."""
@@ -291,17 +265,12 @@ class FailoverClient:
         flight.wake.set()
         del self._flights[flight.request_id]
         self._chooser.released(flight.request_id)
-        for wire_id in flight.wire_ids:
-            self._attempts.pop(wire_id, None)
+        self._attempts.pop(flight.wire_id, None)
         flight.wire_id = ""
         if flight.timer is not None:
             flight.timer.cancel()
         if flight.migration is not None and flight.migration is not asyncio.current_task():
             flight.migration.cancel()
-
-    async def _abort(self, wire_ids: Sequence[str]) -> None:
-        if wire_ids:
-            await self.transport.abort(wire_ids)
 
 
 def _is_late(flight: MigratingRequest) -> bool:

@@ -1,32 +1,17 @@
 """The state of one request over one or several workers: which tokens the caller has got."""
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
+from dynamo_lite.policy.routing.migration import MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 
 #: Finish reasons of an answer that the engine has completed.
 _COMPLETE = frozenset({"stop", "length", "repetition"})
-
-
-@dataclass
-class Held:
-    """The attempt at a worker that leaves, while another one is asked to take the request."""
-
-    wire_id: str
-    member: EndpointRecord | None
-    covered: int
-    prompt_rows_covered: int
-    #: The deltas that the held attempt has given meanwhile.
-    deltas: list[TokenDelta] = field(default_factory=list[TokenDelta])
-    #: Why its worker was lost meanwhile; empty if it was not.
-    lost: str = ""
 
 
 class MigratingRequest:
@@ -39,22 +24,14 @@ class MigratingRequest:
         self.deadline = deadline
         #: Request id of the current attempt, submitted or running; empty while there is none.
         self.wire_id = ""
-        #: How often it was submitted again, because its worker was lost or leaves.
+        #: How often its worker was lost and it was submitted again.
         self.moves = 0
-        #: How many of `moves` were because its worker leaves.
-        self.left = 0
-        #: Whether a worker has accepted the current attempt.
-        self.accepted = False
-        #: The attempt that is given up when another worker accepts the request.
-        self.held: Held | None = None
-        #: When the current attempt began and gave its first token; seconds by the loop's clock.
-        self.began_at = self.first_at = 0.0
         #: Set when the request has ended.
         self.over = False
-        #: Lease id of the worker that was lost last; -1 before.
-        self.avoid = -1
-        #: The worker of the last attempt.
-        self.member: EndpointRecord | None = None
+        #: Lease id of the worker that was lost last.
+        self.avoid: int | None = None
+        #: Lease id of the worker of the last attempt.
+        self.lease_id: int | None = None
         #: Set when a placement that waits should try again.
         self.wake = asyncio.Event()
         #: Ends the request at its deadline; set by FailoverClient after acceptance.
@@ -71,41 +48,17 @@ class MigratingRequest:
         #: attempt has given.
         self._prompt_rows_told = 0
         self._prompt_rows_covered = 0
-        #: Length of `_sent` when the current attempt began, then after its first delta.
-        self._sent_at_first = 0
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     @property
-    def move_kind(self) -> Literal["fresh", "continue", "replay", "stay"]:
-        """How it is submitted again."""
+    def move_kind(self) -> str:
+        """How it is submitted again, if it can be: "fresh", "continue" or "replay"."""
         if not self._sent:
             return "fresh"
-        match self.plan:
-            case Continue():
-                return "continue"
-            case Replay():
-                return "replay"
-            case Stay():
-                return "stay"
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that the caller has got."""
-        return len(self._sent)
-
-    @property
-    def decoded_tokens(self) -> int:
-        """Tokens after the current attempt's first delta, since `first_at`."""
-        return len(self._sent) - self._sent_at_first
-
-    @property
-    def wire_ids(self) -> list[str]:
-        """Request ids of its attempts that may run."""
-        held = [self.held.wire_id] if self.held is not None else []
-        return [wire_id for wire_id in (self.wire_id, *held) if wire_id]
+        return "replay" if isinstance(self.plan, Replay) else "continue"
 
     @property
     def bound(self) -> str | None:
@@ -116,39 +69,9 @@ class MigratingRequest:
         """Whether it has not ended and was not migrated since it had `moves` migrations."""
         return not self.over and self.moves == moves
 
-    def hold(self) -> Held:
-        """Its worker leaves: from now on the deltas of this attempt are held back."""
-        self.held = held = Held(self.wire_id, self.member, self._covered, self._prompt_rows_covered)
-        self.moves += 1
-        self.left += 1
-        if self.member is not None:
-            self.avoid = self.member.lease_id
-        return held
-
-    def holds_back(self, delta: TokenDelta) -> bool:
-        """Keeps the delta if it is of the held attempt. Returns whether it is."""
-        if self.held is None or self.held.wire_id != delta.request_id:
-            return False
-        self.held.deltas.append(delta)
-        return True
-
-    def go_back(self) -> None:
-        """No other worker has accepted it: the held attempt is the current one again."""
-        if (held := self.held) is None:
-            return
-        self.held = None
-        self.wire_id, self.member, self.accepted = held.wire_id, held.member, True
-        self._covered, self._prompt_rows_covered = held.covered, held.prompt_rows_covered
-
-    def first_delta(self, now: float) -> None:
-        """The current attempt has given its first delta, which was taken."""
-        self.first_at, self._sent_at_first = now, len(self._sent)
-
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt. Returns the request to submit to `member` at time `now`."""
-        self.wire_id, self.member, self.accepted = wire_id, member, False
-        self.began_at = self.first_at = now
-        self._sent_at_first = len(self._sent)
+        self.wire_id, self.lease_id = wire_id, member.lease_id
         self._prompt_rows_covered = 0
         changes: dict[str, Any] = {}
         if wire_id != self.request_id:

@@ -86,14 +86,14 @@ class Placement:
         self._move_wait_s = move_wait_s
         self._sends = 0
 
-    async def place(self, flight: MigratingRequest, *, moving: bool) -> None:
+    async def place(self, flight: MigratingRequest) -> None:
         """Returns when a worker has accepted it, it has ended, or another call migrates it.
 
         Raises the error of the last round: Refused, NoWorkers, Overloaded, another
         Unavailable, or DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + (self._move_wait_s if moving else 0.0)
+        until = loop.time() + (self._move_wait_s if flight.moves else 0.0)
         pause_s = _FIRST_PAUSE_S
         turn = flight.moves
         while flight.is_at(turn):
@@ -183,7 +183,6 @@ class Placement:
         self.attempts[wire_id] = flight
         try:
             await self._transport.submit(member, request)
-            flight.accepted = True
         except BaseException:
             if self.attempts.pop(wire_id, None) is flight:
                 flight.wire_id = ""

@@ -98,7 +98,6 @@ class Launches:
             component=service.name,
             instance=instance,
             instances=self.service.workers,
-            devices=max(self.service.devices, 1),
             nats_url=place.nats_url,
             etcd_url=place.etcd_url,
             secret_file=None if place.secret is None else str(place.secret),

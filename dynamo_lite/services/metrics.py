@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from dynamo_lite.policy.routing.admission import Admission
 from dynamo_lite.policy.routing.kv_routing import REASONS, KvPicker
 from dynamo_lite.protocol.prefill import EngineStatus
-from dynamo_lite.request_plane.failover_stats import FailoverStats
+from dynamo_lite.request_plane.failover import FailoverStats
 
 _HOW = ("fresh", "continue", "replay")
 _REFUSALS = ("limit", "busy", "no_worker", "late", "rejected")
@@ -70,11 +70,6 @@ class RequestMetrics(Collector):
             "Requests that migrated to another worker: from their start, continued, replayed",
             "how",
             {how: self._stats.moved[how] for how in _HOW},
-        )
-        yield CounterMetricFamily(
-            "dynamo_lite_requests_drained",
-            "Requests that migrated because their worker was leaving, and another finishes sooner",
-            value=self._stats.drained,
         )
         yield _counts(
             "dynamo_lite_requests_refused",

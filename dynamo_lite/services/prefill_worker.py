@@ -136,11 +136,7 @@ class PrefillWorker:
     def health(self) -> Mapping[str, Any]:
         if self._jobs is None or self._probe is None:
             return NOT_LOADED
-        return {
-            **self._probe.facts(),
-            "jobs": len(self._jobs.working),
-            "busy_s": self._jobs.busy_s(),
-        }
+        return {**self._probe.facts(), "jobs": len(self._jobs.working)}
 
 
 async def _on_alive(_payload: bytes) -> bytes:

@@ -109,8 +109,9 @@ class Caller:
                 on_ended=self._on_ended,
             )
         )
-        changed, leaves = client.members_changed, client.worker_leaves
-        self._stack.enter_context(Rotation(roster, health, client.transport, changed, leaves))
+        self._stack.enter_context(
+            Rotation(roster, health, client.transport, client.members_changed)
+        )
         await host.register("http")
         for number in range(self._config.requests):
             host.spawn(self._ask(number, health), f"caller {number}")
@@ -125,11 +126,7 @@ class Caller:
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        if self._client is None:
-            return {"ok": False}
-        stats = self._client.stats
-        facts = {"drained": stats.drained, "lost": stats.lost}
-        return {"ok": True, "loads": self._client.load_facts(), **facts}
+        return {"ok": self._client is not None}
 
     async def _ask(self, caller: int, health: HealthMonitor) -> None:
         """One request after the other; the first waits for a worker."""

@@ -132,11 +132,6 @@ class Cluster:
             assert parts[-1]["choices"][0]["finish_reason"] == "length"
             self.answers += 1
 
-    async def lost(self, session: aiohttp.ClientSession) -> float:
-        """How many requests the Frontends have moved although their worker did not leave."""
-        drained = await self.count(session, "dynamo_lite_requests_drained_total ")
-        return await self.moved(session) - drained
-
     async def moved(self, session: aiohttp.ClientSession) -> float:
         """How many requests the Frontends have moved to another worker."""
         return await self.count(session, "dynamo_lite_requests_moved_total{")

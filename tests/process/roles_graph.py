@@ -69,7 +69,7 @@ class IdleWorker:
     async def close(self) -> None: ...
 
     def health(self) -> Mapping[str, Any]:
-        return {"ok": True, "jobs": 0, "busy_s": 0.0}
+        return {"ok": True, "jobs": 0}
 
 
 PREFILL = Service(

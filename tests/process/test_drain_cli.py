@@ -38,14 +38,16 @@ def phases(output: str) -> list[str]:
 
 
 @pytest.mark.heavy
-def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: Path):
-    """Its requests of twelve seconds, which have just begun, continue at the other worker, and it
-    ends long before they do."""
+@pytest.mark.parametrize("grace_s", [60, 0.5])
+def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
+    tmp_path: Path, grace_s: float
+):
+    """It finishes its requests of four seconds. Beyond its grace they go on elsewhere."""
     answers, state = tmp_path / "answers", tmp_path / "state"
-    load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=600")
-    with serving(state, *load, "--VllmWorker.ServiceArgs.workers=3", graph=DECODING) as graph:
+    load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=200")
+    options = ("--VllmWorker.ServiceArgs.workers=3", f"--Graph.grace-s={grace_s}")
+    with serving(state, *load, *options, graph=DECODING) as graph:
         graph.wait_line("ready Caller-0")
-        # Then lengths and paces are known.
         eventually(lambda: len(results(answers)) >= 6, "some answers have ended", timeout_s=120)
         dry = run("drain", "--pick", "VllmWorker", "--dry-run", "--state-dir", str(state))
         assert dry.returncode == 0, dry.stderr
@@ -56,9 +58,11 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: P
         ended = len(results(answers)) // 6 * 6
         eventually(lambda: len(results(answers)) >= ended + 6, "others begin", timeout_s=120)
         done = run("drain", "--pick", "VllmWorker", "--state-dir", str(state))
-        assert done.returncode == 0, done.stderr
         seen = phases(done.stdout)
-        assert seen[0] == "UNLISTED" and seen[-1] == "GONE" and "FORCED" not in seen
+        # Its end may come before the next look, so that FORCED is not seen.
+        assert done.returncode == (3 if "FORCED" in seen else 0), done.stderr
+        assert grace_s < 1 or "FORCED" not in seen
+        assert seen[:2] == ["UNLISTED", "DRAINING"] and seen[-1] == "GONE"
         assert len(ready(graph)) == 3
         before = len(results(answers))
         eventually(lambda: len(results(answers)) >= before + 6, "all go on", timeout_s=120)
@@ -67,7 +71,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: P
         graph.signal(signal.SIGINT)
         assert graph.end() == 0
         text = (state / "logs" / "Caller-0.log").read_text()
-        assert text.count("worker draining; migrated (continue)") >= 1
+        assert ("migrating it (continue)" in text) is (grace_s < 1)
 
 
 def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
@@ -96,17 +100,17 @@ def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
         assert stopped["restarts"] == 0
 
 
-def test_the_cheapest_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Path):
+def test_the_least_busy_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Path):
     facts, state = tmp_path / "facts", tmp_path / "state"
     facts.mkdir()
 
-    def tell(number: int, jobs: int, busy_s: float) -> None:
+    def tell(number: int, jobs: int) -> None:
         file = facts / "new"
-        file.write_text(json.dumps({"jobs": jobs, "busy_s": busy_s}))
+        file.write_text(json.dumps({"jobs": jobs}))
         file.replace(facts / f"{number}.json")
 
-    for number, jobs, busy_s in ((0, 1, 0.5), (1, 2, 3.0), (2, 4, 9.0)):
-        tell(number, jobs, busy_s)
+    for number, jobs in enumerate((1, 2, 4)):
+        tell(number, jobs)
     options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
     with serving(state, *options, "--Graph.grace-s=1", graph=PREFILLING) as graph:
         graph.wait_line("ready PrefillWorker-0")
@@ -119,30 +123,32 @@ def test_the_cheapest_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Path)
             "component": "PrefillWorker",
             "lease": lease,
             "host": os.uname().nodename,
-            "reason": "cheapest of 3: running 0.50 s, cache 0.00 s, devices 1",
+            "reason": "least busy of 3: 1 in flight",
         }
-        tell(0, 0, 0.0)
+        tell(0, 0)
         graph.when("PrefillWorker-0", lambda p: p["state"] == "stopped")
         # This one does not end within its grace.
         late = run("drain", "--pick", "PrefillWorker", "--state-dir", str(state))
         assert late.returncode == 3, late.stderr
         assert phases(late.stdout)[-2:] == ["FORCED", "GONE"]
         assert set(ready(graph)) == {"PrefillWorker-2"}
-        tell(2, 0, 0.0)
+        tell(2, 0)
 
 
-def test_scaling_down_removes_the_cheapest_of_this_supervisor(tmp_path: Path):
+def test_scaling_down_removes_the_least_busy_of_this_supervisor(tmp_path: Path):
     facts, state = tmp_path / "facts", tmp_path / "state"
     facts.mkdir()
-    for number, busy_s in enumerate((3.0, 0.5, 9.0)):
-        (facts / f"{number}.json").write_text(json.dumps({"jobs": 0, "busy_s": busy_s}))
+    for number, jobs in enumerate((3, 0, 9)):
+        (facts / f"{number}.json").write_text(json.dumps({"jobs": jobs}))
     options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
     with serving(state, *options, graph=PREFILLING) as graph:
         graph.wait_line("ready PrefillWorker-0")
         done = run("scale", "PrefillWorker=2", "--state-dir", str(state))
         assert done.returncode == 0, done.stderr
-        assert "cheapest of 3: running 0.50 s" in done.stdout
+        assert "least busy of 3: 0 in flight" in done.stdout
         assert set(ready(graph)) == {"PrefillWorker-0", "PrefillWorker-2"}
+        for file in facts.iterdir():
+            file.unlink()
 
 
 @pytest.mark.parametrize("wait", [True, False])

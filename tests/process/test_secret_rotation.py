@@ -96,7 +96,7 @@ class Nodes:
         assert self.jobs.outcomes() == {"written"}
 
     async def nobody_is_refused(self) -> None:
-        assert await self.pods.lost(self.session) == 0
+        assert await self.pods.moved(self.session) == 0
         for service in SERVICES:
             await self.no_refusal_by(service)
 

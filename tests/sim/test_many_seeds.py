@@ -56,7 +56,7 @@ def _check_coverage(tally: Tally) -> None:
     moved = "planner moved a device over"
     assert counts[f"{moved} a supervisor"] and counts[f"{moved} pods"]
     assert counts["planner added"] and counts["planner removed"] and counts["planner elected"]
-    assert counts["requests moved off draining workers"]
+    assert counts["requests migrated"]
     assert counts["first tokens sent"] and counts["first tokens late"]
     # Some requests waited until their deadline; the judge lets none wait longer.
     assert tally.waits.latest is not None and tally.waits.latest.over_s > -0.1

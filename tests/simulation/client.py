@@ -14,13 +14,11 @@ from typing import Any
 
 from dynamo_lite.policy.routing.migration import SamplingFacts, plan
 from dynamo_lite.policy.routing.pickers import RoundRobin
-from dynamo_lite.policy.scaling.drain import Pace
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.flight_costs import FlightCosts
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
@@ -57,15 +55,6 @@ class Story:
         self.ended_at, self.error = at, error or self.error
 
 
-class _EagerCosts(FlightCosts):
-    """Migration has no cost here, so every request that can migrate off a leaving worker does.
-    With measured costs nearly all of these short answers would stay."""
-
-    @property
-    def pace(self) -> Pace:
-        return Pace(token_s=1.0, prefill_tokens_per_s=1e9, output_tokens=1000)
-
-
 class SimFrontend:
     """Component. on_story: called with each request at its start."""
 
@@ -98,11 +87,10 @@ class SimFrontend:
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
                 on_ended=self._on_ended,
-                costs=_EagerCosts(),
             )
         )
         self._stack.enter_context(
-            Rotation(roster, health, client.transport, client.members_changed, client.worker_leaves)
+            Rotation(roster, health, client.transport, client.members_changed)
         )
         await host.register("http")
         self._accepting = True

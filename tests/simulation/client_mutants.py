@@ -4,16 +4,14 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from dynamo_lite.policy.scaling.drain import Move
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
-from dynamo_lite.request_plane.evacuation import Evacuation
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migrating_request import Held, MigratingRequest
+from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -117,65 +115,16 @@ class WaitsForBroker(Shipped):
         return make_waiting
 
 
-class _StartsOver(Evacuation):
-    async def _move(self, flight: MigratingRequest, how: str, held: Held, why: Move) -> None:
+class _StartsOver(FailoverClient):
+    async def _migrate(self, flight: MigratingRequest, gone: str) -> None:
         flight._sent.clear()
-        await super()._move(flight, how, held, why)
-
-
-class _StartsOverClient(FailoverClient):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._leaving.__class__ = _StartsOver
+        await super()._migrate(flight, gone)
 
 
 class MovesFromItsStart(Shipped):
-    """A request that moves off a draining worker begins anew for its caller, too."""
+    """A request that migrates begins anew for its caller, too."""
 
-    failover_client = _StartsOverClient
-
-
-class _KeepsBoth(Evacuation):
-    async def _move(self, flight: MigratingRequest, how: str, held: Held, why: Move) -> None:
-        await super()._move(flight, how, held, why)
-        if flight.wire_id not in ("", held.wire_id):
-            self._placer.attempts[held.wire_id] = flight
-            self._take(held.deltas)
-
-
-class _KeepsBothClient(FailoverClient):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-
-        async def do_nothing(wire_ids: Sequence[str]) -> None:
-            pass
-
-        self._leaving.__class__, self._leaving._abort = _KeepsBoth, do_nothing
-
-
-class HeardAfterAMove(Shipped):
-    """A request has moved, and its caller also gets the deltas of the worker that it has left."""
-
-    failover_client = _KeepsBothClient
-
-
-class _LosesHeld(Evacuation):
-    def _back(self, flight: MigratingRequest) -> None:
-        if flight.held is not None:
-            flight.held.deltas.clear()
-        super()._back(flight)
-
-
-class _LosesHeldClient(FailoverClient):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._leaving.__class__ = _LosesHeld
-
-
-class LosesHeldDeltas(Shipped):
-    """A request stays at its draining worker, and the deltas that were held back are lost."""
-
-    failover_client = _LosesHeldClient
+    failover_client = _StartsOver
 
 
 #: By the name that the command line takes.
@@ -185,6 +134,4 @@ CLIENT_MUTANTS: dict[str, Mutant] = {
     "lease-from-answer": Mutant(LeaseFromAnswer, "etcd has given up lease"),
     "waits-for-broker": Mutant(WaitsForBroker, "for a worker, and all were up"),
     "moves-from-its-start": Mutant(MovesFromItsStart, "is wrong"),
-    "heard-after-a-move": Mutant(HeardAfterAMove, "is wrong"),
-    "loses-held-deltas": Mutant(LosesHeldDeltas, "tokens instead of"),
 }

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tests.simulation.departure_draw import has_departure, with_departure
 from tests.simulation.engine.model import VOCABULARY, Sampling
 from tests.simulation.planner_draw import has_planner, with_planner
 from tests.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Scenario
@@ -79,8 +78,6 @@ def draw(seed: int) -> Scenario:
     )
     scenario = replace(scenario, clock_skews=_clock_skews(scenario))
     drawn = _with_load(_with_faults(scenario, bursts, rng), bursts, rng)
-    if has_departure(seed):
-        return with_departure(drawn)
     return with_planner(drawn) if has_planner(seed) else drawn
 
 

@@ -13,7 +13,7 @@ from dynamo_lite.policy.scaling.inputs import Datum, PrefillLoad, Role, RoleSeen
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.planner.connector import COMPONENTS, Connector, Counted
-from dynamo_lite.services.planner.departure import Departure
+from dynamo_lite.services.planner.departure import Departure, worker_of
 from dynamo_lite.services.planner.observation import Observed
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.records import PlannerRecords
@@ -42,8 +42,8 @@ class _KillsHastily(Planner):
 
         async def await_hastily(one: RunningOperation, counted: Counted) -> None:
             if one.departure is None:
-                namespace = self._spec.namespace
-                one.departure = self.departure(one.record, namespace, host.clock.monotonic)
+                worker = worker_of(one.record, self._spec.namespace)
+                one.departure = self.departure(worker, host.clock.monotonic)
             await await_leaving(one, counted)
 
         self._operations._await_leaving = await_hastily
@@ -53,7 +53,7 @@ class _KillsHastily(Planner):
 class _IdleDeparture(Departure):
     async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:
         verdict = await super().look(members)
-        if not self._leaving.listed and self._leaving.in_flight == 0:
+        if not self.leaving.listed and self.leaving.in_flight == 0:
             return Safe(reason="idle")
         return verdict
 
@@ -65,7 +65,7 @@ class _KillsOnIdle(_KillsHastily):
 class _HastyDeparture(Departure):
     async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:
         verdict = await super().look(members)
-        return verdict if self._leaving.listed else Safe(reason="it gets nothing new")
+        return verdict if self.leaving.listed else Safe(reason="it gets nothing new")
 
 
 class KillsOnIdleAlone(PlannerMutant):

@@ -25,7 +25,7 @@ _SINGLE = (
     "commit_mismatches",
     "leases expired",
     "leases revoked by supervisors",
-    "requests moved off draining workers",
+    "requests migrated",
 )
 
 

@@ -288,8 +288,7 @@ class World:
         if client is not None:
             self.judge.requests.client_died(name)
             if client.client is not None:
-                moved = client.client.stats.drained
-                self.judge.counts["requests moved off draining workers"] += moved
+                self.judge.counts["requests migrated"] += client.client.stats.moved.total()
         worker = self.prefill.pop(name, None)
         host = self.slots[name].host if name in self.slots else None
         if worker is not None and host is not None and not self.nats.process.dead:

@@ -194,8 +194,6 @@ class FakeWorkers:
         worker = self.workers[lease_id]
         worker.listed, worker.refusal = False, Refused("draining", elsewhere=True)
         self.changed()
-        assert self.client is not None
-        self.client.worker_leaves(lease_id)
 
     def start(self, lease_id: int) -> None:
         self.workers[lease_id] = Worker(lease_id)

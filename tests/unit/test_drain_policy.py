@@ -1,6 +1,5 @@
-"""Who is removed, when it may be killed, and which of its requests move."""
+"""Who is removed, and when it may be killed."""
 
-import math
 import random
 from itertools import product
 from typing import Any
@@ -9,68 +8,66 @@ import pytest
 
 from dynamo_lite.policy.scaling.drain import (
     DrainCandidate,
-    Finish,
     Leaving,
-    Move,
     NoVictim,
-    Pace,
-    RunningRequest,
     Safe,
     Unsafe,
     Victim,
-    busy_s,
-    cost,
-    move_or_finish,
     safe,
     victim,
     written_s,
 )
 from dynamo_lite.policy.scaling.inputs import Role
-from dynamo_lite.policy.scaling.request_pace import RequestPace
 
 
-def candidate(lease_id: int, busy: float | None = 0.0, **changes: Any) -> DrainCandidate:
-    return DrainCandidate(lease_id=lease_id, busy_s=busy, **changes)
+def candidate(lease_id: int, in_flight: int | None = 0, **changes: Any) -> DrainCandidate:
+    return DrainCandidate(lease_id=lease_id, in_flight=in_flight, **changes)
 
 
-def chosen(*candidates: DrainCandidate, force: bool = False) -> int | None:
-    found = victim(candidates, force=force)
+def chosen(*candidates: DrainCandidate, **options: Any) -> int | None:
+    found = victim(candidates, **options)
     return found.lease_id if isinstance(found, Victim) else None
 
 
-def test_the_cheapest_per_device_and_of_equal_ones_the_youngest():
-    assert chosen(candidate(1, 3.0), candidate(2, 1.0, cache_s=1.0), candidate(3, 2.5)) == 2
-    assert chosen(candidate(1, 3.0), candidate(2, 8.0, devices=4)) == 2
-    assert chosen(candidate(1, started_at=5.0), candidate(2, started_at=9.0)) == 2
-    found = victim([candidate(1, started_at=5.0), candidate(2, started_at=9.0)])
-    assert isinstance(found, Victim) and found.reason == "youngest of the cheapest of 2"
+def test_the_least_busy_and_of_equal_ones_the_youngest():
+    found = victim([candidate(1, 3), candidate(2, 1), candidate(3, 2)])
+    assert found == Victim(lease_id=2, reason="least busy of 3: 1 in flight")
+    found = victim([candidate(1, started_at=5.0), candidate(2, started_at=9.0), candidate(3, 1)])
+    reason = "youngest of the least busy of 3: 0 in flight"
+    assert found == Victim(lease_id=2, reason=reason)
 
 
 def test_one_that_cannot_work_goes_first_and_an_unknown_one_last():
-    assert chosen(candidate(1), candidate(2, 9.0, serves=False, started_at=-1.0)) == 2
-    assert chosen(candidate(1, 0.1), candidate(2, 9.0, serves=False)) == 2
-    assert chosen(candidate(1, None), candidate(2, 1e9)) == 2
-    assert cost(candidate(1, None)).total_s == math.inf
+    assert chosen(candidate(1), candidate(2, 9, serves=False, started_at=-1.0)) == 2
+    assert chosen(candidate(1), candidate(2, None, serves=False)) == 2
+    assert chosen(candidate(1, None, started_at=9.0), candidate(2, 900)) == 2
+    assert chosen(candidate(1, None), candidate(2, None, started_at=1.0)) == 2
 
 
 def test_the_last_one_that_can_work_stays():
     assert chosen(candidate(1)) is None
     assert chosen(candidate(1), force=True) == 1
     # The broken one goes, and the other one stays.
-    assert chosen(candidate(1, 5.0), candidate(2, serves=False)) == 2
+    assert chosen(candidate(1, 5), candidate(2, serves=False)) == 2
     assert chosen(candidate(1, serves=False), candidate(2, serves=False)) is None
     assert isinstance(victim([], force=True), NoVictim)
 
 
-def test_the_choice_does_not_depend_on_the_order_and_costs_least():
+def test_those_that_may_not_be_chosen_count_among_those_that_stay():
+    idle, busy, broken = candidate(1), candidate(2, 5), candidate(3, serves=False)
+    assert chosen(idle, busy, among={2}) == 2
+    assert chosen(busy, broken, among={2}) is None
+    assert chosen(busy, broken, among={2}, force=True) == 2
+    assert chosen(idle, busy, among=()) is None
+
+
+def test_the_choice_does_not_depend_on_the_order_and_is_the_least_busy():
     rng = random.Random(3)
     for _ in range(300):
         some = [
             candidate(
                 i,
-                rng.choice([None, 0.0, rng.random()]),
-                cache_s=rng.choice([0.0, rng.random()]),
-                devices=rng.randint(1, 4),
+                rng.choice([None, 0, rng.randint(1, 3)]),
                 serves=rng.random() < 0.7,
                 started_at=float(rng.randint(0, 2)),
             )
@@ -79,8 +76,15 @@ def test_the_choice_does_not_depend_on_the_order_and_costs_least():
         found = victim(some)
         assert found == victim(rng.sample(some, len(some)))
         if isinstance(found, Victim):
-            assert found.cost.total_s == min(cost(one).total_s for one in some)
-            assert any(one.serves for one in some if one.lease_id != found.lease_id)
+            [gone] = [one for one in some if one.lease_id == found.lease_id]
+            assert any(one.serves for one in some if one is not gone)
+            others = [one for one in some if one.serves == gone.serves]
+            assert gone.serves is all(one.serves for one in some)
+            if gone.in_flight is None:
+                assert all(one.in_flight is None for one in others)
+            else:
+                known = [one.in_flight for one in others if one.in_flight is not None]
+                assert gone.in_flight == min(known)
         else:
             assert sum(one.serves for one in some) <= 1
 
@@ -148,90 +152,3 @@ def test_more_knowledge_of_writers_never_makes_it_safe():
         writers = {D: (frozenset(first), 11.0), 6: (frozenset(second), 11.0)}
         if isinstance(judged(leaving, writers), Safe):
             assert P not in first | second if leaving.role is Role.PREFILL else not first
-
-
-# moves
-
-PACE = Pace(token_s=0.1, prefill_tokens_per_s=1000.0, output_tokens=200)
-
-
-def running(**changes: Any) -> RunningRequest:
-    fields = {"prompt_tokens": 500, "output_tokens": 20, "limit_tokens": 100, "how": "continue"}
-    return RunningRequest(**{**fields, **changes})
-
-
-def test_a_request_moves_where_that_is_cheaper_than_its_end():
-    found = move_or_finish(running(), PACE)
-    assert isinstance(found, Move)
-    assert found.cost_s == pytest.approx(0.52)
-    assert found.saves_s == pytest.approx(8.0 - 0.52)
-    # A replay generates again what the client has: twenty tokens, two seconds.
-    found = move_or_finish(running(how="replay"), PACE)
-    assert isinstance(found, Move) and found.cost_s == pytest.approx(2.5)
-    slow = Pace(token_s=0.1, prefill_tokens_per_s=1000.0, prefill_fixed_s=7.0, output_tokens=200)
-    found = move_or_finish(running(), slow)
-    assert isinstance(found, Move) and found.cost_s == pytest.approx(7.52)
-    assert isinstance(move_or_finish(running(output_tokens=97), PACE), Finish)
-    assert isinstance(move_or_finish(running(prompt_tokens=9000), PACE), Finish)
-    assert isinstance(move_or_finish(running(how="replay", output_tokens=60), PACE), Finish)
-    assert isinstance(move_or_finish(running(how="stay"), PACE), Finish)
-
-
-def test_its_own_pace_counts_and_the_usual_length():
-    assert isinstance(move_or_finish(running(token_s=0.001), PACE), Finish)
-    found = move_or_finish(running(limit_tokens=None), PACE)
-    assert isinstance(found, Move) and found.saves_s == pytest.approx(20.0 - 0.52)
-    found = move_or_finish(running(limit_tokens=None, how="stay"), PACE)
-    assert found.cost_s == pytest.approx(20.0)
-
-
-@pytest.mark.parametrize(
-    ("request_", "pace"),
-    [
-        (running(), Pace()),
-        (running(), Pace(token_s=0.1)),
-        (running(limit_tokens=None), Pace(token_s=0.1, prefill_tokens_per_s=1000.0)),
-    ],
-)
-def test_what_was_not_measured_moves_nothing(request_: RunningRequest, pace: Pace):
-    assert isinstance(move_or_finish(request_, pace), Finish)
-
-
-def test_busy_is_the_sum_of_the_cheaper_ways():
-    two = [running(), running(output_tokens=97)]
-    assert busy_s(two, PACE) == pytest.approx(0.52 + 0.3)
-    assert busy_s([], Pace()) == 0.0
-    assert busy_s([running(), running(limit_tokens=None)], Pace(token_s=0.1)) is None
-
-
-def test_paces_are_measured():
-    measured = RequestPace()
-    assert measured.pace == Pace()
-    for tokens in (30, 30, 31):
-        measured.first(tokens, 0.6)
-    # One length: all its time is charged to its tokens.
-    assert measured.pace.prefill_tokens_per_s == pytest.approx(50, rel=0.02)
-    assert measured.pace.prefill_fixed_s == pytest.approx(0, abs=1e-9)
-    line = RequestPace()
-    for tokens in (30, 800, 100, 2000):
-        line.first(tokens, 0.5 + tokens / 1000)
-    assert line.pace.prefill_tokens_per_s == pytest.approx(1000)
-    assert line.pace.prefill_fixed_s == pytest.approx(0.5)
-    for length in range(1, 8):
-        line.ended(length, length - 1, 0.1 * (length - 1))
-    assert (line.pace.output_tokens, line.pace.token_s) == (None, pytest.approx(0.1))
-    for length in range(8, 101):
-        line.ended(length, length - 1, 0.1 * (length - 1))
-    assert line.pace.output_tokens == 91
-
-
-def test_a_longer_prompt_is_never_estimated_cheaper():
-    """Nor does noise give negative parts."""
-    rng = random.Random(11)
-    for _ in range(300):
-        measured = RequestPace()
-        for _ in range(rng.randint(1, 20)):
-            measured.first(rng.choice([0, 1, 30, 500, rng.randint(0, 3000)]), rng.random())
-        pace = measured.pace
-        if pace.prefill_tokens_per_s is not None:
-            assert pace.prefill_tokens_per_s > 0 and pace.prefill_fixed_s >= 0

@@ -72,6 +72,34 @@ async def test_what_is_said_once_per_request_is_told_once(plan: MigrationPlan):
 
 
 @virtual
+async def test_a_worker_that_leaves_finishes_what_it_has():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(3)
+        fake.leave(1)
+        await client.submit(request_of("b"), movable=CONTINUE)
+        assert fake.running() == {1: ["a~1"], 2: ["b~2"]}
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+        assert client.stats.moved == {}
+
+
+@virtual
+async def test_what_a_leaving_worker_has_not_finished_goes_on_elsewhere():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(3)
+        fake.leave(1)
+        await asyncio.sleep(2)
+        fake.kill(1)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+        (again,) = fake.workers[2].asked
+        assert again.moved and again.output_token_ids == answer_to(A)[:5]
+        assert client.stats.moved == {"continue": 1}
+
+
+@virtual
 async def test_a_request_lost_before_any_token_is_sent_again_whatever_its_plan():
     async with cluster() as (fake, client):
         await client.submit(A, movable=STAY)

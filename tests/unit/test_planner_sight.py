@@ -15,7 +15,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.services.planner import departure
-from dynamo_lite.services.planner.departure import Departure
+from dynamo_lite.services.planner.departure import Departure, worker_of
 from dynamo_lite.services.planner.observation import Observation
 from dynamo_lite.services.planner.roles import LastChanges
 from tests.builders import eventually
@@ -137,7 +137,7 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     operation = OperationRecord(
         id=1, kind="remove", component=D, phase="leaving", count=1, lease_id=7
     )
-    leaving = Departure(operation, "n", lambda: now)
+    leaving = Departure(worker_of(operation, "n"), lambda: now)
     assert isinstance(await leaving.look([]), Safe)
     facts["in_flight"], now = 1, 20.0
     assert isinstance(await leaving.look([]), Unsafe)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
-from dynamo_lite.policy.fading_mean import FadingMean
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -276,31 +275,6 @@ async def test_a_used_up_job_stays_until_its_engine_can_be_told():
         await eventually(lambda: rig.answers[-1] == "term")
         assert rig.told == [("a1", "abandoned")]
         assert await rig.total() == 0
-
-
-async def test_the_rest_of_its_work_is_known_once_a_job_was_written():
-    async with working(runners=2) as rig:
-        rig.engine.holds = True
-        assert rig.jobs.busy_s() == 0.0
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.engine.ends)
-        assert rig.jobs.busy_s() is None
-        began = time.monotonic()
-        rig.engine.ends["a1"].set_result("written")
-        await rig.answered("ack")
-        assert rig.jobs.busy_s() == 0.0
-        rig.jobs._pace = FadingMean(amount=1.0, weight=60.0)  # tokens, and their seconds
-        for attempt in ("a2", "a3"):
-            await rig.push(prefill_job(attempt=attempt))
-        await eventually(lambda: len(rig.jobs.working) == 2)
-        left = rig.jobs.busy_s()
-        assert left is not None
-        # Two jobs of six tokens.
-        assert 720.0 - 2 * (time.monotonic() - began) <= left <= 720.0
-        await eventually(lambda: {"a2", "a3"} <= rig.engine.ends.keys())
-        for attempt in ("a2", "a3"):
-            rig.engine.ends[attempt].set_result("written")
-        await rig.answered("ack", "ack", "ack")
 
 
 async def test_an_end_waits_for_the_broker_before_it_is_told():

@@ -215,6 +215,3 @@ class Members:
 
 class Failover:
     transport = None
-
-    def load_facts(self) -> dict[str, Any]:
-        return {}

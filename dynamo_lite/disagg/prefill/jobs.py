@@ -20,7 +20,6 @@ from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import PrefillEngine
-from dynamo_lite.policy.fading_mean import FadingMean
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, decode_cancel_attempt, decode_job
@@ -96,10 +95,6 @@ class PrefillJobs:
         self._pulling = True
         #: Attempt -> job, for jobs that were pulled and are not over.
         self.working: dict[str, RemotePrefillRequest] = {}
-        #: When each of them began.
-        self._began: dict[str, float] = {}
-        #: Uncached tokens per second of a job, from its pull to its end.
-        self._pace = FadingMean()
         #: Set while `working` is empty.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -142,16 +137,6 @@ class PrefillJobs:
         held = self._claims.held
         return [(self.working[attempt], number) for attempt, number in held.items()]
 
-    def busy_s(self) -> float | None:
-        """Estimated seconds until the pulled jobs are done, one after the other; None: unknown."""
-        rate, now = self._pace.value, self._now()
-        if not self.working:
-            return 0.0
-        if not rate:
-            return None
-        jobs = self.working.items()
-        return sum(max(_tokens(job) / rate - (now - self._began[a]), 0.0) for a, job in jobs)
-
     async def _run_job(self, job: Job) -> None:
         try:
             request = decode_job(job.payload)
@@ -169,19 +154,15 @@ class PrefillJobs:
         if trace is not None:
             request = trace.request
         self.working[request.attempt] = request
-        self._began[request.attempt] = self._now()
         self.idle.clear()
         try:
             async with running(self._extend(job), name=f"extend-{job.sequence}"):
                 end = await self._runner.run(job, request, trace)
         finally:
             del self.working[request.attempt]
-            took_s = self._now() - self._began.pop(request.attempt)
             if not self.working:
                 self.idle.set()
         self._ended.labels(end.outcome).inc()
-        if end.outcome == "written":
-            self._pace.add(_tokens(request), took_s)
         if trace is not None:
             trace.ended(end.outcome, self._now())
         if end.outcome == "retry":
@@ -198,11 +179,6 @@ class PrefillJobs:
         while True:
             await asyncio.sleep(self._ack_wait_s / 3)
             await _answer(job.extend())
-
-
-def _tokens(job: RemotePrefillRequest) -> int:
-    """Prompt tokens that the decode engine does not have."""
-    return len(job.prompt_token_ids) - job.num_computed_tokens
 
 
 async def _answer(answer: Awaitable[None]) -> None:

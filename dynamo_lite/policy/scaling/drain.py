@@ -1,12 +1,10 @@
-"""Which worker is the cheapest to remove, and when a draining worker may be killed.
+"""Which worker is removed, and when a draining worker may be killed.
 
-Costs are seconds of computing. All times are monotonic seconds of the process that asks.
+All times are monotonic seconds of the process that asks.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from dynamo_lite.policy.scaling.inputs import Role
 
@@ -16,12 +14,8 @@ class DrainCandidate:
     """A worker that may be removed."""
 
     lease_id: int
-    #: Seconds until its requests are finished, or moved where that is cheaper; None: not known.
-    busy_s: float | None
-    #: Seconds to compute again what its prefix cache would have saved.
-    cache_s: float = 0.0
-    #: Devices that its removal frees.
-    devices: int = 1
+    #: Requests of a decode worker, jobs of a prefill worker; None: not known.
+    in_flight: int | None
     #: Whether it can work: it is ready, and its engine is healthy.
     serves: bool = True
     #: Seconds since the epoch.
@@ -29,19 +23,10 @@ class DrainCandidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemovalCost:
-    """What a removal costs, per device that it frees."""
-
-    total_s: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Victim:
     """The worker to remove."""
 
     lease_id: int
-    cost: RemovalCost
     reason: str
 
 
@@ -52,36 +37,40 @@ class NoVictim:
     reason: str
 
 
-def cost(candidate: DrainCandidate) -> RemovalCost:
-    """`(busy + cache) / devices`; 0 for a worker that cannot work, infinite if not known."""
-    if not candidate.serves:
-        return RemovalCost(total_s=0.0, reason="it cannot work now")
-    if candidate.busy_s is None:
-        return RemovalCost(total_s=math.inf, reason="what it runs is not known")
-    total_s = (candidate.busy_s + candidate.cache_s) / max(candidate.devices, 1)
-    parts = f"running {candidate.busy_s:.2f} s, cache {candidate.cache_s:.2f} s"
-    return RemovalCost(total_s=total_s, reason=f"{parts}, devices {candidate.devices}")
+def victim(
+    workers: Sequence[DrainCandidate],
+    *,
+    among: Container[int] | None = None,
+    force: bool = False,
+) -> Victim | NoVictim:
+    """A worker that cannot work, or else the least busy one; of equal ones the youngest.
 
-
-def victim(candidates: Sequence[DrainCandidate], *, force: bool = False) -> Victim | NoVictim:
-    """A worker that cannot work, or else the cheapest worker of a role; of equal ones the
-    youngest.
-
-    force: allow even the last worker that can work.
+    workers: all of a role. among: the leases that may be chosen; None: all. force: allow even the
+    last worker that can work.
     """
-    if not candidates:
-        return NoVictim(reason="there is no worker")
     ranked = sorted(
-        candidates,
-        key=lambda one: (one.serves, cost(one).total_s, -one.started_at, one.lease_id),
+        (one for one in workers if among is None or one.lease_id in among),
+        key=lambda one: (*_rank(one), -one.started_at, one.lease_id),
     )
+    if not ranked:
+        return NoVictim(reason="there is no worker")
     chosen = ranked[0]
-    if not force and not any(one.serves for one in ranked[1:]):
+    if not force and not any(one.serves for one in workers if one is not chosen):
         return NoVictim(reason="no other worker of this role could work")
-    how = "cheapest"
-    if len(ranked) > 1 and cost(ranked[1]).total_s == cost(chosen).total_s:
-        how = "youngest of the cheapest"
-    return Victim(lease_id=chosen.lease_id, cost=cost(chosen), reason=f"{how} of {len(ranked)}")
+    how = "least busy"
+    if len(ranked) > 1 and _rank(ranked[1]) == _rank(chosen):
+        how = "youngest of the least busy"
+    return Victim(lease_id=chosen.lease_id, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
+
+
+def _rank(one: DrainCandidate) -> tuple[bool, bool, int]:
+    return one.serves, one.in_flight is None, one.in_flight or 0
+
+
+def _state(one: DrainCandidate) -> str:
+    if not one.serves:
+        return "it cannot work now"
+    return "what it runs is not known" if one.in_flight is None else f"{one.in_flight} in flight"
 
 
 # When it may be killed
@@ -186,97 +175,3 @@ def _after_ttl(leaving: Leaving, now: float, fence_s: float, why: str) -> Safe |
     if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > fence_s:
         return Safe(reason=f"its lease is gone for {fence_s:g} s: its fence has closed")
     return Unsafe(reason=why)
-
-
-# Which requests of a draining decode worker move
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Speed of the requests so far; None: not measured."""
-
-    #: Seconds between two tokens of a request.
-    token_s: float | None = None
-    #: Uncached prompt tokens per second, from the submission to the first token,
-    prefill_tokens_per_s: float | None = None
-    #: and the seconds of that time that do not depend on their number.
-    prefill_fixed_s: float = 0.0
-    #: Length, in tokens, that nine of ten answers do not exceed.
-    output_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunningRequest:
-    """A request of a decode worker."""
-
-    prompt_tokens: int
-    #: Tokens generated so far.
-    output_tokens: int
-    #: How many tokens it may generate in all; None: no limit.
-    limit_tokens: int | None
-    #: See `policy/routing/migration.py`; "fresh": no token was sent.
-    how: Literal["fresh", "continue", "replay", "stay"]
-    #: Seconds between its own tokens; None: not measured.
-    token_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Move:
-    """Another worker is to continue it. saves_s: instead of waiting for its end."""
-
-    cost_s: float
-    saves_s: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finish:
-    """Its worker finishes it, in about `cost_s`; None: not known."""
-
-    cost_s: float | None
-    reason: str
-
-
-def move_or_finish(running: RunningRequest, pace: Pace) -> Move | Finish:
-    """Moves a request if that takes less time than its end would.
-
-    A move computes prompt and output again; a replay also generates the output again.
-    """
-    token_s = running.token_s if running.token_s is not None else pace.token_s
-    left = _left_tokens(running, pace)
-    if token_s is None or left is None:
-        return Finish(cost_s=None, reason="its length is not known")
-    finish_s = left * token_s
-    if running.how == "stay":
-        return Finish(cost_s=finish_s, reason="it cannot move")
-    if not pace.prefill_tokens_per_s:
-        return Finish(cost_s=finish_s, reason="the cost of a prefill is not known")
-    replays = running.how == "replay"
-    tokens = running.prompt_tokens + (0 if replays else running.output_tokens)
-    move_s = pace.prefill_fixed_s + tokens / pace.prefill_tokens_per_s
-    move_s += running.output_tokens * token_s if replays else 0.0
-    if move_s < finish_s:
-        why = f"{move_s:.2f} s to move, {finish_s:.2f} s to finish"
-        return Move(cost_s=move_s, saves_s=finish_s - move_s, reason=why)
-    return Finish(cost_s=finish_s, reason="it ends sooner than it moves")
-
-
-def _left_tokens(running: RunningRequest, pace: Pace) -> int | None:
-    """The usual length is that of whole answers. An answer that is already as long may
-    continue."""
-    limits = [] if pace.output_tokens is None else [pace.output_tokens]
-    if running.limit_tokens is not None:
-        limits.append(max(running.limit_tokens - running.output_tokens, 0))
-    return min(limits, default=None)
-
-
-def busy_s(running: Iterable[RunningRequest], pace: Pace) -> float | None:
-    """Seconds until all these requests are finished or moved, one after the other; None: not
-    known."""
-    total = 0.0
-    for one in running:
-        found = move_or_finish(one, pace).cost_s
-        if found is None:
-            return None
-        total += found
-    return total

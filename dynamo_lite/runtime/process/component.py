@@ -49,8 +49,6 @@ class ProcessSpec:
     secret_file: str | None = None
     #: Processes of this service that the same supervisor runs.
     instances: int = 1
-    #: Devices that it occupies.
-    devices: int = 1
     #: Where the status server and the token stream listen.
     bind_host: str = "127.0.0.1"
     #: Of the status server; 0: a free one.

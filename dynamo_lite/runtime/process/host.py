@@ -287,7 +287,6 @@ class _Process:
             "pid": os.getpid(),
             "version": __version__,
             **({"nats_connected": connected} if self._spec.nats_url else {}),
-            "devices": self._spec.devices,
             "grace_s": self._spec.grace_s,
             "lease_ttl_s": self._spec.lease_ttl_s,
             "draining_s": self._draining_s(),

@@ -101,7 +101,6 @@ class RequestDispatcher:
             "workers": len(self._roster.members) if self._roster is not None else 0,
             "responsive": len(self._workers.responsive) if self._workers is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
-            "loads": self._failover.load_facts() if self._failover is not None else {},
         }
 
     async def _open_failover(
@@ -125,9 +124,8 @@ class RequestDispatcher:
                 max_moves=self._config.max_moves,
             )
         )
-        changed, leaves = failover.members_changed, failover.worker_leaves
         self._stack.enter_context(
-            Rotation(self._roster, self._workers, failover.transport, changed, leaves)
+            Rotation(self._roster, self._workers, failover.transport, failover.members_changed)
         )
         return failover
 

@@ -1,4 +1,4 @@
-"""Migrates requests away from decode workers that are unresponsive for too long, or leave.
+"""Migrates requests away from decode workers that are unresponsive for too long.
 
 An unresponsive worker gets no new requests while another one is responsive
 (`HealthMonitor.members_or_all`). Its running requests wait for `MIGRATE_AFTER_S`, because
@@ -22,8 +22,7 @@ _ROUNDING_S = 1e-6
 class Rotation:
     """Context manager: updates the transport's workers from the roster and their health.
 
-    changed: called when the set of workers for new requests changes. leaves: called with the
-    lease id of each worker whose keys are gone.
+    changed: called when the set of workers for new requests changes.
     """
 
     def __init__(
@@ -32,10 +31,9 @@ class Rotation:
         health: HealthMonitor,
         transport: GenerateClient,
         changed: Callable[[], None],
-        leaves: Callable[[int], None] = lambda lease_id: None,
     ):
         self._roster, self._health = roster, health
-        self._transport, self._changed, self._leaves = transport, changed, leaves
+        self._transport, self._changed = transport, changed
         self._timer: asyncio.TimerHandle | None = None
         self._open = False
 
@@ -55,8 +53,6 @@ class Rotation:
             self._transport.retain(self._roster.members)
             self._changed()
             self._migrate_overdue()
-            for lease_id in sorted(left):
-                self._leaves(lease_id)
 
     def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         if self._open:

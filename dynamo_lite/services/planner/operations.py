@@ -19,7 +19,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.connector import Connector, Counted, Order
-from dynamo_lite.services.planner.departure import Departure
+from dynamo_lite.services.planner.departure import Departure, worker_of
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import RunningOperation, UnderWay
 
@@ -231,7 +231,8 @@ class Operations:
         """Asks the worker to leave. Orders its end when it has drained or its deadline is over."""
         record = one.record
         if one.departure is None:
-            one.departure = Departure(record, self._namespace, self._clock.monotonic)
+            worker = worker_of(record, self._namespace)
+            one.departure = Departure(worker, self._clock.monotonic)
         verdict = await one.departure.look(self._members())
         late = self._clock.monotonic() - one.began > record.within_s
         if not isinstance(verdict, Safe) and not late:

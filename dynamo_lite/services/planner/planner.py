@@ -284,23 +284,18 @@ class Planner:
         return connected.chooses_victim or (overdue and connected.ends_unready_first(component))
 
     async def _victim(self, role: Role) -> EndpointRecord | None:
-        """The cheapest one to remove; see `policy/scaling/drain.py`."""
+        """The one to remove; see `policy/scaling/drain.py`."""
         component, members = COMPONENTS[role], self._observation.members
         hosts = {m.host for m in members.values() if m.component == component}
         fit = self._connected.removable(component, hosts)
         spared = self._under_way.foreign | self._under_way.victims(members)
         workers = (await drains.look(members.values())).workers(component)
-        may = [
-            worker.candidate
-            for worker in workers
-            if worker.record.host in fit and worker.record.lease_id not in spared
-        ]
-        others = any(w.candidate.serves and w.candidate not in may for w in workers)
-        found = victim(may, force=others)
+        among = {w.record.lease_id for w in workers if w.record.host in fit} - spared
+        found = victim([worker.candidate for worker in workers], among=among)
         if isinstance(found, NoVictim):
             logger.warning("no %s is removed: %s", component, found.reason)
             return None
-        logger.info("%s %x is removed: %s", component, found.lease_id, found.cost.reason)
+        logger.info("%s %x is removed: %s", component, found.lease_id, found.reason)
         return members.get(found.lease_id)
 
     async def _on_explain(self, payload: bytes) -> bytes:
