@@ -65,10 +65,19 @@ def environment(env: Mapping[str, str]) -> Iterator[None]:
         _replace(own)
 
 
+#: The environment of the fork server before its imports.
+_before: dict[str, str] = {}
+
+
+def note_environment() -> None:
+    """In the fork server, before its imports."""
+    _before.update(os.environ)
+
+
 def become_child(env: Mapping[str, str]) -> bool:
     """A forked process takes the environment of a child, beside what imports have set. Returns
     False where the imports saw another one."""
-    same = all(os.environ.get(key) == value for key, value in env.items() if key not in _READ_LATER)
+    same = all(_before.get(key) == value for key, value in env.items() if key not in _READ_LATER)
     os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
     os.environ.update(env)
     return same

@@ -5,8 +5,10 @@ import sys
 
 from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.imports import import_large
+from dynamo_lite.serve.child_environment import note_environment
 
 die_with_parent()
+note_environment()
 
 # Each child configures vLLM's loggers itself. What the imports print would be on the console.
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

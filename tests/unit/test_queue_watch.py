@@ -54,7 +54,7 @@ class Engine:
         config: Any = SimpleNamespace(engine_id=self.name, namespace=NAMESPACE)
         workers: Any = SimpleNamespace(usable=[1, 2], responsive=[1, 2, 3])
         options = SimpleNamespace(queue_view_max_age_s=MAX_AGE_S)
-        live: Any = SimpleNamespace(now=SimpleNamespace(options=options))
+        live: Any = SimpleNamespace(now=options)
         self.drops: list[str] = []
         self.watch = QueueWatch(config, workers, live, self._rank, loop_time, self.drops.append)
 

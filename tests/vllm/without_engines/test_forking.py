@@ -42,7 +42,8 @@ class Waits:
 @pytest.fixture(scope="module")
 def env() -> Iterator[dict[str, str]]:
     """The fork server's."""
-    env = child_environment({"OWN": "1"})
+    # vLLM's import sets this variable, and finds it set.
+    env = child_environment({"OWN": "1", "TORCHINDUCTOR_COMPILE_THREADS": "3"})
     start_fork_server(env)
     yield env
     for left in servers():
