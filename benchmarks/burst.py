@@ -24,9 +24,9 @@ _ABOUT = f"""\
 One decode worker and one prefill worker; every prompt goes to the latter. A round is
 {_SHORT} prompts of {_SHORT_TOKENS} tokens, one every {_EVERY_S:g} s: first by themselves, then as
 many while {_LONG} prompts of {_LONG_TOKENS} tokens, sent all at once, are prefilled. Each of
-these graphs is started in turn, and differs in `queue.order` alone:
+these graphs is started in turn, and differs in `queue.short-length` alone:
 
-  fifo         jobs in the order of their arrival
+  arrival      jobs in the order of their arrival: none is short
   short-first  short ones before long ones, also before those that are under way
 
 The prefill engine's steps take {_STEP_TOKENS} tokens (max-num-batched-tokens).
@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round")
     options = begin(parser)
     results: dict[str, Result] = {}
-    for order in ("fifo", "short-first"):
-        flags = [*_FLAGS, f"--Common.queue.order={order}"]
+    for order, flags in (("arrival", ["--Common.queue.short-length=0"]), ("short-first", [])):
+        flags = [*_FLAGS, *flags]
         with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml", *flags) as graph:
             rounds = 1 if options.quick else options.rounds
             results[order] = asyncio.run(measure(graph, rounds))

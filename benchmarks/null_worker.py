@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import annotated_types as at
 import msgspec
 
-from dynamo_lite.protocol import names
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
@@ -42,10 +41,8 @@ class NullWorker:
     async def start(self, host: Host) -> dict[str, Any]:
         enter = self._stack.enter_async_context
         engine = await enter(NullEngine(token_id=TOKEN_ID))
-        server = await enter(GenerateServer(host.messaging, engine, secret=host.secret))
+        server = await enter(GenerateServer(engine, secret=host.secret))
         host.spawn(self._deliver(engine, server), "engine-steps")
-        name = (self._spec.namespace, self._spec.component, "generate", host.lease.id)
-        await enter(server.serve(names.endpoint_subject(*name)))
         await host.register("generate", stream=server.stream_address)
         return {}
 

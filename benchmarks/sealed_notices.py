@@ -18,8 +18,6 @@ from benchmarks.command import begin, parser_of, until_interrupted, write_json
 from benchmarks.figures import spread
 from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.serve.run_state import write_private
-from dynamo_lite.transfer.authenticated import AuthenticatedMover
-from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.nixl import NixlMover
 
 _ABOUT = """\
@@ -60,8 +58,8 @@ class Pair:
     def __init__(self, name: str, secret: GraphSecret | None):
         self._source = np.ones(max(_SIZES), np.uint8)
         self._target = np.zeros(max(_SIZES), np.uint8)
-        self._writer = _mover(f"{name}-writer", secret)
-        self._reader = _mover(f"{name}-reader", secret)
+        self._writer = NixlMover(f"{name}-writer-{os.getpid()}", secret)
+        self._reader = NixlMover(f"{name}-reader-{os.getpid()}", secret)
         for mover, memory in ((self._writer, self._source), (self._reader, self._target)):
             mover.register([(memory.ctypes.data, memory.nbytes)], "DRAM", 0)
         self._writer.add_peer(_PEER, self._reader.metadata())
@@ -83,11 +81,6 @@ class Pair:
                 raise RuntimeError("a write does not end")
         if heard != [_NOTICE]:
             raise RuntimeError(f"a notification has arrived as {heard}")
-
-
-def _mover(name: str, secret: GraphSecret | None) -> Mover:
-    mover = NixlMover(f"{name}-{os.getpid()}")
-    return mover if secret is None else AuthenticatedMover(mover, secret)
 
 
 def main() -> None:

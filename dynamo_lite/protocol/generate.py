@@ -192,8 +192,6 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Worker to frontend: the `Hello` was accepted."""
 
-    #: The worker takes `Submit` frames. Earlier workers disconnect a client that sends one.
-    takes_requests: bool = False
     #: With a graph secret, the worker's proof that it has it.
     proof: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
@@ -202,8 +200,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Frontend to worker: a request."""
 
     request_id: RequestId
-    #: The `GenerateRequest`, encoded as it is over NATS. A malformed one is refused by itself; a
-    #: malformed frame ends its connection.
+    #: The encoded `GenerateRequest`. A malformed one is refused by itself; a malformed frame ends
+    #: its connection.
     request: bytes
 
 
@@ -221,7 +219,6 @@ class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 decode_generate_request: Decoder[GenerateRequest] = Decoder(GenerateRequest)
-decode_generate_reply: Decoder[Accepted | RequestRefused] = Decoder(Accepted | RequestRefused)
 decode_client_frame: Decoder[Hello | Submit | Cancel] = Decoder(Hello | Submit | Cancel)
 decode_worker_frame: Decoder[Welcome | SubmitReply | Deltas] = Decoder(
     Welcome | SubmitReply | Deltas

@@ -4,7 +4,7 @@
 `tests/contract/test_queue.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
@@ -12,6 +12,7 @@ from typing import Literal, Protocol, Self
 from dynamo_lite.policy.decision.lanes import lane_of
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import NaturalOption, PositiveOption, SecondsOption
+from dynamo_lite.runtime.listeners import Listeners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +25,8 @@ class QueueOptions:
     ack_wait_s: SecondsOption = 10.0
     #: Deliveries before a job is used up; see `Job.deliveries_left`.
     max_deliver: PositiveOption = 3
-    #: fifo: in order of arrival. short-first: short jobs and urgent requests before others
+    #: A job with at most this many tokens to compute is short, and goes before others
     #: (`policy/decision/lanes.py`).
-    order: Literal["fifo", "short-first"] = "short-first"
-    #: A job with at most this many tokens to compute is short.
     short_length: NaturalOption = 2048
     #: At least this many servers of a NATS cluster store the queue. With 3 it survives the loss of
     #: one server, with 5 the loss of two.
@@ -50,15 +49,8 @@ class QueueConfig(QueueOptions):
     def of(cls, options: QueueOptions) -> Self:
         return cls(**vars(options))
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lanes of the queue. With a single lane jobs are pulled in order of arrival."""
-        return (Lane.LONG,) if self.order == "fifo" else tuple(Lane)
-
     def lane_of(self, tokens: int, priority: int) -> Lane:
         """The lane of a job with this many tokens to compute."""
-        if self.order == "fifo":
-            return Lane.LONG
         return lane_of(tokens, priority, self.short_length)
 
 
@@ -155,8 +147,6 @@ class PrefillQueue(Protocol):
     async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
         """Returns the job's sequence. A repeated `message_id` queues nothing new.
 
-        lane: one of the configuration's lanes.
-
         Raises QueueFull or BrokerUnavailable if it is certainly not queued, and PushAmbiguous
         if it may be queued.
         """
@@ -187,9 +177,9 @@ class PrefillQueue(Protocol):
     async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
         """Returns the next job, or None after `timeout_s`.
 
-        lanes: the lanes to pull from; earlier ones first, see `policy/decision/lanes.py`. If the
-        queue has none of them, it waits until the timeout. With replicas each lane shows a job some
-        milliseconds after its push was confirmed, so that one of a later lane may come before it.
+        lanes: the lanes to pull from; earlier ones first, see `policy/decision/lanes.py`. With
+        replicas each lane shows a job some milliseconds after its push was confirmed, so that one
+        of a later lane may come before it.
         May be cancelled: a job that is being delivered is kept for the next pull.
         """
         ...
@@ -197,3 +187,26 @@ class PrefillQueue(Protocol):
     async def stop_pulling(self) -> None:
         """Pulls no further job; a waiting `pull` returns None."""
         ...
+
+
+class Incarnations:
+    """Counts how often the broker had another queue than at the check before."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        #: Identity of the queue that the broker had at the last check; None before the first
+        #: check.
+        self.identity: Hashable = None
+        self._listeners = Listeners[[]]("the queue")
+
+    def seen(self, identity: Hashable) -> None:
+        """identity: identifies the queue that the broker has now; not None."""
+        before, self.identity = self.identity, identity
+        if before in (None, identity):
+            return
+        self.number += 1
+        self._listeners.notify()
+
+    def watch(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        """Calls `callback` after each increase of `number` while the context lasts."""
+        return self._listeners.add(callback)

@@ -1,4 +1,7 @@
-"""The prefill queue on JetStream: one stream, a consumer per lane, and an own connection."""
+"""The prefill queue on JetStream: one stream, a consumer per lane, and an own connection.
+
+Its jobs may be authenticated with the graph's secret.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Self
 
 from nats import errors
@@ -13,22 +17,23 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
+    ProtocolError,
     PushAmbiguous,
     QueueFull,
     StartupError,
 )
-from dynamo_lite.queue.base import QueueConfig, QueueDepth
-from dynamo_lite.queue.incarnation import Incarnations
-from dynamo_lite.queue.job import JetStreamJob
-from dynamo_lite.queue.malformed import MALFORMED, readable
-from dynamo_lite.queue.puller import Puller
-from dynamo_lite.queue.topology import API_TIMEOUT_S, Topology, identities
+from dynamo_lite.queue.base import Incarnations, QueueConfig, QueueDepth, QueueOptions
+from dynamo_lite.queue.puller import JetStreamJob, Puller, loop_time
+from dynamo_lite.queue.topology import API_TIMEOUT_S, MALFORMED, Topology, identities, readable
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
@@ -38,35 +43,13 @@ _NO_SUCH_MESSAGE = (10037, 10043, 10057)
 _REPAIR_INTERVAL_S = 0.1
 
 
-class _Connection(NatsMessaging):
-    """A connection that reports its disconnects and reconnects."""
-
-    def __init__(
-        self,
-        url: str,
-        on_down: Callable[[], None],
-        on_up: Callable[[], None],
-        *,
-        connect_timeout_s: float,
-    ):
-        super().__init__(url, connect_timeout_s=connect_timeout_s)
-        self._on_down = on_down
-        self._on_up = on_up
-
-    async def _on_disconnected(self) -> None:
-        await super()._on_disconnected()
-        self._on_down()
-
-    async def _on_reconnected(self) -> None:
-        await super()._on_reconnected()
-        self._on_up()
-
-
 class JetStreamQueue:
     """Implements PrefillQueue.
 
-    stream, subject: see `protocol.names`. connect_timeout_s: for the first connection. wall:
-    seconds since the epoch.
+    stream, subject: see `protocol.names`. secret: the graph's. Each job is bound to the subject, so
+    the queue of another namespace rejects it; one that is not authentic is removed from the queue,
+    and counted as `unauthentic`. None: jobs are not authenticated. connect_timeout_s: for the first
+    connection. wall: seconds since the epoch.
     When the broker has lost the stream, it is created again, empty.
     """
 
@@ -77,16 +60,16 @@ class JetStreamQueue:
         stream: str,
         subject: str,
         config: QueueConfig | None = None,
+        secret: GraphSecret | None = None,
         connect_timeout_s: float = 10.0,
         on_drop: OnDrop = uncounted,
         wall: Callable[[], float] = time.time,
     ):
-        self._on_drop = on_drop
+        self._secret, self._context = secret, job_context(subject)
+        self._on_drop, self._log_limit = on_drop, LogLimit()
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config, wall)
-        self._connection = _Connection(
-            url, self._on_down, self._on_missing, connect_timeout_s=connect_timeout_s
-        )
+        self._connection = NatsMessaging(url, connect_timeout_s=connect_timeout_s)
         self._incarnations = Incarnations()
         self._newest = 0  # the greatest sequence known
         self._counts_again = False  # whether a sequence was given twice
@@ -108,6 +91,7 @@ class JetStreamQueue:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._connection)
+            stack.enter_context(self._connection.watch_connection(self._on_connection))
             client = self._connection.client
             self._js = client.jetstream(timeout=API_TIMEOUT_S)
             try:
@@ -126,6 +110,8 @@ class JetStreamQueue:
 
     async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
         subject = self._topology.subject_of(lane)
+        if self._secret is not None:
+            payload = self._secret.protect(self._context, payload)
         try:
             return await self._publish(subject, payload, message_id)
         except NoStreamResponseError:
@@ -181,7 +167,7 @@ class JetStreamQueue:
     async def depth(self) -> QueueDepth:
         with self._errors("depth"):
             consumers = await self._topology.consumers(self._connected_client())
-        incomplete = len(consumers) < len(self._config.lanes)
+        incomplete = len(consumers) < len(Lane)
         before = self._delivered
         self._delivered = max(
             (found.delivered.stream_seq for found in consumers.values()), default=0
@@ -205,20 +191,40 @@ class JetStreamQueue:
     ) -> JetStreamJob | None:
         if self._puller is None:
             raise BrokerUnavailable("the queue is closed")
-        return await self._puller.pull(timeout_s, lanes)
+        until = loop_time() + timeout_s
+        while True:
+            job = await self._puller.pull(max(0.0, until - loop_time()), lanes)
+            if job is None or self._opened(job):
+                return job
+            with contextlib.suppress(BrokerUnavailable):  # it is delivered again
+                await job.term()
 
     async def stop_pulling(self) -> None:
         if self._puller is not None:
             await self._puller.stop()
 
+    def _opened(self, job: JetStreamJob) -> bool:
+        """Opens the job's payload. Returns whether it was authentic."""
+        if self._secret is None:
+            return True
+        try:
+            job.payload = self._secret.open(self._context, job.payload)
+        except ProtocolError as exc:
+            self._on_drop("unauthentic")
+            if (more := self._log_limit.allow()) is not None:
+                logger.warning(
+                    "removed job %d (and %d before it) from the queue: %s", job.sequence, more, exc
+                )
+            return False
+        return True
+
     # The broker's side of the queue
 
-    def _on_down(self) -> None:
-        if self._puller is not None:
+    def _on_connection(self, connected: bool) -> None:
+        if connected:
+            self._missing.set()
+        elif self._puller is not None:
             self._puller.pause()
-
-    def _on_missing(self) -> None:
-        self._missing.set()
 
     async def _keep(self) -> None:
         """Creates what the broker has lost again, then resumes pulls."""
@@ -276,3 +282,43 @@ class JetStreamQueue:
 
 def _text(consumers: Mapping[Lane, Hashable]) -> str:
     return " ".join(str(consumers[lane]) for lane in Lane if lane in consumers)
+
+
+def job_context(subject: str) -> bytes:
+    """The context for the tag of a job on this subject."""
+    return b"message " + subject.encode()
+
+
+def open_queue(
+    url: str,
+    namespace: str,
+    config: QueueConfig,
+    secret_file: str | Path | None,
+    on_drop: OnDrop = uncounted,
+) -> JetStreamQueue:
+    """The prefill queue of a graph, a context. secret_file: None if jobs are not authenticated.
+
+    Raises StartupError for a secret file that cannot be used.
+    """
+    return JetStreamQueue(
+        url,
+        stream=names.prefill_stream(namespace),
+        subject=names.prefill_jobs_subject(namespace),
+        config=config,
+        secret=None if secret_file is None else GraphSecret(Path(secret_file)),
+        on_drop=on_drop,
+    )
+
+
+async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOptions) -> None:
+    """Raises StartupError when a queue with these options could not be opened. Changes nothing.
+
+    Problems that the broker does not report now appear when the queue is opened.
+    """
+    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    topology = Topology(stream, subject, QueueConfig.of(options))
+    with (
+        contextlib.suppress(errors.Error, BrokerUnavailable),
+        readable("checking the queue"),
+    ):
+        await topology.check(messaging.client, clustered=messaging.clustered)

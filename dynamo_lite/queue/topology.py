@@ -91,6 +91,29 @@ class _ConsumerList(msgspec.Struct, frozen=True):
 _decode_list = msgspec.json.Decoder(_ConsumerList).decode
 
 
+#: What reading an answer raises that is no JSON, lacks a field, or has one of another type. JSON
+#: that is nested too deeply is a RecursionError.
+MALFORMED = (
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    msgspec.DecodeError,
+)
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Raises BrokerUnavailable instead of what `MALFORMED` names, for code that only requests and
+    reads answers."""
+    try:
+        yield
+    except MALFORMED as exc:
+        raise BrokerUnavailable(f"{what}: malformed answer of JetStream: {exc!r}") from exc
+
+
 class Topology:
     """The stream and the consumers of one queue.
 
@@ -125,7 +148,7 @@ class Topology:
         again.
 
         Raises StartupError if the queue exists with another configuration, or needs a cluster.
-        Errors of the client pass through, and what `malformed.py` names.
+        Errors of the client pass through, and what `MALFORMED` names.
         """
         js = client.jetstream(timeout=API_TIMEOUT_S)
         stream = await self._stream(js)
@@ -136,7 +159,7 @@ class Topology:
         self._check(stream.config)
         if (stream.config.num_replicas or 1) < self.config.replicas:
             stream = await self._replicate(js, stream.config)
-        for lane in self.config.lanes:
+        for lane in Lane:
             await js.add_consumer(self.stream, self._consumer_config(lane))
         consumers = await self.consumers(client)
         return Found(_identity(stream), identities(consumers), _last_sequence(stream))
@@ -157,7 +180,7 @@ class Topology:
 
         One request for all lanes. The answer has no second page: the consumers of a work queue
         have disjoint subjects, so there are no more of them than lanes. Errors of the client
-        pass through, and what `malformed.py` names; raises ServiceUnavailableError if the state
+        pass through, and what `MALFORMED` names; raises ServiceUnavailableError if the state
         of a consumer is unknown.
         """
         subject = f"$JS.API.CONSUMER.LIST.{self.stream}"
@@ -172,7 +195,7 @@ class Topology:
                 description=f"no state of consumers {', '.join(answer.missing)}"
             )
         by_name = {consumer.name: consumer for consumer in answer.consumers or ()}
-        names = ((lane, consumer_name(lane)) for lane in self.config.lanes)
+        names = ((lane, consumer_name(lane)) for lane in Lane)
         return {lane: by_name[name] for lane, name in names if name in by_name}
 
     def subject_of(self, lane: Lane) -> str:
@@ -255,7 +278,7 @@ class Topology:
         config = self.config
         return StreamConfig(
             name=self.stream,
-            subjects=[self.subject_of(lane) for lane in config.lanes],
+            subjects=[self.subject_of(lane) for lane in Lane],
             retention=RetentionPolicy.WORK_QUEUE,
             storage=StorageType(config.storage),
             num_replicas=config.replicas,
@@ -318,7 +341,8 @@ def shared_settings(config: QueueConfig) -> dict[str, str]:
         "ack_wait_s": f"{config.ack_wait_s:g}",
         "max_deliver": str(config.max_deliver),
         "max_age_s": f"{config.max_age_s:g}",
-        "order": config.order,
+        # How its lanes are served: a queue of another release may have a single one.
+        "order": "short-first",
         "short_length_tokens": str(config.short_length),
     }
 

@@ -16,6 +16,9 @@ from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
+#: Timeout of the TCP connection to a worker and of its Welcome.
+_CONNECT_TIMEOUT_S = 2.0
+
 
 class RemoteGenerateClient:
     """GenerateClient of workers in other processes.
@@ -23,7 +26,6 @@ class RemoteGenerateClient:
     client_id: at most 100 characters, unique among the worker's clients. Each connection gets
         an id of its own, derived from this one.
     on_deltas, on_lost: see `base.py`.
-    connect_timeout_s: timeout of the TCP connection to a worker and of its Welcome.
     request_timeout_s: timeout of a worker's reply to a request.
     secret: the graph's, which workers must have.
     """
@@ -33,7 +35,6 @@ class RemoteGenerateClient:
         client_id: str,
         on_deltas: OnDeltas,
         on_lost: OnLost,
-        connect_timeout_s: float = 2.0,
         request_timeout_s: float = 5.0,
         on_drop: OnDrop = uncounted,
         secret: GraphSecret | None = None,
@@ -41,7 +42,6 @@ class RemoteGenerateClient:
         self._client_id, self._secret = client_id, secret
         self._on_deltas = on_deltas
         self._on_lost = on_lost
-        self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._on_drop = on_drop
         self._connections: dict[str, Connection] = {}
@@ -131,7 +131,7 @@ class RemoteGenerateClient:
         connection = Connection(
             transport, client_id, self._on_deltas, self._on_lost, self._on_drop, self._secret
         )
-        await connection.open(self._connect_timeout_s)
+        await connection.open(_CONNECT_TIMEOUT_S)
         return connection
 
     def _connected(self, address: str, task: asyncio.Task[Connection]) -> None:

@@ -140,12 +140,6 @@ class Connection:
             self._on_drop("secret")
             self._connection.abort(str(exc))
             raise Unavailable(f"the worker at {self._address}: {exc}") from exc
-        if not self._welcomed.result().takes_requests:
-            self._connection.abort("the worker takes no requests on its connections")
-            raise Unavailable(
-                f"the worker at {self._address} takes requests over NATS only: it runs an earlier"
-                " version of dynamo-lite; upgrade workers before frontends"
-            )
 
     def _check_certificate(self, made: asyncio.BaseTransport, fingerprint: str) -> None:
         """Raises ProtocolError unless the worker has the certificate of its record."""

@@ -51,12 +51,11 @@ def parse_address(address: str) -> tuple[str, int]:
 class FrameParser:
     """Splits a byte stream into payloads; buffers at most one incomplete frame.
 
-    max_bytes: of a payload. first_max_bytes: of the first one; None: the same.
+    first_max_bytes: limit on the first payload, below that on all.
     """
 
-    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES, first_max_bytes: int | None = None):
-        self._max_bytes = max_bytes
-        self._limit = max_bytes if first_max_bytes is None else first_max_bytes
+    def __init__(self, first_max_bytes: int = MAX_MESSAGE_BYTES):
+        self._limit = first_max_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -74,7 +73,7 @@ class FrameParser:
         at = 0
         while (end := at + self._wanted(data, at)) <= len(data):
             payloads.append(data[at + _HEADER_BYTES : end])
-            at, self._limit = end, self._max_bytes
+            at, self._limit = end, MAX_MESSAGE_BYTES
         self._rest += data[at:]
         return payloads
 
@@ -112,10 +111,7 @@ class FrameConnection(asyncio.Protocol):
         self,
         receiver: FrameReceiver,
         *,
-        first_frame_timeout_s: float = FIRST_FRAME_TIMEOUT_S,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        max_unsent_bytes: int = MAX_UNSENT_BYTES,
-        first_max_bytes: int | None = None,
+        first_max_bytes: int = MAX_MESSAGE_BYTES,
         on_open: Callable[["FrameConnection"], None] | None = None,
         on_drop: OnDrop = uncounted,
         log_limit: LogLimit | None = None,
@@ -123,11 +119,8 @@ class FrameConnection(asyncio.Protocol):
         self._receiver = receiver
         self._on_drop = on_drop
         self._log_limit = log_limit or LogLimit()
-        self._first_frame_timeout_s = first_frame_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._max_unsent_bytes = max_unsent_bytes
         self._on_open = on_open
-        self._parser = FrameParser(first_max_bytes=first_max_bytes)
+        self._parser = FrameParser(first_max_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._frames_received = 0
@@ -165,7 +158,7 @@ class FrameConnection(asyncio.Protocol):
             return
         self._transport.write(data)
         self._bytes_sent += len(data)
-        if self._paused and self._unsent() > self._max_unsent_bytes:
+        if self._paused and self._unsent() > MAX_UNSENT_BYTES:
             self.abort(f"the peer is too slow: {self._unsent()} bytes are unread")
 
     async def wait_writable(self) -> None:
@@ -198,9 +191,7 @@ class FrameConnection(asyncio.Protocol):
             self.peer_host, self.peer = peer[0], host_port(peer[0], peer[1])
         notice_a_lost_host(transport.get_extra_info("socket"), UNACKNOWLEDGED_TIMEOUT_S)
         self._timer = asyncio.get_running_loop().call_later(
-            self._first_frame_timeout_s,
-            self.abort,
-            f"no frame within {self._first_frame_timeout_s:g} s",
+            FIRST_FRAME_TIMEOUT_S, self.abort, f"no frame within {FIRST_FRAME_TIMEOUT_S:g} s"
         )
         if self._on_open is not None:
             self._on_open(self)
@@ -244,7 +235,7 @@ class FrameConnection(asyncio.Protocol):
     @property
     def room_bytes(self) -> int:
         """How many bytes may still be queued before the peer counts as too slow."""
-        return self._max_unsent_bytes - self._unsent()
+        return MAX_UNSENT_BYTES - self._unsent()
 
     # Liveness
 
@@ -258,15 +249,13 @@ class FrameConnection(asyncio.Protocol):
         """Checks after the timeout that the peer has read something since now."""
         self._cancel_timer()
         self._bytes_flushed = self._bytes_sent - self._unsent()
-        self._timer = asyncio.get_running_loop().call_later(
-            self._stall_timeout_s, self._check_stall
-        )
+        self._timer = asyncio.get_running_loop().call_later(STALL_TIMEOUT_S, self._check_stall)
 
     def _check_stall(self) -> None:
         if self._bytes_sent - self._unsent() > self._bytes_flushed:
             self._watch_stall()
             return
-        why = f"the peer read nothing for {self._stall_timeout_s:g} s"
+        why = f"the peer read nothing for {STALL_TIMEOUT_S:g} s"
         logger.warning("stream with %s: timeout, disconnecting: %s", self.peer, why)
         self.abort(why)
 

@@ -41,14 +41,8 @@ from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dynamo_lite.request_plane.receiver import AnswerRequest
     from dynamo_lite.request_plane.server import GenerateServer
     from dynamo_lite.request_plane.session import Session
-
-    #: Takes a session, a request's id, the encoded request, and where its reply goes.
-    Submits = Callable[[Session, str, bytes, AnswerRequest], None]
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +92,6 @@ class Listener:
     def __init__(
         self,
         sessions: "GenerateServer",
-        submit: "Submits",
         bind_host: str,
         on_drop: OnDrop = uncounted,
         *,
@@ -107,7 +100,6 @@ class Listener:
     ):
         self._secret, self._certificate = secret, certificate
         self._sessions = sessions
-        self._submit = submit
         self._on_drop = on_drop
         #: Of all connections: a stranger may open many.
         self._log_limit = LogLimit()
@@ -191,10 +183,10 @@ class Listener:
                 )
                 self._pending.discard(connection)
                 answer = worker_proof(self._secret, self.address, proof)
-                connection.send(frame(encode(Welcome(takes_requests=True, proof=answer))))
+                connection.send(frame(encode(Welcome(proof=answer))))
             case Submit(request_id=request_id, request=request):
                 reply = partial(_reply, connection, request_id)
-                self._submit(self._greeted(connection), request_id, request, reply)
+                self._sessions.submit(self._greeted(connection), request_id, request, reply)
             case Cancel(request_ids=request_ids):
                 self._sessions.cancel(self._greeted(connection), request_ids)
 

@@ -1,33 +1,38 @@
-"""The worker's side: which session a request belongs to, and where its deltas go.
+"""The worker's side: requests are decoded, handed to the engine and answered; deltas go out.
 
-A session is a TCP connection. Requests come in on the connection, or over NATS with the id of
-their session. Deltas go out through the session, one frame per engine step and session. When a
-session ends, its requests are aborted.
+A session is a TCP connection. Requests come in on it, and their deltas go out through it, one frame
+per engine step and session. When a session ends, its requests are aborted.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self
 
 from dynamo_lite.policy.routing.admission import Limits
-from dynamo_lite.protocol.errors import ProtocolError, Refused
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.codec import WIRE_VERSION
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
+from dynamo_lite.protocol.generate import (
+    Accepted,
+    GenerateRequest,
+    RequestRefused,
+    TokenDelta,
+    decode_generate_request,
+)
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.listener import Listener
-from dynamo_lite.request_plane.receiver import NO_STREAM, RequestReceiver
 from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
-from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
-from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.own_certificate import OwnCertificate
 from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: How many cancels are kept per session for requests that have not arrived yet.
-_MAX_EARLY_CANCELS = 1024
+#: Sends the reply to a request on its connection.
+AnswerRequest = Callable[[Accepted | RequestRefused], None]
 
 #: How long closing waits for the engine to accept or abort requests.
 _CLOSE_TIMEOUT_S = 5.0
@@ -37,13 +42,13 @@ class GenerateServer:
     """Async context manager; listens for connections while it lasts.
 
     max_in_flight, max_prompt_tokens: limits, see `policy/routing/admission.py`. Requests beyond
-    them are refused as busy, and go to another worker. secret: the graph's, which clients must
-    have. certificate: for connections over TLS.
+    them are refused as busy, and go to another worker. on_drop: called with "generate" for a
+    malformed request, and as by `Listener`. secret: the graph's, which clients must have.
+    certificate: for connections over TLS.
     """
 
     def __init__(
         self,
-        messaging: Messaging,
         handler: GenerateHandler,
         bind_host: str = "127.0.0.1",
         *,
@@ -53,25 +58,17 @@ class GenerateServer:
         secret: GraphSecret | None = None,
         certificate: OwnCertificate | None = None,
     ):
-        self._messaging = messaging
         self._handler = handler
         self._on_drop = on_drop
-        self._receiver = RequestReceiver(self, handler, on_drop)
-        self._listener = Listener(
-            self,
-            self._receiver.submit,
-            bind_host,
-            on_drop,
-            secret=secret,
-            certificate=certificate,
-        )
+        self._listener = Listener(self, bind_host, on_drop, secret=secret, certificate=certificate)
         self._sessions: dict[str, Session] = {}
         self._owned = AdmittedRequests(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
         )
         self._owners = self._owned.owners
-        #: Requests that the engine is still accepting.
+        #: Requests that the engine is still accepting, and the tasks that hand them over.
         self._submitting: set[str] = set()
+        self._handovers = OwnedTasks()
         #: Requests that the engine is aborting, and the tasks that wait for it.
         self._aborting: set[str] = set()
         self._aborts = OwnedTasks(on_end=self._update_idle)
@@ -92,7 +89,7 @@ class GenerateServer:
                 "timeout after %g s: closed while the engine still accepts or aborts requests",
                 _CLOSE_TIMEOUT_S,
             )
-        await self._receiver.end()
+        await self._handovers.end()
         await self._aborts.end()
 
     @property
@@ -137,13 +134,6 @@ class GenerateServer:
         except TimeoutError:
             return False
         return True
-
-    @asynccontextmanager
-    async def serve(self, subject: str) -> AsyncIterator[None]:
-        """Serves requests on `subject` while the context lasts."""
-        handler = counted(self._receiver.on_request, "generate", self._on_drop)
-        async with self._messaging.serve(subject, handler):
-            yield
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Sends the output of one engine step. Drops deltas of unknown or cancelled requests."""
@@ -201,52 +191,84 @@ class GenerateServer:
             if self._owners.get(request_id) is session:
                 self._owned.release(request_id)
                 running.append(request_id)
-            else:
-                # TCP may overtake NATS: the request itself may not have arrived yet.
-                session.early_cancels[request_id] = None
-                if len(session.early_cancels) > _MAX_EARLY_CANCELS:
-                    del session.early_cancels[next(iter(session.early_cancels))]
         # Requests that the engine is still accepting are aborted when it has accepted them.
         accepted = [i for i in running if i not in self._submitting]
         if accepted:
             self._abort_soon(accepted)
         self._update_idle()
 
-    async def admit(self, session: Session, request: GenerateRequest) -> None:
-        """Raises Refused, or the handler's exception; then the request does not run here."""
-        self.begin(session, request)
+    # Requests
+
+    def submit(
+        self, session: Session, request_id: str, payload: bytes, reply: AnswerRequest
+    ) -> None:
+        """Takes a request of the session's connection. From now on it is in flight.
+
+        payload: the encoded GenerateRequest. A malformed one is counted and refused. The engine
+        accepts it in a task of its own, so that the connection's next frames are read meanwhile.
+        The task is cancelled when the session ends. reply: called once, unless that happens.
+        """
+        try:
+            request = self._decode(session, request_id, payload)
+            self._check(session, request)
+            self._owned.enter(session, request)
+        except Refused as exc:
+            reply(_refusal(exc))
+            return
+        self._submitting.add(request_id)
+        self._update_idle()
+        task = self._handovers.start(self._try(request), name=f"hand over {request_id}")
+        session.handing_over[task] = None
+        task.add_done_callback(partial(self._tried, session, request_id, reply))
+
+    def _decode(self, session: Session, request_id: str, payload: bytes) -> GenerateRequest:
+        """Raises Refused."""
+        try:
+            request = decode_generate_request(payload)
+            if (request.request_id, request.client_id) != (request_id, session.client_id):
+                raise ProtocolError("its ids are not those of its frame and its connection")
+        except ProtocolError as exc:
+            logger.warning("request %s: refused: %s", request_id, exc)
+            self._on_drop("generate")
+            raise Refused(str(exc), elsewhere=False) from exc
+        if request.wire_version != WIRE_VERSION:
+            raise Refused(unsupported(request.wire_version), elsewhere=True)
+        return request
+
+    async def _try(self, request: GenerateRequest) -> Exception | None:
+        """Hands the request to the engine. Returns why the engine has not accepted it."""
         try:
             await self._handler.submit(request)
-        except BaseException as exc:
-            self.handed_over(request.request_id, exc)
-            raise
-        self.handed_over(request.request_id, None)
+        except Exception as exc:
+            return exc
+        return None
 
-    def begin(self, session: Session, request: GenerateRequest) -> None:
-        """From now on the request is in flight. Raises Refused."""
-        self._check(session, request)
-        self._owned.enter(session, request)
-        self._submitting.add(request.request_id)
-        self._update_idle()
-
-    def handed_over(self, request_id: str, failure: BaseException | None) -> None:
-        """The engine has accepted the request, or failed to (`failure`)."""
+    def _tried(
+        self,
+        session: Session,
+        request_id: str,
+        reply: AnswerRequest,
+        task: asyncio.Task[Exception | None],
+    ) -> None:
+        """A callback of the task, since one that is cancelled before it runs executes nothing."""
+        del session.handing_over[task]
         self._submitting.discard(request_id)
-        if failure is not None:
+        failure = None if task.cancelled() else task.result()
+        if task.cancelled() or failure is not None:
             self._owned.release(request_id)
-        # A request without an owner has finished or was cancelled. To abort a finished one does
-        # nothing.
-        ended = failure is None and request_id not in self._owners
-        if ended or isinstance(failure, asyncio.CancelledError):
+        if failure is None and request_id not in self._owners:
+            # It was cancelled, or has finished; to abort a finished one does nothing.
             self._abort_soon([request_id])
         self._update_idle()
+        if not task.cancelled():
+            reply(Accepted() if failure is None else _refused(request_id, failure))
 
     def _check(self, session: Session, request: GenerateRequest) -> None:
         request_id = request.request_id
         if self._refusal is not None:
             raise Refused(self._refusal, elsewhere=True)
         if self._sessions.get(session.client_id) is not session:
-            raise Refused(NO_STREAM, elsewhere=False)
+            raise Refused("the connection is closed", elsewhere=False)
         if self._knows(request_id):
             raise Refused(f"request {request_id} is already running here", elsewhere=True)
 
@@ -284,3 +306,22 @@ class GenerateServer:
             self._idle.clear()
         else:
             self._idle.set()
+
+
+def _refused(request_id: str, failure: Exception) -> RequestRefused:
+    """The reply to a request that did not begin."""
+    if isinstance(failure, Refused):
+        return _refusal(failure)
+    if isinstance(failure, DynamoLiteError):
+        return RequestRefused(reason=str(failure), elsewhere=True)
+    logger.error("request %s: could not be started", request_id, exc_info=failure)
+    return RequestRefused(reason="internal error of the worker", elsewhere=True)
+
+
+def _refusal(refused: Refused) -> RequestRefused:
+    return RequestRefused(
+        reason=refused.reason,
+        elsewhere=refused.elsewhere,
+        busy=refused.busy,
+        retry_after_s=refused.retry_after_s,
+    )

@@ -35,8 +35,6 @@ class Session:
         #: Tasks that hand requests of this session's connection to the engine, in the order of
         #: their start.
         self.handing_over: dict[asyncio.Task[Exception | None], None] = {}
-        #: Requests that were cancelled before they arrived over NATS, oldest first.
-        self.early_cancels: dict[str, None] = {}
 
 
 class AdmittedRequests:

@@ -1,19 +1,32 @@
 """Messaging: requests and notices on subjects, with bytes as payloads.
 
 `runtime/nats/messaging.py` implements it on NATS. The simulation has others; all pass
-`tests/contract/test_messaging.py`.
+`tests/contract/test_messaging.py`. What they share is here, too.
 """
 
 import asyncio
 import contextlib
+import contextvars
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Self
 
+from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, ProtocolError
 from dynamo_lite.runtime.listeners import Listeners
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.tasks import OwnedTasks
+
+logger = logging.getLogger(__name__)
 
 #: Takes a payload; returns the reply, or None for a notice.
 Handler = Callable[[bytes], Awaitable[bytes | None]]
+
+#: How many handlers of one subject run at a time.
+MAX_HANDLERS = 256
+
+#: Sends a reply to the sender of a request.
+SendReply = Callable[[bytes], Awaitable[None]]
 
 #: Takes whether the broker is connected.
 OnConnection = Callable[[bool], None]
@@ -79,3 +92,96 @@ class ConnectionWatch:
 
     def tell(self, connected: bool) -> None:
         self._listeners.notify(connected)
+
+
+class Dispatcher:
+    """Owns the handler tasks of one subject; at most `MAX_HANDLERS` run at a time.
+
+    Handlers run in the contextvars context in which the Dispatcher was created, not in the
+    sender's.
+    """
+
+    def __init__(self, subject: str, handler: Handler):
+        self._subject = subject
+        self._handler = handler
+        self._context = contextvars.copy_context()
+        self._slots = asyncio.Semaphore(MAX_HANDLERS)
+        self._tasks = OwnedTasks(on_end=self._slots.release)
+        self._cancelled = False
+        self._log_limit = LogLimit()
+
+    def __repr__(self) -> str:
+        return f"Dispatcher({self._subject!r}, running={len(self._tasks)})"
+
+    @property
+    def full(self) -> bool:
+        """Whether `submit` would wait."""
+        return self._slots.locked()
+
+    async def submit(self, payload: bytes, reply: SendReply | None) -> None:
+        """Starts the handler on `payload`; waits while as many run as may."""
+        await self._slots.acquire()
+        self._tasks.start(
+            self._run(payload, reply),
+            name=f"handle {self._subject}",
+            context=self._context.copy(),
+        )
+
+    async def join(self) -> None:
+        """Waits for the running handlers. If the wait is cancelled, so are they."""
+        if self._cancelled:
+            await self._tasks.end()
+        else:
+            await self._tasks.join()
+
+    def cancel(self) -> None:
+        """Cancels the running handlers; `join` waits for their end."""
+        self._cancelled = True
+        self._tasks.cancel()
+
+    async def _run(self, payload: bytes, reply: SendReply | None) -> None:
+        try:
+            answer = await self._handler(payload)
+            if answer is not None and reply is not None:
+                await reply(answer)
+        except ProtocolError as exc:
+            self._log(logging.WARNING, f"dropped a message: {exc}", None)
+        except DynamoLiteError as exc:
+            self._log(logging.WARNING, f"the handler failed: {type(exc).__name__}: {exc}", None)
+        except Exception as exc:
+            self._log(logging.ERROR, "the handler failed", exc)
+
+    def _log(self, level: int, text: str, exc: Exception | None) -> None:
+        held_back = self._log_limit.allow()
+        if held_back is not None:
+            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
+            logger.log(level, "%s: %s%s", self._subject, text, more, exc_info=exc)
+
+
+class NoBroker:
+    """The messaging of a process that needs no broker. `connected` is true, because no connection
+    is missing. Every call that would need a broker raises BrokerUnavailable."""
+
+    connected = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+        """There is never a change."""
+        return contextlib.nullcontext()
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Returns at once."""
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        raise BrokerUnavailable("this process has no broker")
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        raise BrokerUnavailable("this process has no broker")
+
+    def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
+        raise BrokerUnavailable("this process has no broker")

@@ -4,11 +4,17 @@
 `tests/contract/test_store.py`.
 """
 
+import asyncio
 import enum
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
+
+from dynamo_lite.protocol.errors import DeadlineExceeded, StoreUnavailable
+
+#: How long a watch may take to show what is there when it begins.
+_LISTED_WITHIN_S = 10.0
 
 
 class LeaseLoss(enum.Enum):
@@ -117,3 +123,24 @@ class Store(Protocol):
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
         """Lists, then watches. Survives reconnects; a resync gives a new Snapshot."""
         ...
+
+
+async def first_event(events: AsyncIterator[WatchEvent], prefix: str) -> WatchEvent:
+    """The first listing of a watch on `prefix`. Raises StoreUnavailable when it comes too late."""
+    try:
+        async with asyncio.timeout(_LISTED_WITHIN_S):
+            return await anext(events)
+    except TimeoutError as exc:
+        raise StoreUnavailable(
+            f"timeout: no listing of {prefix} within {_LISTED_WITHIN_S:g} s"
+        ) from exc
+
+
+async def until_listed(listed: asyncio.Event, what: str) -> None:
+    """listed: set by the task that follows the watch. what: for the error. Raises
+    DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(_LISTED_WITHIN_S):
+            await listed.wait()
+    except TimeoutError as exc:
+        raise DeadlineExceeded(what, _LISTED_WITHIN_S) from exc

@@ -1,9 +1,10 @@
 """Ownership of asyncio tasks: who starts a task ends it, and a failure is never silent."""
 
 import asyncio
+import contextlib
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,29 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
         running = [task for task in running if not task.done()]
     if cancelled is not None:
         raise cancelled
+
+
+async def all_of(events: Sequence[asyncio.Event], timeout_s: float) -> None:
+    """Waits until all are set, `timeout_s` at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()
+
+
+async def first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None = None) -> None:
+    """Waits until one coroutine has ended, `timeout_s` at most; cancels the others.
+
+    Raises what one has raised, of several the first in the order of the arguments.
+    """
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_tasks(*tasks)
+        failures = [exc for task in tasks if not task.cancelled() and (exc := task.exception())]
+    for exc in failures:
+        raise exc
 
 
 def log_failure(task: asyncio.Task[Any], exc: BaseException) -> None:

@@ -38,7 +38,7 @@ class ServersToCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 async def problems(servers: ServersToCheck) -> list[str]:
     """One sentence for each server that cannot be used."""
-    from dynamo_lite.queue.open import check_queue
+    from dynamo_lite.queue.jetstream import check_queue
     from dynamo_lite.runtime.etcd.store import EtcdStore
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 

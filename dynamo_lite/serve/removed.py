@@ -17,6 +17,8 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
         "VllmWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "PrefillWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
+        "VllmWorker.queue.order": "short-first always; `short-length: 0` makes every job long",
+        "PrefillWorker.queue.order": "short-first always; `short-length: 0` makes every job long",
     }
 )
 

@@ -8,7 +8,7 @@ import uvloop
 from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED
-from dynamo_lite.runtime.waiting import first_of
+from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.serve.supervisor import StopSignals
 from dynamo_lite.services.sidecar import Sidecar
 

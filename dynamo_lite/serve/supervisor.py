@@ -10,7 +10,7 @@ from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
-from dynamo_lite.runtime.waiting import all_of, first_of
+from dynamo_lite.runtime.tasks import all_of, first_of
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor

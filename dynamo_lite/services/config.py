@@ -128,7 +128,7 @@ class PrefillWorkerConfig:
     min_prefix_read_length: PositiveOption = 128
     #: Jobs that it holds at a time.
     concurrency: PositiveOption = 2
-    #: Number of short and urgent jobs beside these (`queue.order: short-first`).
+    #: Number of short and urgent jobs beside these.
     short_slots: NaturalOption = 1
     #: See the same option of the decode worker.
     step_timeout_s: SecondsOption = 120.0

@@ -79,7 +79,6 @@ class VllmWorker:
         self._traced = traced
         self._server = server = await self._stack.enter_async_context(
             GenerateServer(
-                host.messaging,
                 traced or engine,
                 self._spec.bind_host,
                 max_in_flight=self._config.max_in_flight_requests,
@@ -224,9 +223,7 @@ class VllmWorker:
             await host.keys.hold(key, encode_engine(engine.metadata))
         name = self._spec.component
         model = engine.model
-        generate = names.endpoint_subject(namespace, name, "generate", lease.id)
         metrics = names.endpoint_subject(namespace, name, "load_metrics", lease.id)
-        await self._stack.enter_async_context(server.serve(generate))
         await self._stack.enter_async_context(host.messaging.serve(metrics, self._load_metrics))
         await host.register("load_metrics", model=model)
         fingerprint = None if self._certificate is None else self._certificate.fingerprint

@@ -17,11 +17,11 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.waiting import first_of
+from dynamo_lite.runtime.store import until_listed
+from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
@@ -106,9 +106,8 @@ class PrefillWorker:
         self._heartbeat = start_heartbeats(host, probe, probe.run())
         for index in range(self._config.concurrency):
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
-        if self._config.queue.order == "short-first":
-            for index in range(self._config.short_slots):
-                host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
+        for index in range(self._config.short_slots):
+            host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
         await follow_backlog(self._stack, host)
         return {"model": engine.model}

@@ -11,7 +11,7 @@ from dynamo_lite.disagg.engine_config import (
 )
 from dynamo_lite.protocol.options import DisaggOptions, subset
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig, QueueOptions
-from dynamo_lite.queue.open import open_queue
+from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.fence import Fence, FenceHolder
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread

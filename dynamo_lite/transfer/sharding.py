@@ -5,15 +5,19 @@ cut to the heads that this prefill rank writes. Every head of every layer of a d
 comes from exactly one prefill rank. If several hold the same head (more ranks than KV
 heads), they are assigned to the decode ranks in turn. If blocks differ in size or internal
 order, all lanes between the two engines are staged.
+
+Writers name their parts of the blocks in their commits; the decode rank checks that together they
+cover its blocks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 
 
@@ -72,6 +76,42 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
 def writers(lanes: Lanes, remote_rank: int) -> int:
     """Returns the number of ranks that write to the decode rank."""
     return sum(remote == remote_rank for _, remote in lanes)
+
+
+def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
+    """The remote bytes of the lanes; equal parts of neighbouring regions are joined."""
+    parts: list[Part] = []
+    for lane in lanes:
+        offset, length = lane.offset, lane.remote.block_bytes
+        if parts:
+            last = parts[-1]
+            if (last.first + last.count, last.offset, last.length) == (lane.index, offset, length):
+                parts[-1] = Part(last.first, last.count + 1, offset, length)
+                continue
+        parts.append(Part(lane.index, 1, offset, length))
+    return parts
+
+
+def hole(regions: Sequence[KvRegion], parts: Iterable[Part]) -> str | None:
+    """Returns what the parts miss of the rank's blocks, name twice or have outside of them; None
+    if nothing."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in regions]
+    for part in parts:
+        if part.first + part.count > len(regions):
+            return f"{part}: there are only {len(regions)} regions"
+        for index in range(part.first, part.first + part.count):
+            spans[index].append((part.offset, part.offset + part.length))
+    for region, brought in zip(regions, spans, strict=True):
+        at = 0
+        for start, end in sorted(brought):
+            if start != at:
+                break
+            at = end
+        else:
+            if at == region.block_bytes:
+                continue
+        return f"layer {region.layer}: bytes {sorted(brought)} of {region.block_bytes}"
+    return None
 
 
 def heads_of(region: KvRegion) -> range:

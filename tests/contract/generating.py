@@ -13,14 +13,9 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.own_certificate import make_certificate
 from tests.builders import endpoint_record, graph_secret
 from tests.contract.local_client import LocalGenerateClient
-from tests.simulation.servers.memory import MemoryMessaging
-
-SUBJECT = "generate-test.generate-1"
 
 
 class FakeEngine:
@@ -84,7 +79,6 @@ class Outputs:
 
 @dataclass
 class Setup:
-    messaging: Messaging
     engine: FakeEngine
     server: GenerateServer
     outputs: Outputs
@@ -97,20 +91,8 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
     return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
 
 
-async def open_setup(
-    kind: str, stack: AsyncExitStack, nats_url: str, namespace: str, **limits: Any
-) -> Setup:
-    """kind: "tcp", "nats" (TCP, with a real broker beside it), "tls" (with a secret) or "local"."""
-    messaging: Messaging = MemoryMessaging()
-    if kind == "nats":
-        messaging = await stack.enter_async_context(NatsMessaging(nats_url))
-    return await set_up(kind, stack, messaging, namespace, **limits)
-
-
-async def set_up(
-    kind: str, stack: AsyncExitStack, messaging: Messaging, namespace: str, **limits: Any
-) -> Setup:
-    subject = f"{namespace}.{SUBJECT}"
+async def open_setup(kind: str, stack: AsyncExitStack, **limits: Any) -> Setup:
+    """kind: "tcp", "tls" (with a secret) or "local"."""
     engine, outputs = FakeEngine(), Outputs()
     certificate, secret = None, None
     if kind == "tls":
@@ -118,8 +100,7 @@ async def set_up(
         certificate, secret = make_certificate(), graph_secret(Path(folder) / "secret")
         limits |= {"certificate": certificate, "secret": secret}
     serving = await stack.enter_async_context(AsyncExitStack())
-    server = await serving.enter_async_context(GenerateServer(messaging, engine, **limits))
-    await serving.enter_async_context(server.serve(subject))
+    server = await serving.enter_async_context(GenerateServer(engine, **limits))
     client: GenerateClient
     if kind == "local":
         client = LocalGenerateClient(server, outputs.on_deltas, outputs.on_lost)
@@ -131,6 +112,5 @@ async def set_up(
     member = endpoint_record(
         stream=server.stream_address,
         certificate=None if certificate is None else certificate.fingerprint,
-        subject=subject,
     )
-    return Setup(messaging, engine, server, outputs, client, member, serving.aclose)
+    return Setup(engine, server, outputs, client, member, serving.aclose)

@@ -1,38 +1,34 @@
-"""GenerateClient of a server in the same process: no NATS, no TCP, no encoding."""
+"""GenerateClient of a server in the same process: no TCP."""
 
-import logging
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from dynamo_lite.protocol.errors import DynamoLiteError, Refused, Unavailable
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+import msgspec
+
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import Refused, Unavailable
+from dynamo_lite.protocol.generate import Accepted, GenerateRequest, RequestRefused, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.request_plane.session import Session
 
-logger = logging.getLogger(__name__)
+_CLIENT_ID = "local"
 
 
 class LocalGenerateClient:
     """GenerateClient of the server in this process. `member` is ignored."""
 
-    def __init__(
-        self,
-        server: GenerateServer,
-        on_deltas: OnDeltas,
-        on_lost: OnLost,
-        *,
-        client_id: str = "local",
-    ):
+    def __init__(self, server: GenerateServer, on_deltas: OnDeltas, on_lost: OnLost):
         self._server = server
         self._on_deltas = on_deltas
         self._on_lost = on_lost
-        self._client_id = client_id
         self._session: Session | None = None
+        self._pending: dict[str, asyncio.Future[Accepted | RequestRefused]] = {}
 
     async def __aenter__(self) -> Self:
-        self._session = self._server.open_session(self._client_id, self)
+        self._session = self._server.open_session(_CLIENT_ID, self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -41,16 +37,27 @@ class LocalGenerateClient:
             self._server.close_session(session)
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
-        session = self._session
+        session, request_id = self._session, request.request_id
         if session is None:
             raise Unavailable("the worker in this process is closed")
+        payload = encode(msgspec.structs.replace(request, client_id=_CLIENT_ID))
+        replied = asyncio.get_running_loop().create_future()
+        self._server.submit(session, request_id, payload, replied.set_result)
+        self._pending[request_id] = replied
         try:
-            await self._server.admit(session, request)
-        except DynamoLiteError:
+            await asyncio.wait({replied})
+        except asyncio.CancelledError:
+            self._server.cancel(session, [request_id])
             raise
-        except Exception as exc:
-            logger.exception("request %s: could not be started", request.request_id)
-            raise Refused("internal error of the worker", elsewhere=False) from exc
+        finally:
+            self._pending.pop(request_id, None)
+        if isinstance(reply := replied.result(), RequestRefused):
+            raise Refused(
+                reply.reason,
+                elsewhere=reply.elsewhere,
+                busy=reply.busy,
+                retry_after_s=reply.retry_after_s,
+            )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._session is not None:
@@ -67,24 +74,24 @@ class LocalGenerateClient:
             return
         running = sorted(session.request_ids)
         self._server.close_session(session)
-        self._session = self._server.open_session(self._client_id, self)
-        if running:
-            self._on_lost(running, why)
+        self._session = self._server.open_session(_CLIENT_ID, self)
+        self._lose(running, why)
 
     # DeltaSink
 
     def deliver(self, deltas: list[TokenDelta]) -> list[str]:
-        try:
-            self._on_deltas(deltas)
-        except Exception:
-            logger.exception("the receiver of deltas failed")
-            lost = [delta.request_id for delta in deltas if delta.finish_reason is None]
-            if lost:
-                self._on_lost(lost, "the receiver of deltas failed")
-            return lost
+        self._on_deltas(deltas)
         return []
 
     def closed(self, request_ids: list[str], why: str) -> None:
         self._session = None
-        if request_ids:
-            self._on_lost(request_ids, why)
+        self._lose(request_ids, why)
+
+    def _lose(self, request_ids: list[str], why: str) -> None:
+        """Those that were not accepted fail; of the others their owner is told."""
+        lost = [request_id for request_id in request_ids if request_id not in self._pending]
+        for replied in self._pending.values():
+            if not replied.done():
+                replied.set_exception(Unavailable(why))
+        if lost:
+            self._on_lost(lost, why)

@@ -11,7 +11,6 @@ import uvloop
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded, Unavailable
-from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -152,12 +151,16 @@ async def test_a_strangers_job_is_removed_and_the_next_one_pulled(
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     another = graph_secret(tmp_path / "another")
 
-    def queue() -> JetStreamQueue:
-        return JetStreamQueue(nats_url, stream=stream, subject=subject)
+    def queue(secret: GraphSecret | None = None) -> JetStreamQueue:
+        return JetStreamQueue(
+            nats_url,
+            stream=stream,
+            subject=subject,
+            secret=secret,
+            on_drop=lambda where: drops.update([where]),
+        )
 
-    ours = AuthenticatedQueue(queue(), secret, subject, lambda where: drops.update([where]))
-    theirs = AuthenticatedQueue(queue(), another, subject)
-    async with ours, theirs, queue() as plain:
+    async with queue(secret) as ours, queue(another) as theirs, queue() as plain:
         await theirs.push(b"forged", message_id="1")
         await plain.push(b"forged", message_id="2")
         await ours.push(b"ours", message_id="3")
@@ -174,9 +177,9 @@ async def test_a_strangers_job_is_removed_and_the_next_one_pulled(
 
 
 @pytest.fixture
-async def worker(nats_url: str, namespace: str) -> AsyncIterator[Setup]:
+async def worker() -> AsyncIterator[Setup]:
     async with AsyncExitStack() as stack:
-        yield await open_setup("tls", stack, nats_url, namespace)
+        yield await open_setup("tls", stack)
 
 
 async def refusal(setup: Setup, on_drop: OnDrop = uncounted, **security: object) -> str:
@@ -214,11 +217,9 @@ async def test_a_client_sends_nothing_to_a_worker_with_another_certificate(worke
     assert worker.engine.running == {}
 
 
-async def test_a_client_sends_no_request_to_a_worker_without_the_secret(
-    nats_url: str, namespace: str, secret: GraphSecret
-):
+async def test_a_client_sends_no_request_to_a_worker_without_the_secret(secret: GraphSecret):
     async with AsyncExitStack() as stack:
-        setup = await open_setup("tcp", stack, nats_url, namespace)
+        setup = await open_setup("tcp", stack)
         dropped: list[str] = []
         said = await refusal(setup, dropped.append, secret=secret)
         assert "does not have this graph's secret" in said
@@ -236,10 +237,7 @@ async def _closed_at_once(readers: Sequence[asyncio.StreamReader]) -> None:
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
-    loop: Callable[[], asyncio.AbstractEventLoop],
-    nats_url: str,
-    namespace: str,
-    monkeypatch: pytest.MonkeyPatch,
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ):
     """A stranger connects and says nothing. It displaces its own connections, and not those of
     another address, which were there first."""
@@ -250,7 +248,7 @@ def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
     async def flood() -> None:
         async with AsyncExitStack() as stack:
             count = {"on_drop": lambda where: drops.update([where])}
-            setup = await open_setup("tls", stack, nats_url, namespace, **count)
+            setup = await open_setup("tls", stack, **count)
             place = parse_address(setup.server.stream_address)
 
             async def connect(source: str) -> asyncio.StreamReader:
@@ -269,12 +267,12 @@ def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
         runner.run(asyncio.wait_for(flood(), 20))
 
 
-def test_tls_works_on_the_event_loop_of_the_processes(nats_url: str, namespace: str):
+def test_tls_works_on_the_event_loop_of_the_processes():
     """uvloop has a TLS implementation of its own."""
 
     async def talk() -> None:
         async with AsyncExitStack() as stack:
-            setup = await open_setup("tls", stack, nats_url, namespace)
+            setup = await open_setup("tls", stack)
             await setup.client.submit(setup.member, generate_request("a"))
             setup.server.deliver([tokens("a", *range(1000))])
             await setup.outputs.until(lambda: bool(setup.outputs.deltas))

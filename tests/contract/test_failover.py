@@ -26,17 +26,12 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import endpoint_record, generate_request, loop_time
 from tests.null_engine import NullEngine
-from tests.servers import PrivateServer
-from tests.simulation.servers.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 ANSWER_TOKENS = 40
-FROZEN_S = 4.0
 #: RemoteGenerateClient's, to a Welcome.
 CONNECT_S = 2.0
 REQUEST_S = 2.0
@@ -64,19 +59,16 @@ def answer_to(number: int) -> list[int]:
 class Worker:
     """One engine and its server. It makes a step for each `release` of `steps`."""
 
-    def __init__(
-        self, messaging: Messaging, subject: str, lease_id: int, max_in_flight: int | None
-    ):
+    def __init__(self, lease_id: int, max_in_flight: int | None):
         self.engine = NullEngine(token_at=token_at)
-        self.server = GenerateServer(messaging, self.engine, max_in_flight=max_in_flight)
+        self.server = GenerateServer(self.engine, max_in_flight=max_in_flight)
         self.steps = asyncio.Semaphore(0)
-        self._subject, self._lease_id = subject, lease_id
+        self._lease_id = lease_id
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
         await self._stack.enter_async_context(self.engine)
         await self._stack.enter_async_context(self.server)
-        await self._stack.enter_async_context(self.server.serve(self._subject))
         stepping = asyncio.create_task(self._step(), name="steps")
         self._stack.callback(stepping.cancel)
 
@@ -85,9 +77,7 @@ class Worker:
 
     @property
     def record(self) -> EndpointRecord:
-        return endpoint_record(
-            self._lease_id, subject=self._subject, stream=self.server.stream_address
-        )
+        return endpoint_record(self._lease_id, stream=self.server.stream_address)
 
     async def _step(self) -> None:
         steps = self.engine.steps()
@@ -97,23 +87,20 @@ class Worker:
 
 
 class Cluster:
-    def __init__(self, messaging: Messaging, namespace: str):
-        self.messaging = messaging
+    def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: list[tuple[str, str]] = []
         self.prompts_told = 0
         #: Members that are no workers of ours; they come first.
         self.strangers: list[EndpointRecord] = []
-        self._namespace = namespace
         self._changed = asyncio.Event()
 
     async def open(
         self, stack: AsyncExitStack, workers: int, max_in_flight: int | None = None
     ) -> FailoverClient:
         for lease_id in range(1, workers + 1):
-            subject = f"{self._namespace}.g{lease_id}"
-            worker = Worker(self.messaging, subject, lease_id, max_in_flight)
+            worker = Worker(lease_id, max_in_flight)
             stack.push_async_callback(worker.kill)
             await worker.start()
             self.workers.append(worker)
@@ -158,20 +145,9 @@ class Cluster:
         self._changed.set()
 
 
-@pytest.fixture(params=["nats", "memory"])
-async def messaging(request: pytest.FixtureRequest, nats_url: str) -> AsyncIterator[Messaging]:
-    if request.param == "memory":
-        yield MemoryMessaging()
-        return
-    async with NatsMessaging(nats_url) as real:
-        yield real
-
-
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
-async def test_a_killed_worker_s_requests_go_on_exactly(
-    messaging: Messaging, namespace: str, plan: MigrationPlan
-):
-    cluster = Cluster(messaging, namespace)
+async def test_a_killed_worker_s_requests_go_on_exactly(plan: MigrationPlan):
+    cluster = Cluster()
     async with AsyncExitStack() as stack:
         client = await cluster.open(stack, 2)
         for number in range(6):
@@ -191,8 +167,8 @@ async def test_a_killed_worker_s_requests_go_on_exactly(
         assert client.in_flight == 0
 
 
-async def test_a_silent_worker_is_cut_off_and_may_wake_up(messaging: Messaging, namespace: str):
-    cluster = Cluster(messaging, namespace)
+async def test_a_silent_worker_is_cut_off_and_may_wake_up():
+    cluster = Cluster()
     async with AsyncExitStack() as stack:
         client = await cluster.open(stack, 2)
         await client.submit(request_of(1), movable=CONTINUE)
@@ -213,10 +189,8 @@ async def test_a_silent_worker_is_cut_off_and_may_wake_up(messaging: Messaging, 
         assert cluster.tokens["r2"] == answer_to(2) and cluster.tokens["r3"] == answer_to(3)
 
 
-async def test_limits_hold_back_new_requests_and_not_moved_ones(
-    messaging: Messaging, namespace: str
-):
-    cluster = Cluster(messaging, namespace)
+async def test_limits_hold_back_new_requests_and_not_moved_ones():
+    cluster = Cluster()
     async with AsyncExitStack() as stack:
         client = await cluster.open(stack, 2, max_in_flight=1)
         for number in (1, 2):
@@ -231,8 +205,8 @@ async def test_limits_hold_back_new_requests_and_not_moved_ones(
         await client.submit(request_of(3), movable=CONTINUE)
 
 
-async def test_a_deadline_ends_the_request_everywhere(messaging: Messaging, namespace: str):
-    cluster = Cluster(messaging, namespace)
+async def test_a_deadline_ends_the_request_everywhere():
+    cluster = Cluster()
     async with AsyncExitStack() as stack:
         client = await cluster.open(stack, 1)
         await client.submit(request_of(1, timeout_s=0.3), movable=CONTINUE)
@@ -245,13 +219,11 @@ async def test_a_deadline_ends_the_request_everywhere(messaging: Messaging, name
 
 
 @pytest.mark.parametrize("how", ["hangs up", "is silent"])
-async def test_a_worker_that_does_not_reply_gets_a_request_once_and_another_one_takes_it(
-    messaging: Messaging, namespace: str, how: str
-):
+async def test_a_worker_that_does_not_reply_gets_a_request_once_and_another_one_takes_it(how: str):
     got: list[Submit | Cancel] = []
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(encode(Welcome(takes_requests=True))))
+        writer.write(frame(encode(Welcome())))
         parser = FrameParser()
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
@@ -263,7 +235,7 @@ async def test_a_worker_that_does_not_reply_gets_a_request_once_and_another_one_
         writer.close()
 
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
-    cluster = Cluster(messaging, namespace)
+    cluster = Cluster()
     async with server, AsyncExitStack() as stack:
         client = await cluster.open(stack, 1)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -278,60 +250,18 @@ async def test_a_worker_that_does_not_reply_gets_a_request_once_and_another_one_
     assert sum(isinstance(message, Submit) for message in got) == 1
 
 
-#: A request without the broker may take this much longer than the work itself.
+#: A request may take this much longer than the work itself.
 ADDED_S = 0.5
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen"])
-async def test_requests_start_and_stream_without_the_broker(
-    nats_server: PrivateServer, namespace: str, fault: str
-):
-    """Before the clients have noticed that it is frozen, and afterwards."""
-    async with NatsMessaging(nats_server.url) as messaging, AsyncExitStack() as stack:
-        cluster = Cluster(messaging, namespace)
-        client = await cluster.open(stack, 2)
-        cluster.run_freely()
-        await client.submit(request_of(0), movable=CONTINUE)
-        if fault == "killed":
-            await nats_server.kill()
-        else:
-            nats_server.freeze()
-        began, took = loop_time(), list[float]()
-        number = 0
-        while loop_time() - began < FROZEN_S:
-            number += 1
-            asked = loop_time()
-            await client.submit(request_of(number), movable=CONTINUE)
-            await cluster.ended(f"r{number}")
-            took.append(loop_time() - asked)
-            cluster.run_freely()
-            await asyncio.sleep(0.05)
-        assert not messaging.connected
-        await client.submit(request_of(number + 1), movable=CONTINUE)
-        if fault == "killed":
-            await nats_server.restart()
-        else:
-            nats_server.thaw()
-        await messaging.wait_connected(10)
-        await client.submit(request_of(number + 2), movable=CONTINUE)
-        await cluster.until(lambda: len(cluster.ends) == number + 3)
-        assert max(took) < ADDED_S
-        assert cluster.tokens == {f"r{n}": answer_to(n) for n in range(number + 3)}
-        assert {how for _, how in cluster.ends} == {"length"}
-        assert client.stats.moved == {} and client.stats.lost == 0
-
-
 @pytest.mark.parametrize("dead", ["killed", "unreachable"])
-async def test_without_the_broker_a_dead_worker_costs_a_request_no_more_than_its_connecting(
-    nats_server: PrivateServer, namespace: str, dead: str
-):
-    """Without heartbeats both workers look alike, and both stay registered."""
-    async with NatsMessaging(nats_server.url) as messaging, AsyncExitStack() as stack:
-        cluster = Cluster(messaging, namespace)
+async def test_a_dead_worker_costs_a_request_no_more_than_its_connecting(dead: str):
+    """Before anybody has noticed that it is dead: both workers look alike."""
+    async with AsyncExitStack() as stack:
+        cluster = Cluster()
         client = await cluster.open(stack, 2)
         client.transport.retain([worker.record for worker in cluster.workers])
         await client.submit(request_of(0), movable=CONTINUE)
-        nats_server.freeze()
         if dead == "killed":
             await cluster.workers[1].kill()
         else:
@@ -343,7 +273,6 @@ async def test_without_the_broker_a_dead_worker_costs_a_request_no_more_than_its
             assert loop_time() - began < (ADDED_S if dead == "killed" else CONNECT_S + ADDED_S)
         await cluster.until(lambda: len(cluster.ends) == 3)
         assert cluster.tokens == {f"r{n}": answer_to(n) for n in range(3)}
-        nats_server.thaw()
 
 
 @contextlib.asynccontextmanager

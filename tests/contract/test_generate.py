@@ -1,4 +1,4 @@
-"""GenerateClient and GenerateServer: over TCP, in one process; and requests over NATS."""
+"""GenerateClient and GenerateServer: over TCP, with and without TLS, and in one process."""
 
 import asyncio
 import contextlib
@@ -40,26 +40,15 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
 @pytest.fixture(params=["tcp", "tls", "local"])
-async def setup(
-    request: pytest.FixtureRequest, nats_url: str, namespace: str
-) -> AsyncIterator[Setup]:
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     async with AsyncExitStack() as stack:
-        yield await open_setup(request.param, stack, nats_url, namespace)
+        yield await open_setup(request.param, stack)
 
 
 @pytest.fixture
-async def remote(nats_url: str, namespace: str) -> AsyncIterator[Setup]:
+async def remote() -> AsyncIterator[Setup]:
     async with AsyncExitStack() as stack:
-        yield await open_setup("tcp", stack, nats_url, namespace)
-
-
-@pytest.fixture(params=["nats", "tcp"])
-async def over_nats(
-    request: pytest.FixtureRequest, nats_url: str, namespace: str
-) -> AsyncIterator[Setup]:
-    """A worker whose subject is served by the real broker, or by its twin."""
-    async with AsyncExitStack() as stack:
-        yield await open_setup(request.param, stack, nats_url, namespace)
+        yield await open_setup("tcp", stack)
 
 
 # Every implementation
@@ -194,15 +183,6 @@ async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
 
 
 # Over TCP
-
-
-async def test_a_request_needs_no_subject(remote: Setup):
-    await remote.client.submit(
-        endpoint_record(stream=remote.server.stream_address, subject="nobody.home"),
-        generate_request("a"),
-    )
-    remote.server.deliver([tokens("a", 1, finish="stop")])
-    await remote.outputs.until(lambda: remote.outputs.deltas == [tokens("a", 1, finish="stop")])
 
 
 async def test_a_registered_worker_is_connected_before_the_first_request(remote: Setup):
@@ -377,20 +357,13 @@ async def greet(setup: Setup) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     """A connection that is welcome, with the client id "raw"."""
     reader, writer = await dial(setup)
     writer.write(frame(encode(Hello(client_id="raw"))))
-    assert await read_frame(reader) == Welcome(takes_requests=True)
+    assert await read_frame(reader) == Welcome()
     return reader, writer
 
 
 def submit_of(request_id: str, client_id: str = "raw") -> bytes:
     request = encode(generate_request(request_id, client_id=client_id))
     return frame(encode(Submit(request_id=request_id, request=request)))
-
-
-async def ask(setup: Setup, request_id: str) -> bytes:
-    """The reply to a request over NATS."""
-    request = generate_request(request_id, client_id="raw")
-    subject = setup.member.transport.nats_tcp
-    return await setup.messaging.request(subject, encode(request), timeout_s=2)
 
 
 @pytest.mark.parametrize(
@@ -535,7 +508,7 @@ def client_of(outputs: Outputs, request_timeout_s: float = 5.0) -> RemoteGenerat
 async def test_a_worker_that_does_not_read_gets_no_second_large_request():
     """Each submit ends at its timeout, and what waits does not add up until the connection,
     and all that runs on it, is given up."""
-    worker, outputs = RawWorker(Welcome(takes_requests=True)), Outputs()
+    worker, outputs = RawWorker(Welcome()), Outputs()
     asks = 24
     assert asks * 4 << 20 > MAX_UNSENT_BYTES
     async with worker.listening() as address, client_of(outputs, request_timeout_s=0.2) as client:
@@ -559,49 +532,3 @@ async def raises(error: type[Exception], submit: Any, address: str, request_id: 
     large = generate_request(request_id, cache_salt="x" * (4 << 20))
     with pytest.raises(error):
         await submit(endpoint_record(stream=address), large)
-
-
-async def test_a_worker_that_takes_requests_over_nats_only_is_unavailable():
-    worker, outputs = RawWorker(Welcome()), Outputs()
-    worker.reads.set()
-    async with worker.listening() as address, client_of(outputs) as client:
-        with pytest.raises(Unavailable, match="upgrade workers before frontends"):
-            await client.submit(endpoint_record(stream=address), generate_request("a"))
-        async with asyncio.timeout(5):
-            while not worker.got:
-                worker.changed.clear()
-                await worker.changed.wait()
-    assert worker.got == [Hello(client_id="impatient.1")]
-
-
-# Over NATS, by clients that have a connection for the tokens
-
-
-async def test_a_request_over_nats_gets_its_tokens_on_the_connection(over_nats: Setup):
-    async with asyncio.timeout(5):
-        reader, writer = await greet(over_nats)
-        assert await ask(over_nats, "a") == encode(Accepted())
-        assert b"is already running" in await ask(over_nats, "a")
-        over_nats.server.deliver([tokens("a", 7)])
-        assert await read_frame(reader) == Deltas(deltas=[tokens("a", 7)])
-        over_nats.server.refuse_new("draining")
-        assert b"draining" in await ask(over_nats, "b")
-        writer.close()
-        await over_nats.engine.until(lambda: over_nats.engine.aborted == ["a"])
-
-
-async def test_a_cancel_may_overtake_its_request(over_nats: Setup):
-    async with asyncio.timeout(5):
-        _, writer = await greet(over_nats)
-        await ask(over_nats, "b")
-        # Cancelled in one frame: once "b" is aborted, the cancel of "a" was read too.
-        writer.write(frame(encode(Cancel(request_ids=["a", "b"]))))
-        await over_nats.engine.until(lambda: over_nats.engine.aborted == ["b"])
-        assert b"was cancelled" in await ask(over_nats, "a")
-    writer.close()
-    assert over_nats.engine.running == {}
-
-
-async def test_a_request_without_stream_is_refused(over_nats: Setup):
-    assert b"no stream" in await ask(over_nats, "a")
-    assert over_nats.engine.running == {}

@@ -12,7 +12,6 @@ from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.server import GenerateServer
 from tests.builders import endpoint_record, generate_request
 from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
-from tests.simulation.servers.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -20,11 +19,9 @@ Open = Callable[..., Awaitable[Setup]]
 
 
 @pytest.fixture(params=["tcp", "tls", "local"])
-async def opened(
-    request: pytest.FixtureRequest, nats_url: str, namespace: str
-) -> AsyncIterator[Open]:
+async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
-        yield lambda **limits: open_setup(request.param, stack, nats_url, namespace, **limits)
+        yield lambda **limits: open_setup(request.param, stack, **limits)
 
 
 async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
@@ -122,7 +119,7 @@ async def test_a_cut_fails_what_was_not_accepted_yet(opened: Open):
 async def test_a_cancel_that_comes_with_the_welcome_closes_the_connection():
     """Nobody has the connection, so nobody else would close it."""
     outputs = Outputs()
-    async with GenerateServer(MemoryMessaging(), FakeEngine()) as server:
+    async with GenerateServer(FakeEngine()) as server:
         member = endpoint_record(stream=server.stream_address)
         link = Connection(member.transport, "front", outputs.on_deltas, outputs.on_lost)
         opening = asyncio.create_task(link.open(5.0))

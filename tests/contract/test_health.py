@@ -36,6 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything ten times as fast."""
     monkeypatch.setattr(health, "SILENT_S", 0.3)
     monkeypatch.setattr(health, "SECOND_LOOK_S", 0.1)
+    monkeypatch.setattr("dynamo_lite.runtime.members.heartbeat.HEARTBEAT_PERIOD_S", 0.05)
 
 
 class Graph:
@@ -86,7 +87,6 @@ class Graph:
             component="Worker",
             lease_id=lease_id,
             verdict=verdict,
-            period_s=0.05,
         )
 
     @contextlib.asynccontextmanager
@@ -150,7 +150,6 @@ async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) ->
         assert 0.4 <= loop.time() - joins < 2.0
         assert graph.responsive() == [B]
         assert [m.lease_id for m in graph.monitor.members_or_all] == [B]
-        assert not graph.monitor.is_responsive(A) and graph.monitor.is_responsive(B)
         assert graph.monitor.silent_for(A) >= 0.4 > graph.monitor.silent_for(B)
         assert graph.monitor.trouble(A).startswith("no heartbeat for 0.")
         assert graph.monitor.trouble(B) == ""
@@ -263,7 +262,7 @@ async def test_who_leaves_is_forgotten_and_may_come_back(graph: Graph) -> None:
     await graph.join(A)
     assert await graph.next_turn() == (set(), {A})
     await graph.leave(A)
-    assert not graph.monitor.is_responsive(A)
+    assert A not in graph.responsive()
     assert graph.monitor.silent_for(A) == 0.0
     assert graph.sample("dynamo_lite_workers_unresponsive") == 0
     await graph.join(A)

@@ -29,10 +29,9 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 JOBS, FIT, UNFIT = 12, 0xF, 0xBAD
 
 
-@pytest.mark.parametrize("order", ["fifo", "short-first"])
-async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str, order: str):
+async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str):
     messaging, store = MemoryMessaging(), MemoryStore()
-    config = QueueConfig(order=order)
+    config = QueueConfig()
     await store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
     told: list[tuple[str, int, str]] = []
     came = asyncio.Event()
@@ -87,7 +86,9 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
             began = time.monotonic()
             attempt = f"a{number}"
             await decode.push(
-                encode_sealed(prefill_job(attempt)), message_id=attempt, lane=_lane(config)
+                encode_sealed(prefill_job(attempt)),
+                message_id=attempt,
+                lane=config.lane_of(10, 0),
             )
             async with asyncio.timeout(10):
                 await came.wait()
@@ -97,7 +98,3 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
     assert {writer for _, writer, outcome in told if outcome == "failed"} <= {UNFIT}
     assert len(told) == JOBS
     assert slowest_s < 1.5
-
-
-def _lane(config: QueueConfig):
-    return config.lane_of(10, 0)

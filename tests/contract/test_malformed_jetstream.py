@@ -13,8 +13,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, StartupError
 from dynamo_lite.queue import jetstream
 from dynamo_lite.queue.base import QueueConfig, QueueOptions
-from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.queue.open import check_queue
+from dynamo_lite.queue.jetstream import JetStreamQueue, check_queue
 from dynamo_lite.queue.topology import shared_settings
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable

@@ -29,14 +29,20 @@ from tests.simulation.servers.memory import MemoryMessaging
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
+@pytest.fixture
+def few_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_lite.runtime.messaging.MAX_HANDLERS", 2)
+
+
 @pytest.fixture(params=["memory", "nats", "authenticated nats"])
-async def messaging(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Messaging]:
+async def messaging(
+    request: pytest.FixtureRequest, few_handlers: None, tmp_path: Path
+) -> AsyncIterator[Messaging]:
     if request.param == "memory":
-        async with MemoryMessaging(max_handlers=2) as memory:
+        async with MemoryMessaging() as memory:
             yield memory
         return
-    messaging = NatsMessaging(request.getfixturevalue("nats_url"), max_handlers=2)
-    async with messaging as real:
+    async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
         secret = graph_secret(tmp_path / "secret")
         yield real if request.param == "nats" else AuthenticatedMessaging(real, secret)
 

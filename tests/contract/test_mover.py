@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
@@ -66,15 +65,14 @@ def polled_nixl(name: str) -> Mover:
     return PolledMover(NixlMover(name))
 
 
-@pytest.fixture(params=["memory", "polled memory", "nixl", "polled nixl", "authenticated nixl"])
+@pytest.fixture(params=["memory", "polled memory", "nixl", "polled nixl"])
 def make(request, tmp_path) -> Callable[[str], Mover]:
     fabric, secret = MemoryFabric(), graph_secret(tmp_path / "secret")
     movers: dict[str, Callable[[str], Mover]] = {
         "memory": lambda name: MemoryMover(fabric, name),
         "polled memory": lambda name: PolledMover(MemoryMover(fabric, name)),
-        "nixl": NixlMover,
+        "nixl": lambda name: NixlMover(name, secret),
         "polled nixl": polled_nixl,
-        "authenticated nixl": lambda name: AuthenticatedMover(NixlMover(name), secret),
     }
     return movers[request.param]
 

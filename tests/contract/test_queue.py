@@ -24,8 +24,7 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
     StartupError,
 )
-from dynamo_lite.queue import lane_pull
-from dynamo_lite.queue.authenticated import AuthenticatedQueue
+from dynamo_lite.queue import puller
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
@@ -48,7 +47,7 @@ class Opener(Protocol):
     def __call__(self, config: QueueConfig = ...) -> Awaitable[PrefillQueue]: ...
 
 
-@pytest.fixture(params=["jetstream", "memory", "authenticated jetstream"])
+@pytest.fixture(params=["jetstream", "memory"])
 async def open_queue(
     request: pytest.FixtureRequest, nats_url: str, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Opener]:
@@ -62,10 +61,10 @@ async def open_queue(
             queue: PrefillQueue = (
                 MemoryQueue(broker, stream=stream, subject=subject, config=config)
                 if request.param == "memory"
-                else JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
+                else JetStreamQueue(
+                    nats_url, stream=stream, subject=subject, config=config, secret=secret
+                )
             )
-            if request.param == "authenticated jetstream":
-                queue = AuthenticatedQueue(queue, secret, subject)
             return await stack.enter_async_context(queue)
 
         yield open_one
@@ -75,7 +74,7 @@ async def open_queue(
 def patient_lanes() -> Iterator[None]:
     """A lane is not passed over because the broker is slow to say whether it is empty."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_pull, "GRACE_S", 10.0)
+        patch.setattr(puller, "GRACE_S", 10.0)
         yield
 
 
@@ -241,21 +240,6 @@ async def test_lanes_share_the_cap_the_ids_and_the_end(open_queue: Opener):
     assert again is not None and (again.payload, again.deliveries) == (b"c", 2)
     await again.ack()
     await until_total(queue, 1)
-
-
-async def test_in_order_of_arrival_there_is_one_lane(open_queue: Opener):
-    queue = await open_queue(QueueConfig(order="fifo"))
-    for payload in (b"a", b"b"):
-        await push(queue, payload)
-    assert await queue.pull(timeout_s=0.05, lanes=(Lane.SHORT,)) is None
-    assert [(await pull(queue)).payload for _ in range(2)] == [b"a", b"b"]
-
-
-async def test_a_pull_from_no_lane_that_there_is_ends_at_its_deadline(open_queue: Opener):
-    queue = await open_queue(QueueConfig(order="fifo"))
-    began = loop_time()
-    assert await queue.pull(timeout_s=0.05, lanes=(Lane.SHORT,)) is None
-    assert 0.04 < loop_time() - began < 0.2
 
 
 async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
@@ -452,7 +436,6 @@ async def test_leaving_naks_what_was_not_ended(open_queue: Opener):
         QueueConfig(ack_wait_s=1.5),
         QueueConfig(max_deliver=9),
         QueueConfig(max_age_s=60.0),
-        QueueConfig(order="fifo"),
         QueueConfig(short_length=7),
     ],
 )

@@ -115,7 +115,7 @@ async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data()
     store, prefix = MemoryStore(), endpoint_prefix("n", "Worker", "generate")
     members = [await put(store, "n", lease_id) for lease_id in (1, 2, 3)]
     left: list[set[int]] = []
-    async with Roster(store, prefix, return_s=0.2) as roster:
+    async with Roster(store, prefix) as roster:
         roster.on_change(lambda joined, gone: left.append(set(gone)))
         store.set_available(False)
         store.wipe()
@@ -126,8 +126,8 @@ async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data()
         assert roster.members[:3] == tuple(members)
         assert left == [set()]
         await store.put(key_of(endpoint_record(2, "Worker", namespace="n")), b"nonsense")
-        await roster.wait(lambda found: members[1] not in found, 5)
-        await roster.wait(lambda found: members[2] not in found, 5)
+        await roster.wait(lambda found: members[1] not in found, 10)
+        await roster.wait(lambda found: members[2] not in found, 10)
         assert [member.lease_id for member in roster.members] == [1, 4]
         assert left == [set(), {2}, {3}]
 

@@ -227,8 +227,11 @@ async def test_compaction_during_an_outage_resyncs_the_watch(etcd_server) -> Non
         assert await take(events) == Put("n/b", b"1")
 
 
-async def test_a_lease_expires_by_the_local_clock(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url, timeout_s=0.5) as store, store.lease(2) as lease:
+async def test_a_lease_expires_by_the_local_clock(
+    etcd_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo_lite.runtime.etcd.client.CALL_TIMEOUT_S", 0.5)
+    async with EtcdStore(etcd_server.url) as store, store.lease(2) as lease:
         started = time.monotonic()
         await etcd_server.kill()
         async with asyncio.timeout(5):
@@ -261,9 +264,12 @@ async def test_a_stall_that_holds_the_interpreter_lock_costs_the_lease(etcd_serv
         await eventually(gone, 5)
 
 
-async def test_a_hung_event_loop_does_not_keep_its_lease(etcd_server) -> None:
+async def test_a_hung_event_loop_does_not_keep_its_lease(
+    etcd_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process sees the member go, and the hung one knows it when it runs again."""
-    store = EtcdStore(etcd_server.url, hung_s=0.5)
+    monkeypatch.setattr("dynamo_lite.runtime.etcd.lease_thread.HUNG_S", 0.5)
+    store = EtcdStore(etcd_server.url)
     async with store, store.lease(2) as lease, EtcdStore(etcd_server.url) as other:
         await store.put("n/own", b"1", lease=lease)
         time.sleep(lease.ttl_s * 2 + 1)  # the hang
@@ -292,17 +298,18 @@ async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
     holder = await EtcdStore(etcd_server.url).__aenter__()
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
-        lease = await grant_lease(
-            holder._client, 2, timeout_s=2, boottime=boottime
-        )  # nobody keeps it alive
+        lease = await grant_lease(holder._client, 2, boottime)  # nobody keeps it alive
         await holder.put("n/own", b"1", lease=lease)
         assert await take(events) == Put("n/own", b"1")
         await holder.__aexit__()
         assert await take(events, timeout_s=6) == Delete("n/own")
 
 
-async def test_a_hung_server_is_unavailable_in_time(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url, timeout_s=0.3) as store:
+async def test_a_hung_server_is_unavailable_in_time(
+    etcd_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo_lite.runtime.etcd.client.CALL_TIMEOUT_S", 0.3)
+    async with EtcdStore(etcd_server.url) as store:
         etcd_server.freeze()
         try:
             started = time.monotonic()

@@ -170,9 +170,10 @@ async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
 
 
 async def test_calls_to_a_frozen_store_end_in_time_and_leave_nothing(
-    etcd_server: PrivateServer,
+    etcd_server: PrivateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with EtcdStore(etcd_server.url, timeout_s=0.5) as store, store.lease(30) as lease:
+    monkeypatch.setattr("dynamo_lite.runtime.etcd.client.CALL_TIMEOUT_S", 0.5)
+    async with EtcdStore(etcd_server.url) as store, store.lease(30) as lease:
         etcd_server.freeze()
         for _ in range(6):
             began = time.monotonic()

@@ -7,7 +7,6 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
-from dynamo_lite.runtime import first_listing
 from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import endpoint_record, eventually
 from tests.simulation.servers.memory import MemoryStore
@@ -105,8 +104,8 @@ async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
         assert len(turned) == 2
 
 
-async def test_without_a_first_listing_it_does_not_begin(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(first_listing, "_WITHIN_S", 0.05)
+async def test_without_a_store_it_does_not_begin(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dynamo_lite.runtime.store._LISTED_WITHIN_S", 0.05)
     async with MemoryStore() as store:
         store.set_available(False)
         with pytest.raises(StoreUnavailable, match="no listing of t/links/"):

@@ -20,7 +20,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.queue.open import open_queue
+from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.secret import GraphSecret

@@ -1,26 +1,25 @@
-"""The generate endpoint between simulated processes: NATS and TCP on the simulated network."""
+"""The generate endpoint between simulated processes: TCP on the simulated network."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
 
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.contract import test_generate, test_generate_ends
-from tests.contract.generating import Setup, set_up
+from tests.contract.generating import Setup, open_setup
 from tests.sim import contract
+from tests.simulation.network.network import Network
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-globals().update(contract.tests_of(test_generate, "setup", "remote", "over_nats"))
+globals().update(contract.tests_of(test_generate, "setup", "remote"))
 globals().update(contract.tests_of(test_generate_ends, "opened"))
 
 
 @pytest.fixture
-async def opened(nats_url: str, namespace: str) -> AsyncIterator[test_generate_ends.Open]:
+async def opened(network: Network) -> AsyncIterator[test_generate_ends.Open]:
     async with AsyncExitStack() as stack:
-        messaging = await stack.enter_async_context(NatsMessaging(nats_url))
-        yield lambda **limits: set_up("sim", stack, messaging, namespace, **limits)
+        yield lambda **limits: open_setup("tcp", stack, **limits)
 
 
 @pytest.fixture
@@ -30,9 +29,4 @@ async def setup(opened: test_generate_ends.Open) -> Setup:
 
 @pytest.fixture
 def remote(setup: Setup) -> Setup:
-    return setup
-
-
-@pytest.fixture
-def over_nats(setup: Setup) -> Setup:
     return setup

@@ -14,11 +14,12 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 globals().update(contract.tests_of(test_messaging, "messaging", "nats_server"))
 globals().update(contract.tests_of(test_fuzz_nats, "nats_url"))
+few_handlers = test_messaging.few_handlers
 
 
 @pytest.fixture
-async def messaging(nats_url: str) -> AsyncIterator[Messaging]:
-    async with NatsMessaging(nats_url, max_handlers=2) as messaging:
+async def messaging(nats_url: str, few_handlers: None) -> AsyncIterator[Messaging]:
+    async with NatsMessaging(nats_url) as messaging:
         yield messaging
 
 

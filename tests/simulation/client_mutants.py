@@ -8,7 +8,7 @@ from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.queue.job import JetStreamJob
+from dynamo_lite.queue.puller import JetStreamJob
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
@@ -26,9 +26,9 @@ from tests.simulation.shipped import Shipped
 class _RedeliveryLost(JetStreamQueue):
     _reconnected = False
 
-    def _on_missing(self) -> None:
-        super()._on_missing()
-        self._reconnected = True
+    def _on_connection(self, connected: bool) -> None:
+        super()._on_connection(connected)
+        self._reconnected = self._reconnected or connected
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)

@@ -50,6 +50,5 @@ def _queue_options(scenario: Scenario) -> QueueOptions:
         max_jobs=scenario.max_jobs,
         ack_wait_s=scenario.ack_wait_s,
         max_deliver=scenario.max_deliver,
-        order="fifo" if scenario.seed % 4 == 0 else "short-first",
         short_length=_SHORT_TOKENS,
     )

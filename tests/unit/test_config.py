@@ -96,7 +96,6 @@ def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):
         "max_jobs": 9,
         "ack_wait_s": 10.0,
         "max_deliver": 3,
-        "order": "short-first",
         "short_length": 2048,
         "replicas": 1,
         "storage": "memory",

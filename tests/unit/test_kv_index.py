@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from dynamo_lite.policy.routing.kv_chain import BlockHashes, chain_hashes, root_hash
+from dynamo_lite.policy.routing.kv_chain import BlockHashes, chain_hashes, extend, root_hash
 from dynamo_lite.policy.routing.kv_index import KvIndex
 
 BLOCK = 2
@@ -203,11 +203,8 @@ def test_prompts_share_hashes_as_they_may_share_kv():
     assert len(plain) == 5 and len(set(plain)) == 5
     assert chain_hashes(tokens[:7], 2) == plain[:3]
     assert chain_hashes([9, *tokens[1:]], 2)[1] != plain[1]
-    salted, adapted = (
-        chain_hashes(tokens, 2, cache_salt="a"),
-        chain_hashes(tokens, 2, lora_name="a"),
-    )
-    both = chain_hashes(tokens, 2, cache_salt="a", lora_name="a")
+    salted = chain_hashes(tokens, 2, cache_salt="a")
+    adapted, both = (extend(root_hash(salt, "a"), tokens, 2) for salt in (None, "a"))
     assert len({*plain, *salted, *adapted, *both}) == 20
 
 

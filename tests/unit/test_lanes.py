@@ -25,12 +25,6 @@ def test_a_job_waits_by_its_length_unless_its_priority_says_otherwise(
     assert lane_of(tokens, priority, 100) is config.lane_of(tokens, priority) is lane
 
 
-def test_a_queue_in_order_of_arrival_has_one_lane():
-    config = QueueConfig(order="fifo")
-    assert config.lanes == (Lane.LONG,)
-    assert config.lane_of(1, -5) is Lane.LONG
-
-
 @given(st.lists(st.sets(st.sampled_from(Lane), min_size=1), min_size=1, max_size=60))
 def test_a_lane_with_jobs_is_passed_over_a_few_times_only(rounds: list[set[Lane]]):
     """rounds: the lanes that have jobs at each pull."""

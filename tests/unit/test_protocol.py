@@ -435,17 +435,6 @@ GOLDEN = [
         b"\xacwire_version\x08",
     ),
     (
-        Accepted(),
-        generate.decode_generate_reply,
-        b"\x81\xa4type\xa8Accepted",
-    ),
-    (
-        RequestRefused(reason="full", elsewhere=True),
-        generate.decode_generate_reply,
-        b"\x85\xa4type\xaeRequestRefused\xa6reason\xa4full\xa9elsewhere\xc3"
-        b"\xa4busy\xc2\xadretry_after_s\xcb?\xf0\x00\x00\x00\x00\x00\x00",
-    ),
-    (
         Hello(client_id="c1"),
         generate.decode_client_frame,
         b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x08",
@@ -454,11 +443,6 @@ GOLDEN = [
         Welcome(),
         generate.decode_worker_frame,
         b"\x81\xa4type\xa7Welcome",
-    ),
-    (
-        Welcome(takes_requests=True),
-        generate.decode_worker_frame,
-        b"\x82\xa4type\xa7Welcome\xaetakes_requests\xc3",
     ),
     (
         Submit(request_id="r1", request=b"\x8f"),

@@ -9,9 +9,8 @@ from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
-from dynamo_lite.transfer.block_slices import hole, parts_of
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
-from dynamo_lite.transfer.sharding import heads_of, join, writers
+from dynamo_lite.transfer.sharding import heads_of, hole, join, parts_of, writers
 from tests.shards import Shape, ShardedEngine, expected
 from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 

@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.request_plane import framing
 from dynamo_lite.request_plane.framing import (
     FrameConnection,
     FrameParser,
@@ -37,9 +37,9 @@ class Receiver:
 
 
 @asynccontextmanager
-async def listening(receiver: Receiver, **options: Any) -> AsyncIterator[int]:
+async def listening(receiver: Receiver) -> AsyncIterator[int]:
     server = await asyncio.get_running_loop().create_server(
-        lambda: FrameConnection(receiver, **options), "127.0.0.1", 0
+        lambda: FrameConnection(receiver), "127.0.0.1", 0
     )
     async with server:
         yield server.sockets[0].getsockname()[1]
@@ -68,10 +68,10 @@ def test_any_cut_of_the_stream_gives_the_same_frames(payloads: list[bytes], data
 
 @given(st.lists(st.binary(max_size=64), max_size=20))
 def test_arbitrary_bytes_give_frames_or_a_protocol_error(chunks: list[bytes]):
-    parser = FrameParser(max_bytes=32)
+    parser = FrameParser(first_max_bytes=32)
     try:
         for chunk in chunks:
-            assert all(0 < len(payload) <= 32 for payload in parser.feed(chunk))
+            assert all(payload for payload in parser.feed(chunk))
     except ProtocolError:
         pass
 
@@ -180,16 +180,18 @@ async def test_foreign_bytes_close_that_connection_only(garbage: bytes):
     assert receiver.closed.qsize() <= 1
 
 
-async def test_a_silent_peer_is_cut_off():
+async def test_a_silent_peer_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(framing, "FIRST_FRAME_TIMEOUT_S", 0.05)
     receiver = Receiver()
-    async with listening(receiver, first_frame_timeout_s=0.05) as port, peer(port):
+    async with listening(receiver) as port, peer(port):
         async with asyncio.timeout(5):
             assert "no frame within" in await receiver.closed.get()
 
 
-async def test_a_peer_that_stops_reading_is_cut_off():
+async def test_a_peer_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(framing, "STALL_TIMEOUT_S", 0.1)
     receiver = Receiver()
-    async with listening(receiver, stall_timeout_s=0.1) as port, peer(port) as (_, writer):
+    async with listening(receiver) as port, peer(port) as (_, writer):
         writer.write(frame(b"hello"))
         async with asyncio.timeout(10):
             await receiver.payloads.get()
@@ -199,9 +201,10 @@ async def test_a_peer_that_stops_reading_is_cut_off():
             assert "read nothing" in await receiver.closed.get()
 
 
-async def test_a_peer_that_leaves_too_much_unread_is_cut_off():
+async def test_a_peer_that_leaves_too_much_unread_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(framing, "MAX_UNSENT_BYTES", 4 << 20)
     receiver = Receiver()
-    async with listening(receiver, max_unsent_bytes=4 << 20) as port, peer(port) as (_, writer):
+    async with listening(receiver) as port, peer(port) as (_, writer):
         writer.write(frame(b"hello"))
         async with asyncio.timeout(10):
             await receiver.payloads.get()

@@ -25,11 +25,11 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from dynamo_lite.protocol.trace import TraceContext, new_trace
 from dynamo_lite.runtime.tracing import otlp
 from dynamo_lite.runtime.tracing import tracer as tracing
-from dynamo_lite.runtime.tracing.open import open_tracer
 from dynamo_lite.runtime.tracing.otlp import OtlpTracer
 from dynamo_lite.runtime.tracing.tracer import (
     TracingOptions,
     check_endpoint,
+    open_tracer,
     record_child,
     record_notes,
 )
@@ -142,20 +142,24 @@ async def test_a_span_does_not_end_before_it_begins():
     assert span.start == span.end
 
 
-#: How long a collector that is away is waited for.
-FLUSH_S = 0.2
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that is away is waited for a short time."""
+    monkeypatch.setattr(otlp, "_FLUSH_S", 0.2)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_dead_collector_harms_nothing(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG, "opentelemetry")
     options = TracingOptions(endpoint=f"http://127.0.0.1:{reserved_port()}")
-    async with OtlpTracer(options, **NAMES, flush_s=FLUSH_S) as tracer:
+    async with OtlpTracer(options, **NAMES) as tracer:
         for _ in range(5000):  # more than the queue takes
             tracer.record("lost", new_trace(), "", 0.0, 1.0)
     tracer.record("late", new_trace(), "", 0.0, 1.0)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_telling_a_span_does_not_wait_for_the_collector():
     """It is up, and never answers."""
     done = asyncio.Event()
@@ -168,7 +172,7 @@ async def test_telling_a_span_does_not_wait_for_the_collector():
     async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
         options = TracingOptions(endpoint=f"http://127.0.0.1:{port}")
-        tracer = OtlpTracer(options, **NAMES, flush_s=FLUSH_S)
+        tracer = OtlpTracer(options, **NAMES)
         async with asyncio.timeout(30), tracer:
             for _ in range(5000):
                 tracer.record("lost", new_trace(), "", 0.0, 1.0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.runtime.waiting import first_of
+from dynamo_lite.runtime.tasks import first_of
 from tests.builders import loop_time
 from tests.unit.virtual import virtual
 

@@ -25,7 +25,7 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
-from dynamo_lite.queue.authenticated import job_context
+from dynamo_lite.queue.jetstream import job_context
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.protocol.records import KvRegion
-from dynamo_lite.transfer.block_slices import hole
+from dynamo_lite.transfer.sharding import hole
 
 #: For how many grants of an attempt, besides its own, notifications are kept.
 _MAX_OTHER_GRANTS = 4

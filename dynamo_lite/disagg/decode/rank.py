@@ -19,7 +19,7 @@ from dynamo_lite.protocol.prefill import decode_notice
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.block_slices import hole
+from dynamo_lite.transfer.sharding import hole
 
 logger = logging.getLogger(__name__)
 

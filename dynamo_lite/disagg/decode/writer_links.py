@@ -13,10 +13,9 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.first_listing import first_event
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.members.roster import Members
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)

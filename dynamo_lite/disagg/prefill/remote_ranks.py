@@ -13,8 +13,7 @@ from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap
-from dynamo_lite.transfer.block_slices import parts_of
-from dynamo_lite.transfer.sharding import join, writers
+from dynamo_lite.transfer.sharding import join, parts_of, writers
 from dynamo_lite.transfer.transpose import Layout
 
 logger = logging.getLogger(__name__)

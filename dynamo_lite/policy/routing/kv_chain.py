@@ -36,14 +36,10 @@ _PLAIN = root_hash()
 
 
 def chain_hashes(
-    token_ids: Sequence[int],
-    block_size: int,
-    *,
-    cache_salt: str | None = None,
-    lora_name: str | None = None,
+    token_ids: Sequence[int], block_size: int, *, cache_salt: str | None = None
 ) -> list[ChainHash]:
     """The hashes of all full blocks, in order. Token ids are 0 to 2^32 - 1."""
-    root = root_hash(cache_salt, lora_name) if cache_salt or lora_name else _PLAIN
+    root = root_hash(cache_salt) if cache_salt else _PLAIN
     return extend(root, token_ids, block_size)
 
 

@@ -14,10 +14,12 @@ import aetcd
 from aetcd import rpc
 
 from dynamo_lite.runtime.address import ServerAddress
-from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
+from dynamo_lite.runtime.etcd.backend import EtcdBackend
 
 T = TypeVar("T")
 
+#: Longest wait for one member's answer to one call.
+CALL_TIMEOUT_S = 2.0
 #: Codes of a member that is unreachable, hangs, or has no leader.
 UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
 #: The token is unknown or expired, the users have changed since, or no token was sent.
@@ -36,11 +38,10 @@ class EtcdClient(aetcd.Client):
     channel: Any
     metadata: Any
 
-    def __init__(
-        self, address: ServerAddress, *, timeout_s: float, backend: EtcdBackend = SYSTEM_BACKEND
-    ):
+    def __init__(self, address: ServerAddress, backend: EtcdBackend):
         """Raises ConfigError when a file of `address.tls` cannot be read."""
-        super().__init__(timeout=timeout_s)  # pyright: ignore[reportArgumentType]
+        self.timeout_s = CALL_TIMEOUT_S
+        super().__init__(timeout=self.timeout_s)  # pyright: ignore[reportArgumentType]
         self._user, self._secret = address.user, address.password
         self._authenticating = asyncio.Lock()
         self._channels = [backend.open_channel(host, address) for host in address.hosts]
@@ -82,12 +83,17 @@ class EtcdClient(aetcd.Client):
                 else:
                     raise
 
+    async def range(self, request: Any) -> Any:
+        """The whole reply to a RangeRequest; the results of aetcd's own calls hide the revision."""
+        return await self.call(
+            lambda: self.kvstub.Range(request, timeout=self.timeout_s, metadata=self.metadata)
+        )
+
     def _use(self, channel: Any) -> None:
         self.channel = channel
         self.auth_stub = rpc.AuthStub(channel)
         self.kvstub = rpc.KVStub(channel)
         self.leasestub = rpc.LeaseStub(channel)
-        self.maintenancestub = rpc.MaintenanceStub(channel)
 
     def _leave(self, channel: Any) -> None:
         """Switches to the member after that of `channel`, unless another call did so."""

@@ -34,7 +34,7 @@ _OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
 
 class EtcdLease:
     """granted: etcd's answer to the grant of `ttl_s`; granted_at: the `boottime` just before the
-    request. timeout_s: timeout of one request. boottime: see `Clock`."""
+    request. boottime: see `Clock`."""
 
     def __init__(
         self,
@@ -43,12 +43,10 @@ class EtcdLease:
         *,
         ttl_s: float,
         granted_at: float,
-        timeout_s: float,
         boottime: Callable[[], float],
     ):
         self._client = client
         self._boottime = boottime
-        self._timeout_s = timeout_s
         self._id: int = granted.ID
         self._ttl_s = min(ttl_s, granted.TTL)
         self._deadline = granted_at + self._ttl_s
@@ -123,7 +121,7 @@ class EtcdLease:
         """
         # A backup from before the grant lacks the revision, or has another newest key there.
         try:
-            reply = await self._range(_newest_at(0))
+            reply = await self._client.range(_newest_at(0))
         except _OUT_OF_REACH as exc:
             logger.debug("lease %x has no mark in the store's history: %s", self._id, exc)
             return
@@ -183,7 +181,7 @@ class EtcdLease:
             return True
         asked_at = self._boottime()
         try:
-            granted = await _ask(self._client, self._ttl_s, self._timeout_s, lease_id=self._id)
+            granted = await _ask(self._client, self._ttl_s, lease_id=self._id)
         except rpc.AioRpcError as exc:
             if status(exc) is rpc.StatusCode.FAILED_PRECONDITION:
                 return False  # it exists: another call of this process was faster
@@ -208,7 +206,8 @@ class EtcdLease:
         went_back = header.cluster_id != self._cluster or header.revision < self._revision
         witness = self._witness
         try:
-            reply = await self._range(witness[0] if witness else _key_at(b"\0", self._revision))
+            asked = witness[0] if witness else _key_at(b"\0", self._revision)
+            reply = await self._client.range(asked)
         except rpc.AioRpcError as exc:
             match status(exc):
                 case rpc.StatusCode.OUT_OF_RANGE:  # not yet written, or compacted
@@ -221,12 +220,6 @@ class EtcdLease:
             # The store was empty at the grant. One that was wiped just now may be wiped again.
             return header.cluster_id != self._cluster or self._granted_again
         return [(kv.key, kv.mod_revision) for kv in reply.kvs] != [witness[1]]
-
-    async def _range(self, request: Any) -> Any:
-        client = self._client
-        return await client.call(
-            lambda: client.kvstub.Range(request, timeout=self._timeout_s, metadata=client.metadata)
-        )
 
 
 def _key_at(key: bytes, revision: int) -> Any:
@@ -249,27 +242,20 @@ def _newest_at(revision: int) -> Any:
     )
 
 
-async def grant_lease(
-    client: EtcdClient, ttl_s: float, *, timeout_s: float, boottime: Callable[[], float]
-) -> EtcdLease:
+async def grant_lease(client: EtcdClient, ttl_s: float, boottime: Callable[[], float]) -> EtcdLease:
     """Raises what `EtcdClient.call` raises."""
     asked_at = boottime()
-    granted = await _ask(client, ttl_s, timeout_s)
-    lease = EtcdLease(
-        client,
-        granted,
-        ttl_s=ttl_s,
-        granted_at=asked_at,
-        timeout_s=timeout_s,
-        boottime=boottime,
-    )
+    granted = await _ask(client, ttl_s)
+    lease = EtcdLease(client, granted, ttl_s=ttl_s, granted_at=asked_at, boottime=boottime)
     await lease.mark()
     return lease
 
 
-async def _ask(client: EtcdClient, ttl_s: float, timeout_s: float, *, lease_id: int = 0) -> Any:
+async def _ask(client: EtcdClient, ttl_s: float, *, lease_id: int = 0) -> Any:
     # Not `client.lease`: its result hides the store's revision.
     request = rpc.LeaseGrantRequest(ID=lease_id, TTL=math.ceil(ttl_s))
     return await client.call(
-        lambda: client.leasestub.LeaseGrant(request, timeout=timeout_s, metadata=client.metadata)
+        lambda: client.leasestub.LeaseGrant(
+            request, timeout=client.timeout_s, metadata=client.metadata
+        )
     )

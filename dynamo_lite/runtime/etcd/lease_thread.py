@@ -6,7 +6,7 @@ such a stall does not lose the lease.
 
 A process whose event loop hangs forever must not stay a member. At each refresh the thread
 schedules a callback in the owner's event loop. It gives up the lease when none has run for
-`hung_s`.
+`HUNG_S`, or for the lease's time-to-live if that is longer.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import aetcd
 from aetcd import rpc
 
 from dynamo_lite.runtime.address import ServerAddress
-from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend, Portal
+from dynamo_lite.runtime.etcd.backend import EtcdBackend, Portal
 from dynamo_lite.runtime.etcd.client import EtcdClient, details
 from dynamo_lite.runtime.etcd.lease import EtcdLease, grant_lease
 from dynamo_lite.runtime.store import LeaseLoss
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The default of `hung_s`, where the time-to-live is not longer.
 HUNG_S = 120.0
 
 
@@ -97,24 +96,21 @@ class ThreadedLease:
 async def lease_in_thread(
     address: ServerAddress,
     ttl_s: float,
-    *,
-    timeout_s: float,
-    hung_s: float,
-    backend: EtcdBackend = SYSTEM_BACKEND,
+    backend: EtcdBackend,
 ) -> AsyncIterator[ThreadedLease]:
     """Grants a lease, keeps it alive, and revokes it at the end.
 
-    timeout_s: longest wait for one answer of etcd. Raises what `EtcdClient.call` raises
-    when etcd grants none, and ConfigError when a file of `address.tls` cannot be read.
+    Raises what `EtcdClient.call` raises when etcd grants none, and ConfigError when a file of
+    `address.tls` cannot be read.
     """
     owner = asyncio.get_running_loop()
     async with backend.open_portal() as portal:
-        keeper = _Keeper(address, ttl_s, timeout_s, backend)
+        keeper = _Keeper(address, ttl_s, backend)
         kept: Future[None] | None = None
         try:
             inner = await _call(portal, keeper.open)
             lease = ThreadedLease(inner, portal, backend.clock.boottime)
-            kept = portal.start_task_soon(keeper.keep, owner, lease.end, max(hung_s, ttl_s))
+            kept = portal.start_task_soon(keeper.keep, owner, lease.end)
             kept.add_done_callback(_log_failure)
             try:
                 yield lease
@@ -135,27 +131,21 @@ class _Keeper:
     _client: EtcdClient | None = None
     _lease: EtcdLease
 
-    def __init__(
-        self, address: ServerAddress, ttl_s: float, timeout_s: float, backend: EtcdBackend
-    ):
-        self._address, self._ttl_s, self._timeout_s = address, ttl_s, timeout_s
-        self._backend = backend
+    def __init__(self, address: ServerAddress, ttl_s: float, backend: EtcdBackend):
+        self._address, self._ttl_s, self._backend = address, ttl_s, backend
 
     async def open(self) -> EtcdLease:
-        backend, timeout_s = self._backend, self._timeout_s
-        self._client = EtcdClient(self._address, timeout_s=timeout_s, backend=backend)
-        self._lease = await grant_lease(
-            self._client, self._ttl_s, timeout_s=timeout_s, boottime=backend.clock.boottime
-        )
+        self._client = EtcdClient(self._address, self._backend)
+        self._lease = await grant_lease(self._client, self._ttl_s, self._backend.clock.boottime)
         return self._lease
 
     async def keep(
-        self, owner: asyncio.AbstractEventLoop, end: Callable[[LeaseLoss], None], hung_s: float
+        self, owner: asyncio.AbstractEventLoop, end: Callable[[LeaseLoss], None]
     ) -> None:
         """Runs until the lease is lost; then it calls `end` in the owner's event loop."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._lease.keep_alive())
-            watch = tasks.create_task(self._watch(owner, hung_s))
+            watch = tasks.create_task(self._watch(owner))
             loss = await self._lease.lost()
             with contextlib.suppress(RuntimeError):  # the owner's event loop is closed
                 owner.call_soon_threadsafe(end, loss)
@@ -173,9 +163,9 @@ class _Keeper:
         if self._client is not None:
             await self._client.close()
 
-    async def _watch(self, owner: asyncio.AbstractEventLoop, hung_s: float) -> None:
-        """Gives the lease up when the owner's event loop does not answer for `hung_s`."""
-        thread = asyncio.get_running_loop()
+    async def _watch(self, owner: asyncio.AbstractEventLoop) -> None:
+        """Gives the lease up when the owner's event loop does not answer."""
+        thread, hung_s = asyncio.get_running_loop(), max(HUNG_S, self._ttl_s)
         if thread is owner:
             return  # a portal without a thread: an event loop that hangs refreshes no lease
         answered_at = thread.time()

@@ -14,7 +14,7 @@ from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StartupError, St
 from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
-from dynamo_lite.runtime.etcd.lease_thread import HUNG_S, ThreadedLease, lease_in_thread
+from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease, lease_in_thread
 from dynamo_lite.runtime.etcd.watch import EtcdWatch, open_watch
 from dynamo_lite.runtime.store import Lease
 from dynamo_lite.runtime.tls import tls_refusal
@@ -40,27 +40,21 @@ _MEANINGS = (
 class EtcdStore:
     """Implements `Store`. Belongs to the event loop in which it was entered.
 
-    timeout_s: longest wait for one member's answer to one call; connect_timeout_s: for the
-    first one. A call that timed out may have been applied. hung_s: a lease is given up when
-    the event loop does not run for that long, or for its time-to-live if that is longer.
-    backend: connections, the lease's thread and clocks.
+    connect_timeout_s: longest wait for the first answer. A call that timed out may have been
+    applied. backend: connections, the lease's thread and clocks.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        timeout_s: float = 2.0,
         connect_timeout_s: float = 10.0,
-        hung_s: float = HUNG_S,
         backend: EtcdBackend = SYSTEM_BACKEND,
     ):
         """url: see `parse_etcd_url`, whose ConfigError it raises."""
         self._url = redact(url)
         self._address = parse_etcd_url(url)
-        self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._hung_s = hung_s
         self._backend = backend
         self._connected: EtcdClient | None = None
 
@@ -70,9 +64,8 @@ class EtcdStore:
     async def __aenter__(self) -> Self:
         """Raises StartupError when etcd does not reply in time, or refuses, and ConfigError when
         a file that its URL names cannot be read any more."""
-        timeout_s, backend = self._timeout_s, self._backend
         with self._errors():
-            self._connected = EtcdClient(self._address, timeout_s=timeout_s, backend=backend)
+            self._connected = EtcdClient(self._address, self._backend)
         try:
             await self._probe()
         except BaseException:
@@ -142,19 +135,13 @@ class EtcdStore:
         async with contextlib.AsyncExitStack() as stack:
             with self._errors():
                 lease = await stack.enter_async_context(
-                    lease_in_thread(
-                        self._address,
-                        ttl_s,
-                        timeout_s=self._timeout_s,
-                        hung_s=self._hung_s,
-                        backend=self._backend,
-                    )
+                    lease_in_thread(self._address, ttl_s, self._backend)
                 )
             yield lease
 
     @contextlib.asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
-        async with open_watch(self._client, prefix, timeout_s=self._timeout_s) as watch:
+        async with open_watch(self._client, prefix) as watch:
             yield watch
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from aetcd import rpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
-from dynamo_lite.runtime.etcd.client import is_future_revision
+from dynamo_lite.runtime.etcd.client import EtcdClient, is_future_revision
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import running
 
@@ -40,11 +40,10 @@ def prefix_end(prefix: bytes) -> bytes:
 class EtcdWatch(AsyncIterator[WatchEvent]):
     """`run` is the body of the task that owns the stream; iterate to receive the events."""
 
-    def __init__(self, client: Any, prefix: str, *, timeout_s: float):
+    def __init__(self, client: EtcdClient, prefix: str):
         self._client = client
         self._prefix = prefix.encode()
         self._end = prefix_end(self._prefix) if prefix else b"\0"
-        self._timeout_s = timeout_s
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
         #: Revision of the last change and digest of the value, by key, as of the events given so
         #: far. A store that was wiped gives the same revisions again, to other values.
@@ -126,10 +125,7 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         request = rpc.RangeRequest(
             key=self._prefix or b"\0", range_end=self._end, revision=revision
         )
-        client = self._client
-        return await client.call(
-            lambda: client.kvstub.Range(request, timeout=self._timeout_s, metadata=client.metadata)
-        )
+        return await self._client.range(request)
 
     async def _follow(self) -> None:
         """Gives events until the stream must be opened again."""
@@ -137,7 +133,7 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
         call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._client.timeout_s):
                 await call.write(self._request())
                 response = await call.read()
             while response is not EOF:
@@ -196,9 +192,9 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
 
 
 @contextlib.asynccontextmanager
-async def open_watch(client: Any, prefix: str, *, timeout_s: float) -> AsyncIterator[EtcdWatch]:
+async def open_watch(client: EtcdClient, prefix: str) -> AsyncIterator[EtcdWatch]:
     """Runs a watch while the context lasts."""
-    watch = EtcdWatch(client, prefix, timeout_s=timeout_s)
+    watch = EtcdWatch(client, prefix)
     try:
         async with running(watch.run(), name=f"watch {prefix}"):
             yield watch

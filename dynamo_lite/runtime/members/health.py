@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -20,7 +21,6 @@ from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
-from dynamo_lite.runtime.members.member_health import MemberHealth
 from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -32,8 +32,54 @@ SILENT_S = 3.0
 #: been delayed or disconnected; heartbeats in its own buffers are read in this time.
 SECOND_LOOK_S = 1.0
 
+#: This many consecutive heartbeats are the worker's own, although another process has sent a
+#: higher number.
+_IN_ROW = 4
+
 #: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
+
+
+@dataclass
+class MemberHealth:
+    """One member, as its heartbeats show it. `HealthMonitor` writes what the methods do not."""
+
+    #: When it was last known to be healthy, or when its timeout began.
+    well_at: float
+    #: Number of the newest heartbeat.
+    number: int = -1
+    #: The last number below `number`, and how many led to it without a gap.
+    late: int = -1
+    late_in_row: int = 0
+    #: The content of the newest heartbeat.
+    ok: bool = True
+    detail: str = ""
+    #: Whether heartbeats are missing.
+    silent: bool = False
+
+    @property
+    def responsive(self) -> bool:
+        return self.ok and not self.silent
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong; empty when only heartbeats are missing, or nothing."""
+        return "" if self.ok else self.detail or "it cannot work"
+
+    def is_news(self, number: int) -> bool:
+        """Whether the heartbeat is newer than the newest one, or shows that the newest one was
+        forged: consecutive late heartbeats are no repetition."""
+        if number <= self.number:
+            self.late_in_row = self.late_in_row + 1 if number == self.late + 1 else 1
+            self.late = number
+            if self.late_in_row < _IN_ROW:
+                return False
+        self.late, self.late_in_row = -1, 0
+        return True
+
+    def take(self, heartbeat: Heartbeat) -> None:
+        """It is the newest one."""
+        self.number, self.ok, self.detail = heartbeat.number, heartbeat.ok, heartbeat.detail
 
 
 class HealthMonitor:
@@ -92,10 +138,6 @@ class HealthMonitor:
     def members_or_all(self) -> Members:
         """The healthy members; if there are none, all."""
         return self.responsive or self._roster.members
-
-    def is_responsive(self, lease_id: int) -> bool:
-        """False also for a lease id that is not in the roster."""
-        return self._roster.get(lease_id) is not None and self._responds(lease_id)
 
     def trouble(self, lease_id: int) -> str:
         """Why a member is unhealthy; empty when it is healthy."""

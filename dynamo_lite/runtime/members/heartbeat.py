@@ -27,11 +27,10 @@ class HeartbeatPublisher:
         component: str,
         lease_id: int,
         verdict: Callable[[], HealthVerdict],
-        period_s: float = HEARTBEAT_PERIOD_S,
     ):
         self._messaging, self._lease_id = messaging, lease_id
         self._subject = names.health_subject(namespace, component)
-        self._verdict, self._period_s = verdict, period_s
+        self._verdict = verdict
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -46,7 +45,7 @@ class HeartbeatPublisher:
             with contextlib.suppress(Unavailable):
                 await self._messaging.publish(self._subject, encode(heartbeat))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s):
+                async with asyncio.timeout(HEARTBEAT_PERIOD_S):
                     await self._stopped.wait()
 
     def stop(self) -> None:

@@ -15,10 +15,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import Values, decode_live_options
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, until_listed
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.first_listing import first_event
 from dynamo_lite.runtime.listeners import Listeners
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Roster:
     Malformed records, records at a key of another member, and members whose version does not fit
     are logged, counted and skipped.
     While the store is unavailable the last known members stay. When the store has lost its
-    data, they stay for `return_s` seconds, in which they put their keys back.
+    data, they stay for some seconds, in which they put their keys back.
     """
 
     def __init__(
@@ -44,10 +43,8 @@ class Roster:
         prefix: str,
         on_drop: OnDrop = uncounted,
         on_failure: OnFailure = log_failure,
-        *,
-        return_s: float = _RETURN_S,
     ):
-        self._store, self._return_s = store, return_s
+        self._store = store
         self._on_failure = on_failure
         self._on_drop = on_drop
         self._prefix = prefix
@@ -162,7 +159,7 @@ class Roster:
         self._lost_keys = set(self._records)
         self._forget_timer()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._return_s, self._remove_lost_keys)
+        self._timer = loop.call_later(_RETURN_S, self._remove_lost_keys)
 
     def _remove_lost_keys(self) -> None:
         for key in self._lost_keys:

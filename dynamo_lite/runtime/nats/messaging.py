@@ -20,10 +20,15 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
-from dynamo_lite.runtime.dispatch import Dispatcher, SendReply
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
+from dynamo_lite.runtime.messaging import (
+    ConnectionWatch,
+    Dispatcher,
+    Handler,
+    OnConnection,
+    SendReply,
+)
 from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
@@ -39,7 +44,7 @@ _AUTHORIZATION = "authorization violation"
 class NatsMessaging:
     """Implements `Messaging`; `client` is the underlying nats-py connection.
 
-    url: see `parse_nats_url`. max_handlers: how many handlers of one subject run at a time.
+    url: see `parse_nats_url`.
     """
 
     def __init__(
@@ -47,7 +52,6 @@ class NatsMessaging:
         url: str,
         *,
         connect_timeout_s: float = 10.0,
-        max_handlers: int = 256,
         on_drop: OnDrop = uncounted,
     ):
         """Raises ConfigError when `url` is not a NATS URL."""
@@ -55,7 +59,6 @@ class NatsMessaging:
         self._url = redact(url)
         self._address = parse_nats_url(url)
         self._connect_timeout_s = connect_timeout_s
-        self._max_handlers = max_handlers
         self._client: Client | None = None
         self._outage = False
         self._watch = ConnectionWatch()
@@ -125,7 +128,7 @@ class NatsMessaging:
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         """See `Messaging.serve`. Entering returns when the server has the subscription."""
-        dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
+        dispatcher = Dispatcher(subject, handler)
 
         async def deliver(message: Msg) -> None:
             reply = self._reply_to(message.reply) if message.reply else None

@@ -16,9 +16,8 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.messaging import Messaging, NoBroker
 from dynamo_lite.runtime.nats.open import open_messaging
-from dynamo_lite.runtime.no_broker import NoBroker
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.metrics import add_gauges, count_reconnects
@@ -36,8 +35,7 @@ from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing.open import open_tracer
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
 

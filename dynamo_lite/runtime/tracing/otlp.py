@@ -36,6 +36,7 @@ from dynamo_lite.runtime.tracing.tracer import Attributes, SpanKindName, Tracing
 
 logger = logging.getLogger(__name__)
 
+#: How long an exiting process waits until its last spans are sent.
 _FLUSH_S = 3.0
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -57,19 +58,10 @@ class _GivenIds(IdGenerator):
 
 
 class OtlpTracer:
-    """Implements Tracer. Async context manager. component, instance: the source of the spans.
-    flush_s: how long an exiting process waits until its last spans are sent."""
+    """Implements Tracer. Async context manager. component, instance: the source of the spans."""
 
-    def __init__(
-        self,
-        options: TracingOptions,
-        *,
-        namespace: str,
-        component: str,
-        instance: str,
-        flush_s: float = _FLUSH_S,
-    ):
-        self._options, self._flush_s = options, flush_s
+    def __init__(self, options: TracingOptions, *, namespace: str, component: str, instance: str):
+        self._options = options
         self._resource = {
             "service.name": component,
             "service.namespace": namespace,
@@ -115,7 +107,7 @@ class OtlpTracer:
         # Daemon threads that are not joined: both may take longer than the timeout.
         threading.Thread(target=close, name="trace-flush", daemon=True).start()
         try:
-            async with asyncio.timeout(self._flush_s):
+            async with asyncio.timeout(_FLUSH_S):
                 await closed.wait()
         except (TimeoutError, asyncio.CancelledError) as exc:
             assert self._exporter is not None

@@ -5,7 +5,9 @@ span has ended, from processes that do not import such a library. Times are of t
 clock, which all processes of a host share. Without tracing there is no Tracer object.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -60,16 +62,29 @@ class Tracer(Protocol):
         ...
 
 
+@asynccontextmanager
+async def open_tracer(
+    options: TracingOptions, *, namespace: str, component: str, instance: str
+) -> AsyncIterator[Tracer]:
+    """Leaving the context sends the last spans, for a few seconds at most."""
+    # Importing the SDK and its exporters takes a while, so only with tracing and in a thread.
+    await asyncio.to_thread(__import__, "dynamo_lite.runtime.tracing.otlp")
+    from dynamo_lite.runtime.tracing.otlp import OtlpTracer
+
+    tracer = OtlpTracer(options, namespace=namespace, component=component, instance=instance)
+    async with tracer:
+        yield tracer
+
+
 def record_child(
     tracer: Tracer,
     name: str,
     parent: TraceContext,
     start: float,
     end: float,
-    attributes: Attributes | None = None,
 ) -> None:
     """Records an ended span without children."""
-    tracer.record(name, parent.child(), parent.span_id, start, end, attributes=attributes)
+    tracer.record(name, parent.child(), parent.span_id, start, end)
 
 
 def record_notes(tracer: Tracer, notes: Sequence[Sequence[Any]]) -> None:

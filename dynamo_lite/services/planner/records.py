@@ -26,9 +26,8 @@ from dynamo_lite.protocol.planner import (
     PauseRecord,
     TargetRecord,
 )
-from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent, until_listed
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.services.planner.authentic import AuthenticRecords
 

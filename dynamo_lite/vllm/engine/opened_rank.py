@@ -15,7 +15,6 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
@@ -90,9 +89,8 @@ def open_mover(
     Without a GPU there is no thread by default: a write to shared memory is over when it was
     posted, and a thread would only take time from the engine.
     """
-    mover: Mover = NixlMover(f"{config.engine_id}-{rank}")
-    if config.secret_file is not None:
-        mover = AuthenticatedMover(mover, GraphSecret(Path(config.secret_file)))
+    secret = None if config.secret_file is None else GraphSecret(Path(config.secret_file))
+    mover = NixlMover(f"{config.engine_id}-{rank}", secret)
     on_gpu = device.type != "cpu"
     if not (on_gpu if config.transfer_thread is None else config.transfer_thread):
         return mover

@@ -31,7 +31,7 @@ def let_short_pass(config: VllmConfig, engine_config: EngineConfig | None) -> No
     """Sets the scheduler of a prefill engine with `short_length`, unless the user has set
     another one."""
     role = None if engine_config is None else engine_config.role
-    if not isinstance(role, PrefillEngineConfig) or role.queue.order != "short-first":
+    if not isinstance(role, PrefillEngineConfig):
         return
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:

@@ -13,8 +13,7 @@ from dynamo_lite.protocol.errors import (
     NoResponders,
     ProtocolError,
 )
-from dynamo_lite.runtime.dispatch import Dispatcher
-from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
+from dynamo_lite.runtime.messaging import ConnectionWatch, Dispatcher, Handler, OnConnection
 from dynamo_lite.runtime.retry import START_WAIT_S
 
 
@@ -25,8 +24,7 @@ class MemoryMessaging:
     answer to a request wins.
     """
 
-    def __init__(self, *, max_handlers: int = 256):
-        self._max_handlers = max_handlers
+    def __init__(self) -> None:
         self._connected = True
         self._watch = ConnectionWatch()
         self._served: dict[str, list[Dispatcher]] = {}
@@ -84,7 +82,7 @@ class MemoryMessaging:
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         await self.wait_connected(START_WAIT_S)
-        dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
+        dispatcher = Dispatcher(subject, handler)
         self._served.setdefault(subject, []).append(dispatcher)
         try:
             yield

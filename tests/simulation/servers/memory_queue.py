@@ -10,8 +10,7 @@ from typing import Self
 from dynamo_lite.policy.decision.lanes import LaneTurns
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
-from dynamo_lite.queue.base import QueueConfig, QueueDepth
-from dynamo_lite.queue.incarnation import Incarnations
+from dynamo_lite.queue.base import Incarnations, QueueConfig, QueueDepth
 from tests.simulation.servers.memory_stream import Entry, MemoryStream
 
 

@@ -39,7 +39,7 @@ class MemoryStream:
         self.number = 1
         self._context = context
         self.entries: dict[int, Entry] = {}
-        self.order: dict[Lane, deque[int]] = {lane: deque() for lane in config.lanes}
+        self.order: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
         self.message_ids: dict[str, int] = {}
         self.last_sequence = 0
         self.changed = asyncio.Event()

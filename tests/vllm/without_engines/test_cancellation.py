@@ -23,8 +23,8 @@ from dynamo_lite.policy.routing.pickers import RoundRobin, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import NoResponders, Unavailable
-from dynamo_lite.protocol.generate import GenerateRequest, Hello
+from dynamo_lite.protocol.errors import Unavailable
+from dynamo_lite.protocol.generate import GenerateRequest, Hello, Submit
 from dynamo_lite.protocol.prefill import ClaimRefused
 from dynamo_lite.protocol.records import (
     EndpointRecord,
@@ -41,7 +41,6 @@ from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.services.frontend.router_client import RemoteRouter
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -99,25 +98,21 @@ async def all_closed(network: Network) -> None:
 class Worker:
     """A worker's generate endpoint; its engine is scripted. room: how many requests it takes."""
 
-    def __init__(self, messaging: Messaging, lease_id: int = 1, room: int = 1):
-        self.lease_id, self.subject = lease_id, f"{NAMESPACE}.generate-{lease_id}"
+    def __init__(self, lease_id: int = 1, room: int = 1):
+        self.lease_id = lease_id
         self.engine = FakeEngine()
-        self.server = GenerateServer(messaging, self.engine, max_in_flight=room)
-        self._stack = contextlib.AsyncExitStack()
+        self.server = GenerateServer(self.engine, max_in_flight=room)
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self.server)
-        await self._stack.enter_async_context(self.server.serve(self.subject))
+        await self.server.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self.server.__aexit__()
 
     @property
     def record(self) -> EndpointRecord:
-        return endpoint_record(
-            self.lease_id, subject=self.subject, stream=self.server.stream_address
-        )
+        return endpoint_record(self.lease_id, stream=self.server.stream_address)
 
     async def idle(self) -> None:
         """No request is left, in the server or in the engine."""
@@ -135,28 +130,22 @@ class Worker:
 
 
 class Endpoint:
-    """One worker, and a client of it. kind: "memory" or "nats", the messaging between them."""
+    """One worker, and a client of it."""
 
-    def __init__(self, kind: str = "memory", room: int = 1):
-        self.network, self.outputs, self._room = network(), Outputs(), room
-        self._url = SimNats(self.network).url if kind == "nats" else ""
+    def __init__(self, room: int = 1):
+        self.network, self.outputs = network(), Outputs()
+        self.worker = Worker(room=room)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
-        async with NatsMessaging(self._url) if self._url else MemoryMessaging() as messaging:
-            with pytest.raises(NoResponders):  # the client of NATS starts the task of its inbox
-                await messaging.request("nothing", b"", timeout_s=1.0)
-            self.worker = Worker(messaging, room=self._room)
-            async with self.worker as worker:
-                self.client = RemoteGenerateClient(
-                    "front", self.outputs.on_deltas, self.outputs.on_lost
-                )
-                async with self.client:
-                    yield self
-                await eventually(lambda: worker.server.session("front.1") is None)
-                await worker.idle()
-            if isinstance(messaging, MemoryMessaging):
-                assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
+        async with self.worker as worker:
+            self.client = RemoteGenerateClient(
+                "front", self.outputs.on_deltas, self.outputs.on_lost
+            )
+            async with self.client:
+                yield self
+            await eventually(lambda: worker.server.session("front.1") is None)
+            await worker.idle()
         await all_closed(self.network)
 
     async def submit(self, request_id: str) -> None:
@@ -169,22 +158,18 @@ class Endpoint:
         await eventually(lambda: self.outputs.batches[-1:] == [answer])
 
 
-@pytest.mark.parametrize("kind", ["memory", "nats"])
-@both_moments
-def test_submit_of_a_generate_client(woken: bool, kind: str):
-    async def script(cancel: Cancel) -> None:
-        async with Endpoint(kind).open() as endpoint:
-            engine = endpoint.worker.engine
-            engine.gate = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.05, engine.gate.set)
-            await cancel.owner(endpoint.submit("a"))
-            if not cancel.place:
-                await endpoint.client.abort(["a"])
-            await endpoint.worker.idle()
-            assert endpoint.outputs.deltas == [] and endpoint.outputs.lost == []
-            await endpoint.works()
-
-    cancel_everywhere(script, at_least=2, woken=woken)
+@at_every_await(at_least=2)
+async def test_submit_of_a_generate_client(cancel: Cancel):
+    async with Endpoint().open() as endpoint:
+        engine = endpoint.worker.engine
+        engine.gate = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, engine.gate.set)
+        await cancel.owner(endpoint.submit("a"))
+        if not cancel.place:
+            await endpoint.client.abort(["a"])
+        await endpoint.worker.idle()
+        assert endpoint.outputs.deltas == [] and endpoint.outputs.lost == []
+        await endpoint.works()
 
 
 @at_every_await(at_least=1)
@@ -206,9 +191,8 @@ async def test_submit_while_another_one_connects(cancel: Cancel):
 @at_every_await(at_least=2)
 async def test_the_end_of_a_generate_client(cancel: Cancel):
     """With a request that runs, and one whose connection is being made."""
-    net, messaging = network(), MemoryMessaging()
-    outputs = Outputs()
-    async with Worker(messaging, 1) as first, Worker(messaging, 2) as second:
+    net, outputs = network(), Outputs()
+    async with Worker(1) as first, Worker(2) as second:
         client = RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost)
         await client.submit(first.record, generate_request("a"))
         connecting = asyncio.create_task(client.submit(second.record, generate_request("b")))
@@ -225,9 +209,8 @@ async def test_the_end_of_a_generate_client(cancel: Cancel):
 @at_every_await(at_least=2)
 async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Cancel):
     """Not the submit is cancelled; the client is closed under it."""
-    net, messaging = network(), MemoryMessaging()
-    outputs, closing = Outputs(), list[asyncio.Task[None]]()
-    async with Worker(messaging) as worker:
+    net, outputs, closing = network(), Outputs(), list[asyncio.Task[None]]()
+    async with Worker() as worker:
         client = RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost)
         cancel.action = lambda: closing.append(asyncio.create_task(client.__aexit__()))
         submitting = asyncio.create_task(
@@ -244,22 +227,23 @@ async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Ca
 
 @at_every_await(at_least=1)
 async def test_a_worker_that_takes_a_request(cancel: Cancel):
-    """The worker's handler is cancelled, as when its messaging is closed."""
+    """Its client disconnects while the engine takes its time to accept the request."""
     async with Endpoint().open() as endpoint:
-        server, engine = endpoint.worker.server, endpoint.worker.engine
+        server, engine, take = endpoint.worker.server, endpoint.worker.engine, FakeEngine.submit
         await endpoint.submit("a")
         await endpoint.client.abort(["a"])
         await endpoint.worker.idle()
-        engine.gate = asyncio.Event()
+        engine.gate, session = asyncio.Event(), server.open_session("local", _Sink())
+        engine.submit = lambda request: cancel.step(take(engine, request))
+        cancel.action = lambda: server.close_session(session)
+        request = encode(generate_request("b", client_id="local"))
+        server.submit(session, "b", request, lambda _: engine.gate and engine.gate.set())
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
-        session = server.open_session("local", _Sink())
-        await cancel.owner(server.admit(session, generate_request("b")))
-        if not cancel.place:
-            server.cancel(session, ["b"])
-        engine.gate.set()
+        await engine.gate.wait()
+        await delivered()
+        server.close_session(session)
         await endpoint.worker.idle()
         assert "b" in engine.aborted
-        server.close_session(session)
         await endpoint.works()
 
 
@@ -273,40 +257,36 @@ class _Sink:
 @at_every_await(at_least=1)
 async def test_the_end_of_a_generate_server(cancel: Cancel):
     """With a request that runs; the engine takes its time to abort it."""
-    net, messaging, outputs = network(), MemoryMessaging(), Outputs()
-    worker = Worker(messaging)
+    net, outputs, worker = network(), Outputs(), Worker()
     await worker.server.__aenter__()
-    async with worker.server.serve(worker.subject):
-        async with RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost) as client:
-            await client.submit(worker.record, generate_request("a"))
-            await cancel.owner(worker.server.__aexit__())
-            await eventually(lambda: bool(outputs.lost))
-            assert outputs.lost == [(["a"], outputs.lost[0][1])]
-            await worker.idle()
-            await all_closed(net)
+    async with RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost) as client:
+        await client.submit(worker.record, generate_request("a"))
+        await cancel.owner(worker.server.__aexit__())
+        await eventually(lambda: bool(outputs.lost))
+        assert outputs.lost == [(["a"], outputs.lost[0][1])]
+        await worker.idle()
+        await all_closed(net)
 
 
 @at_every_await(at_least=1)
 async def test_the_end_of_a_generate_server_whose_client_reads_nothing(cancel: Cancel):
     """What is queued for it does not keep the connection open."""
-    net, messaging = network(), MemoryMessaging()
-    worker = Worker(messaging)
+    net, worker = network(), Worker()
     await worker.server.__aenter__()
-    async with worker.server.serve(worker.subject):
-        host, port = parse_address(worker.server.stream_address)
-        client = net.loop.add_process("client")
-        connecting = net.create_connection(asyncio.Protocol, host, port)
-        transport, _ = await net.loop.create_task(connecting, context=client.context.copy())
-        transport.write(frame(encode(Hello(client_id="slow"))))
-        await eventually(lambda: worker.server.session("slow") is not None)
-        client.pause()
-        request = encode(generate_request("a", client_id="slow"))
-        await messaging.request(worker.subject, request, timeout_s=1.0)
-        for _ in range(8):
-            worker.server.deliver([tokens("a", *range(500_000))])
-        await cancel.owner(worker.server.__aexit__())
-        await all_closed(net)
-        client.kill()
+    host, port = parse_address(worker.server.stream_address)
+    client = net.loop.add_process("client")
+    connecting = net.create_connection(asyncio.Protocol, host, port)
+    transport, _ = await net.loop.create_task(connecting, context=client.context.copy())
+    transport.write(frame(encode(Hello(client_id="slow"))))
+    request = encode(generate_request("a", client_id="slow"))
+    transport.write(frame(encode(Submit(request_id="a", request=request))))
+    await eventually(lambda: worker.engine.running)
+    client.pause()
+    for _ in range(8):
+        worker.server.deliver([tokens("a", *range(500_000))])
+    await cancel.owner(worker.server.__aexit__())
+    await all_closed(net)
+    client.kill()
 
 
 class _StuckEngine(FakeEngine):
@@ -318,7 +298,7 @@ class _StuckEngine(FakeEngine):
 async def test_the_end_of_a_generate_server_whose_engine_never_aborts():
     """Nothing is cancelled; the task that waits for the engine ends with the server."""
     net, outputs = network(), Outputs()
-    async with GenerateServer(MemoryMessaging(), _StuckEngine()) as server:
+    async with GenerateServer(_StuckEngine()) as server:
         member = endpoint_record(stream=server.stream_address)
         async with RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost) as client:
             await client.submit(member, generate_request("a"))
@@ -361,7 +341,7 @@ class Front:
     def __init__(self) -> None:
         self.network, self.messaging, self.store = network(), MemoryMessaging(), MemoryStore()
         self.routing = Routing(self.messaging)
-        self.workers = [Worker(self.messaging, lease_id) for lease_id in (1, 2)]
+        self.workers = [Worker(lease_id) for lease_id in (1, 2)]
         self.outputs, self.ended = Outputs(), list[tuple[str, Exception]]()
         #: Set by a test that interrupts migrations.
         self.interrupts: Cancel | None = None
@@ -688,13 +668,10 @@ def test_an_engine_that_takes_a_request(
         )
         engine = VllmDecodeEngine(context)
         sampling = sampling_to_bytes(SamplingParams(max_tokens=4))
-        async with engine, GenerateServer(messaging, engine) as server:
-            session = server.open_session("local", _Sink())
-            await cancel.owner(server.admit(session, generate_request("a", sampling=sampling)))
-            server.cancel(session, ["a"])
-            assert await server.wait_idle(1.0)
+        async with engine:
+            await cancel.owner(engine.submit(generate_request("a", sampling=sampling)))
+            await engine.abort(["a"])
             assert cores[-1].running == set()
-            server.close_session(session)
 
     cancel_everywhere(script, at_least=2, woken=woken)
 

@@ -83,17 +83,13 @@ class Cluster:
                 self.host(replace(self.spec, component="VllmWorker"))
             )
             engine = await stack.enter_async_context(NullEngine(token_id=70))
-            server = await stack.enter_async_context(GenerateServer(self.messaging, engine))
+            server = await stack.enter_async_context(GenerateServer(engine))
 
             async def deliver() -> None:
                 async for deltas in engine.steps():
                     server.deliver(deltas)
 
             host.spawn(deliver(), "steps")
-            subject = names.endpoint_subject(
-                self.spec.namespace, "VllmWorker", "generate", host.lease.id
-            )
-            await stack.enter_async_context(server.serve(subject))
             await host.register("generate", stream=server.stream_address)
             yield server
 
