@@ -88,7 +88,7 @@ class StraightforwardPicker:
         self.options = options
         self._view = view
         self._now, self._uniform = now, uniform
-        self._pending = PendingRequests()
+        self._pending = PendingRequests(lambda worker: None)
         self._others: dict[int, tuple[int, int]] = {}
         self._turns: dict[int, int] = {}
         self._turn = 0
@@ -168,8 +168,9 @@ class StraightforwardPicker:
             if size not in hashes:
                 # The last token is computed in any case.
                 hashes[size] = chain_hashes(prompt[:-1], size, cache_salt=cache_salt)
-                for worker, count in self._pending.match(hashes[size]).items():
-                    matched[worker] = max(matched.get(worker, 0), count * size)
+                for count, workers in self._pending.levels(hashes[size]):
+                    for worker in workers:
+                        matched[worker] = max(matched.get(worker, 0), count * size)
             for worker, count in shard.index.match(hashes[size]).items():
                 matched[worker] = max(matched.get(worker, 0), count * size)
         return matched

@@ -30,7 +30,7 @@ from dynamo_lite.protocol.kv import (
     decode_kv_snapshot,
 )
 from dynamo_lite.protocol.versions import unsupported
-from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.drops import OnDrop, counted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -140,8 +140,8 @@ class KvFollower:
         namespace: str,
         component: str,
         max_blocks: int,
-        registry: CollectorRegistry | None = None,
-        on_drop: OnDrop = uncounted,
+        registry: CollectorRegistry,
+        on_drop: OnDrop,
     ):
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._namespace, self._component = namespace, component
@@ -150,11 +150,10 @@ class KvFollower:
         self._indexes: dict[tuple[str, int], KvIndex] = {}
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
-        self._changed = asyncio.Event()
         self._on_load: Callable[[int], None] = lambda lease_id: None
         self._open = False
         self._stack = contextlib.AsyncExitStack()
-        self._metrics = _Metrics(registry or CollectorRegistry(), self)
+        self._metrics = _Metrics(registry, self)
 
     def __repr__(self) -> str:
         return f"<KvFollower peers={len(self._peers)} repairs={len(self._repairs)}>"
@@ -162,20 +161,6 @@ class KvFollower:
     @property
     def indexes(self) -> Sequence[KvIndex]:
         return tuple(self._indexes.values())
-
-    @property
-    def unsettled(self) -> int:
-        """How many members have no valid snapshot yet."""
-        return sum(peer.number is None for peer in self._peers.values())
-
-    async def settled(self, timeout_s: float) -> None:
-        """Returns when every member has a valid snapshot. Raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.unsettled:
-                    await self._changed.wait()
-        except TimeoutError as exc:
-            raise DeadlineExceeded("snapshots of the members", timeout_s) from exc
 
     def on_load(self, callback: Callable[[int], None]) -> None:
         """Sets the callback that takes the lease id of each worker that has reported its load."""
@@ -260,17 +245,12 @@ class KvFollower:
             if member is not None and lease_id not in self._peers:
                 self._peers[lease_id] = peer = WorkerView(lease_id, member.model)
                 self._repair(peer)
-        self._wake_waiters()
 
     def _on_connection(self, connected: bool) -> None:
         if connected:
             for peer in self._peers.values():
                 peer.invalidate()
                 self._repair(peer)
-
-    def _wake_waiters(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     # Snapshots
 
@@ -311,7 +291,6 @@ class KvFollower:
             return False
         self._update_load(peer, parts[-1].load)
         self._metrics.snapshots.inc()
-        self._wake_waiters()
         return True
 
     async def _request_part(self, peer: WorkerView, part: int, parts: int) -> KvSnapshot:

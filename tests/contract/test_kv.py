@@ -182,6 +182,14 @@ class Router:
     def snapshots(self) -> float:
         return self.registry.get_sample_value("dynamo_lite_kv_snapshots_total") or 0.0
 
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for a snapshot of some member."""
+        return bool(self.follower._repairs)
+
+    async def settled(self, within_s: float = 5.0) -> None:
+        await eventually(lambda: not self.asks, within_s)
+
     def sees(self, worker: Worker) -> bool:
         """Whether it knows of the worker's blocks what is true, for every prompt."""
         shard = self.follower.shard(worker.lease_id)
@@ -223,7 +231,7 @@ async def test_a_late_router_gets_all_of_it_at_once(
         worker.load = Load(running=3)
         for _ in range(2):  # it is killed, and another one takes its place
             async with Router(messaging, store, namespace) as router:
-                await router.follower.settled(5)
+                await router.settled()
                 assert router.sees(worker)
                 report = router.follower.load(7)
                 assert report is not None and report.requests == 3
@@ -258,7 +266,7 @@ async def test_a_large_snapshot_comes_in_parts_while_it_changes(
         for prompt in PROMPTS:
             worker.compute(prompt)
         async with Router(messaging, store, namespace) as router:
-            while router.follower.unsettled:
+            while router.asks:
                 worker.evict(rng)
                 worker.compute(rng.choice(PROMPTS))
                 await asyncio.sleep(0.001)
@@ -304,7 +312,7 @@ async def test_bad_notices_are_dropped_and_counted(
         assert router.sees(worker)
         # From the future: it is not believed, and what is true is asked for.
         await messaging.publish(subject, forged(7, 1 << 40))
-        await eventually(lambda: router.count("gap") == 1 and not router.follower.unsettled)
+        await eventually(lambda: router.count("gap") == 1 and not router.asks)
         assert router.sees(worker)
         worker.compute(PROMPTS[9])
         await eventually(lambda: router.sees(worker))
@@ -391,7 +399,7 @@ async def test_a_restarted_router_routes_right_within_a_second(
                 NatsMessaging(nats_url) as own,
                 Router(own, store, namespace) as router,
             ):
-                await router.follower.settled(1.0)
+                await router.settled(1.0)
                 picker = KvPicker(
                     router.follower, KvRoutingOptions(), now=lambda: 0.0, uniform=lambda: 0.0
                 )
@@ -416,7 +424,7 @@ async def test_a_load_that_becomes_too_old_moves_its_worker() -> None:
         silent.load = Load(prefill_tokens=5000)
         picker = KvPicker(router.follower, KvRoutingOptions(), now=loop_time, uniform=lambda: 0.0)
         router.follower.on_load(picker.reported)
-        await router.follower.settled(5)
+        await router.settled()
         await asyncio.sleep(1.5)
         members = router.roster.members
 

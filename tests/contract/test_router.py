@@ -96,7 +96,7 @@ class Cluster:
             await self.routers.wait(lambda members: len(members) == 1 + beside, 5)
             assert router._picker is not None
             follower: Any = router._picker._loads._view
-            await follower.settled(15)
+            await eventually(lambda: not follower._repairs, 15)
             yield router
         finally:
             await self.store.revoke(self.routers.members[-1].lease_id)

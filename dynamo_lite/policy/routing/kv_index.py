@@ -11,8 +11,6 @@ from itertools import islice
 
 from dynamo_lite.policy.routing.kv_chain import ChainHash
 
-#: Most decoded bit sets that are cached; workloads have few.
-_MAX_DECODED = 4096
 #: One in this many blocks is evicted at a time when there are too many.
 _EVICTED_PART = 256
 #: One match in this many is noted for the eviction: popular blocks are matched often.
@@ -92,7 +90,6 @@ class KvIndex:
         self._held, self._cut = _Sets(), _Sets()
         self._bits: dict[int, int] = {}
         self._slots: list[int | None] = []
-        self._decoded: dict[int, tuple[int, ...]] = {}
         self._matches = 0
         self._matched: set[ChainHash] = set()
 
@@ -113,24 +110,28 @@ class KvIndex:
 
         hashes: of a prompt's blocks, from the first on.
         """
-        found: dict[int, int] = {}
-        for count, workers in self._find(hashes):
-            names = self._decoded.get(workers) or self._decode(workers)
-            found.update(dict.fromkeys(names, count))
-        if found and self._is_cut(hashes):
-            self._shorten(found, hashes)
-        return found
+        return {worker: count for count, workers in self.levels(hashes) for worker in workers}
 
     def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
-        """The same as `match`, the longest first: how many of the first blocks, and who holds
-        them. It takes the same time however many workers hold them."""
-        found = self._find(hashes)
-        if not found or not self._is_cut(hashes):
-            return [(count, Holders(bits, self._bits, self._slots)) for count, bits in found]
+        """The same, the longest first: how many of the first blocks, and who holds them. Without
+        cuts it takes the same time however many workers hold them."""
+        found = [(count, self._holders(bits)) for count, bits in self._find(hashes)]
+        cuts = self._cut.workers
+        if not found or not cuts or cuts.keys().isdisjoint(hashes):
+            return found
+        # Only the blocks before a worker's first cut count.
+        counts = {worker: count for count, workers in found for worker in workers}
+        for count, key in enumerate(hashes):
+            for worker in self._holders(cuts.get(key, 0)):
+                counts[worker] = min(counts.get(worker, 0), count)
         levels: dict[int, set[int]] = {}
-        for worker, count in self.match(hashes).items():
+        for worker, count in counts.items():
             levels.setdefault(count, set()).add(worker)
+        levels.pop(0, None)
         return sorted(levels.items(), reverse=True, key=lambda level: level[0])
+
+    def _holders(self, bits: int) -> Collection[int]:
+        return Holders(bits, self._bits, self._slots)
 
     def _find(self, hashes: Sequence[ChainHash]) -> list[tuple[int, int]]:
         """How many of the first blocks, and the bit set of the workers that hold exactly these;
@@ -200,7 +201,6 @@ class KvIndex:
         self._held.discard(bit, self._held.of(bit))
         self._cut.discard(bit, self._cut.of(bit))
         self._slots[bit.bit_length() - 1] = None
-        self._decoded.clear()
 
     def _join(self, worker: int) -> int:
         if None in self._slots:
@@ -209,23 +209,8 @@ class KvIndex:
         else:
             slot = len(self._slots)
             self._slots.append(worker)
-        self._decoded.clear()
         bit = self._bits[worker] = 1 << slot
         return bit
-
-    def _is_cut(self, hashes: Sequence[ChainHash]) -> bool:
-        cuts = self._cut.workers
-        return bool(cuts) and not cuts.keys().isdisjoint(hashes)
-
-    def _shorten(self, found: dict[int, int], hashes: Sequence[ChainHash]) -> None:
-        """Limits `found` to the blocks before a worker's first cut."""
-        cuts = self._cut.workers
-        for count, key in enumerate(hashes):
-            for worker in self._decode(cuts.get(key, 0)):
-                if found.get(worker, 0) > count:
-                    found[worker] = count
-        for worker in [worker for worker, count in found.items() if not count]:
-            del found[worker]
 
     def _note(self, hashes: Sequence[ChainHash], count: int) -> None:
         """Notes that the first `count` blocks are in use."""
@@ -233,18 +218,6 @@ class KvIndex:
             if len(self._matched) > self._max_blocks // _NOTED_PART:
                 self._matched.clear()
             self._matched.update(islice(hashes, count))
-
-    def _decode(self, bits: int) -> tuple[int, ...]:
-        """The workers of a bit set."""
-        workers = tuple(
-            worker
-            for slot, worker in enumerate(self._slots)
-            if worker is not None and bits >> slot & 1
-        )
-        if len(self._decoded) >= _MAX_DECODED:
-            self._decoded.clear()
-        self._decoded[bits] = workers
-        return workers
 
     def _evict(self) -> None:
         """A dictionary keeps its order, so the oldest come first. Blocks that were matched since

@@ -53,7 +53,7 @@ class PendingRequests:
     changed: called with each worker whose requests or tokens have changed.
     """
 
-    def __init__(self, changed: Callable[[int], None] = lambda worker: None) -> None:
+    def __init__(self, changed: Callable[[int], None]) -> None:
         self._changed = changed
         self._requests: dict[str, _PendingRequest] = {}
         self._work: dict[int, PendingWork] = {}
@@ -70,12 +70,9 @@ class PendingRequests:
         """Read-only."""
         return self._work.get(worker) or PendingWork()
 
-    def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
-        """How many of the first blocks each worker will hold after its pending requests."""
-        return self._expected.match(hashes)
-
     def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
-        """The same as `match`; see `KvIndex.levels`."""
+        """How many of the first blocks workers will hold after their pending requests; see
+        `KvIndex.levels`."""
         return self._expected.levels(hashes)
 
     def book(

@@ -54,23 +54,17 @@ class Roster:
         self._timer: asyncio.TimerHandle | None = None
         self._members: Members = ()
         self._by_lease: dict[int, EndpointRecord] = {}
-        self._version = 0
         self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
         self._changed = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
 
     def __repr__(self) -> str:
-        return f"Roster({self._prefix!r}, members={len(self._members)}, version={self._version})"
+        return f"Roster({self._prefix!r}, members={len(self._members)})"
 
     @property
     def members(self) -> Members:
         """Sorted by key."""
         return self._members
-
-    @property
-    def version(self) -> int:
-        """Grows with every change; 0 before the first listing."""
-        return self._version
 
     @property
     def lease_ids(self) -> Set[int]:
@@ -175,12 +169,11 @@ class Roster:
     def _publish(self) -> None:
         before = self._by_lease.keys()
         members = tuple(self._records[key] for key in sorted(self._records))
-        if members == self._members and self._version:
+        if members == self._members:
             return
         self._members = members
         # A process may have several keys: `get` returns its first record.
         self._by_lease = by_lease = {member.lease_id: member for member in reversed(members)}
-        self._version += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         after = by_lease.keys()
