@@ -10,7 +10,7 @@ from benchmarks.capacity.phase import Sequence
 from benchmarks.capacity.queue import Job, JobQueue
 from benchmarks.capacity.timing import Timing
 from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, Local, decide
-from dynamo_lite.policy.routing.admission import Admission, Busy, Limits
+from dynamo_lite.policy.routing.admission import Admission, Limits
 from dynamo_lite.policy.routing.kv_routing import LoadReport
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.options import DecisionThresholds
@@ -97,7 +97,7 @@ class DecodeWorkerModel:
 
     def submit(self, number: int, request: Request) -> bool:
         """Returns whether the worker took the request."""
-        if isinstance(self._admission.enter(str(number), request.prompt_tokens), Busy):
+        if self._admission.enter(str(number), request.prompt_tokens) is not None:
             return False
         self.engine.add(
             Sequence(request, request.prompt_tokens, request.output_tokens, note=number)

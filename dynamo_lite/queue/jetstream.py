@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
@@ -28,7 +28,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.queue.base import Incarnations, QueueConfig, QueueDepth, QueueOptions
 from dynamo_lite.queue.puller import JetStreamJob, Puller, loop_time
-from dynamo_lite.queue.topology import API_TIMEOUT_S, MALFORMED, Topology, identities, readable
+from dynamo_lite.queue.topology import API_TIMEOUT_S, MALFORMED, Topology, identity_of, readable
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -48,8 +48,8 @@ class JetStreamQueue:
 
     stream, subject: see `protocol.names`. secret: the graph's. Each job is bound to the subject, so
     the queue of another namespace rejects it; one that is not authentic is removed from the queue,
-    and counted as `unauthentic`. None: jobs are not authenticated. connect_timeout_s: for the first
-    connection. wall: seconds since the epoch.
+    and counted as `unauthentic`. None: jobs are not authenticated. wall: seconds since
+    the epoch.
     When the broker has lost the stream, it is created again, empty.
     """
 
@@ -61,7 +61,6 @@ class JetStreamQueue:
         subject: str,
         config: QueueConfig | None = None,
         secret: GraphSecret | None = None,
-        connect_timeout_s: float = 10.0,
         on_drop: OnDrop = uncounted,
         wall: Callable[[], float] = time.time,
     ):
@@ -69,16 +68,15 @@ class JetStreamQueue:
         self._on_drop, self._log_limit = on_drop, LogLimit()
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config, wall)
-        self._connection = NatsMessaging(url, connect_timeout_s=connect_timeout_s)
+        self._connection = NatsMessaging(url)
         self._incarnations = Incarnations()
         self._newest = 0  # the greatest sequence known
         self._counts_again = False  # whether a sequence was given twice
         self._delivered = 0  # the last job that was delivered to anybody, at the last reading
-        self._consumers: Mapping[Lane, Hashable] = {}
+        self._consumers = ""  # their identity
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
-        self._js: JetStreamContext | None = None
         self._puller: Puller | None = None
 
     @property
@@ -93,7 +91,6 @@ class JetStreamQueue:
             await stack.enter_async_context(self._connection)
             stack.enter_context(self._connection.watch_connection(self._on_connection))
             client = self._connection.client
-            self._js = client.jetstream(timeout=API_TIMEOUT_S)
             try:
                 await retry_while_unavailable(self._ensure)
             except BrokerUnavailable as exc:
@@ -123,7 +120,7 @@ class JetStreamQueue:
 
     async def _publish(self, subject: str, payload: bytes, message_id: str) -> int:
         """As `push`, but raises NoStreamResponseError when no stream has the subject."""
-        js = self._connected_js()
+        js = self._js()
         timeout_s, newest = self._config.push_timeout_s, self._newest
         try:
             answer = await js.publish(
@@ -156,7 +153,7 @@ class JetStreamQueue:
         with self._errors("delete"):
             try:
                 async with asyncio.timeout(API_TIMEOUT_S):
-                    return await self._connected_js().delete_msg(self._topology.stream, sequence)
+                    return await self._js().delete_msg(self._topology.stream, sequence)
             except NotFoundError:
                 return False
             except APIError as exc:
@@ -172,18 +169,19 @@ class JetStreamQueue:
         self._delivered = max(
             (found.delivered.stream_seq for found in consumers.values()), default=0
         )
-        if incomplete or identities(consumers) != self._consumers or self._delivered < before:
+        identity = identity_of(consumers)
+        if incomplete or identity != self._consumers or self._delivered < before:
             self._missing.set()  # a consumer was lost, and maybe created again
         if incomplete:
             return QueueDepth(waiting=0, in_flight=0)
         return QueueDepth(
             waiting=sum(consumer.num_pending for consumer in consumers.values()),
             in_flight=sum(consumer.num_ack_pending for consumer in consumers.values()),
-            identity=_text(identities(consumers)),
+            identity=identity,
         )
 
     def heard(self, identity: str) -> None:
-        if identity != _text(self._consumers):
+        if identity != self._consumers:
             self._missing.set()
 
     async def pull(
@@ -265,10 +263,8 @@ class JetStreamQueue:
             raise BrokerUnavailable("NATS is disconnected")
         return self._connection.client
 
-    def _connected_js(self) -> JetStreamContext:
-        if self._js is None or not self._connection.connected:
-            raise BrokerUnavailable("NATS is disconnected")
-        return self._js
+    def _js(self) -> JetStreamContext:
+        return self._connected_client().jetstream(timeout=API_TIMEOUT_S)
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -278,10 +274,6 @@ class JetStreamQueue:
         except (errors.Error, OSError, TimeoutError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"{what}: {reason}") from exc
-
-
-def _text(consumers: Mapping[Lane, Hashable]) -> str:
-    return " ".join(str(consumers[lane]) for lane in Lane if lane in consumers)
 
 
 def job_context(subject: str) -> bytes:

@@ -114,26 +114,11 @@ class PullRequest:
 
 
 class LanePull:
-    """The pull requests and the delivered jobs of one lane.
+    """The pull requests and the delivered jobs of one lane."""
 
-    on_change: called when a request was answered. on_missing: called when the consumer is gone
-    or the broker is unavailable. on_end: see `JetStreamJob`.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        topology: Topology,
-        lane: Lane,
-        *,
-        on_change: Callable[[], None],
-        on_missing: Callable[[], None],
-        on_end: Callable[[JetStreamJob], None],
-        on_drop: OnDrop,
-    ):
-        self._client, self._max_deliver = client, topology.config.max_deliver
-        self._on_change, self._on_missing, self._on_end = on_change, on_missing, on_end
-        self._on_drop = on_drop
+    def __init__(self, client: Client, topology: Topology, lane: Lane, owner: "Puller"):
+        self._client, self._owner = client, owner
+        self._max_deliver = topology.config.max_deliver
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{topology.stream}.{consumer_name(lane)}"
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
@@ -173,7 +158,7 @@ class LanePull:
             await self._client.publish(self._next, msgspec.json.encode(ask), self._inbox)
         except (errors.Error, OSError) as exc:
             logger.debug("cannot send a pull request: %r", exc)
-            self._on_missing()
+            self._owner.on_gone()
             return None
         return request
 
@@ -191,15 +176,15 @@ class LanePull:
             self._add_job(message)
         elif status not in ("404", "408"):
             logger.debug("the pull request was refused with %s", message.headers)
-            self._on_missing()
-        self._on_change()
+            self._owner.on_gone()
+        self._owner.notify()
 
     def _add_job(self, message: Msg) -> None:
         try:
-            job = JetStreamJob(self._client, message, self._max_deliver, self._on_end)
+            job = JetStreamJob(self._client, message, self._max_deliver, self._owner.on_end)
         except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
             logger.warning("dropped an unexpected message on the pull inbox: %r", exc)
-            self._on_drop("job")
+            self._owner.on_drop("job")
         else:
             self.arrived.append(job)
 
@@ -211,27 +196,12 @@ class Puller:
     """
 
     def __init__(
-        self,
-        client: Client,
-        topology: Topology,
-        on_missing: Callable[[], None],
-        on_drop: OnDrop,
+        self, client: Client, topology: Topology, on_missing: Callable[[], None], on_drop: OnDrop
     ):
         self._ack_wait_s = topology.config.ack_wait_s
-        self._on_missing = on_missing
+        self._on_missing, self.on_drop = on_missing, on_drop
         self._held: dict[JetStreamJob, None] = {}  # pulled, not answered, oldest first
-        self._lanes = {
-            lane: LanePull(
-                client,
-                topology,
-                lane,
-                on_change=self._notify,
-                on_missing=self._on_gone,
-                on_end=self._on_end,
-                on_drop=on_drop,
-            )
-            for lane in Lane
-        }
+        self._lanes = {lane: LanePull(client, topology, lane, self) for lane in Lane}
         self._turns = LaneTurns()
         self._ready = True
         self._stopped = False
@@ -308,23 +278,25 @@ class Puller:
         self._ready = False
         for asking in self._lanes.values():
             asking.requests.clear()
-        self._notify()
+        self.notify()
 
     def resume(self) -> None:
         self._ready = True
-        self._notify()
+        self.notify()
 
     async def stop(self) -> None:
         """Ends every `pull`, and naks the jobs that none has returned. Idempotent."""
         self._stopped = True
-        self._notify()
+        self.notify()
         for asking in self._lanes.values():
             await asking.close()
 
-    def _on_end(self, job: JetStreamJob) -> None:
+    def on_end(self, job: JetStreamJob) -> None:
+        """See `JetStreamJob`."""
         self._held.pop(job, None)
 
-    def _on_gone(self) -> None:
+    def on_gone(self) -> None:
+        """A lane's consumer is gone, or the broker unavailable."""
         self.pause()
         self._on_missing()
 
@@ -339,7 +311,8 @@ class Puller:
                 return job
         return None
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Something has changed that a `pull` may wait for."""
         if not self._change.done():
             self._change.set_result(None)
         self._change = asyncio.get_running_loop().create_future()

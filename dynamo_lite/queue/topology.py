@@ -49,11 +49,11 @@ API_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Found:
-    """The stream and the consumers that the broker has. Each is identified by its creation time,
-    so the values change when the broker has lost them."""
+    """The stream and the consumers that the broker has. They are identified by their creation
+    times, so the values change when the broker has lost them."""
 
     stream: Hashable
-    consumers: Mapping[Lane, Hashable]
+    consumers: str
     #: The last sequence that the stream has given.
     newest: int
 
@@ -162,7 +162,7 @@ class Topology:
         for lane in Lane:
             await js.add_consumer(self.stream, self._consumer_config(lane))
         consumers = await self.consumers(client)
-        return Found(_identity(stream), identities(consumers), _last_sequence(stream))
+        return Found(_identity(stream), identity_of(consumers), _last_sequence(stream))
 
     async def check(self, client: Client, *, clustered: bool) -> None:
         """Raises StartupError if `ensure` would; changes nothing.
@@ -272,7 +272,11 @@ class Topology:
             if found.get(name) != value
         ]
         if wrong:
-            raise StartupError(mismatch_text(self.stream, wrong))
+            raise StartupError(
+                f"the queue {self.stream} exists with another configuration: {', '.join(wrong)};"
+                " give every service the same queue options, or delete the stream if it is a"
+                " left-over"
+            )
 
     def _stream_config(self, newest: int) -> StreamConfig:
         config = self.config
@@ -307,9 +311,9 @@ class Topology:
         )
 
 
-def identities(consumers: Mapping[Lane, ConsumerState]) -> dict[Lane, Hashable]:
-    """The part of the consumers that `Found` compares."""
-    return {lane: consumer.created for lane, consumer in consumers.items()}
+def identity_of(consumers: Mapping[Lane, ConsumerState]) -> str:
+    """As in `Found`."""
+    return " ".join(consumers[lane].created for lane in Lane if lane in consumers)
 
 
 def _in_step(stream: StreamInfo) -> bool:
@@ -345,10 +349,3 @@ def shared_settings(config: QueueConfig) -> dict[str, str]:
         "order": "short-first",
         "short_length_tokens": str(config.short_length),
     }
-
-
-def mismatch_text(stream: str, wrong: list[str]) -> str:
-    return (
-        f"the queue {stream} exists with another configuration: {', '.join(wrong)}; "
-        "give every service the same queue options, or delete the stream if it is a left-over"
-    )

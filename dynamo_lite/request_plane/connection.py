@@ -36,7 +36,7 @@ from dynamo_lite.request_plane.framing import (
     frame,
     parse_address,
 )
-from dynamo_lite.request_plane.proof import check_worker, client_proof
+from dynamo_lite.request_plane.proof import HELLO, WELCOME, check_proof, proof_of
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.own_certificate import check_pinned, pinning_context
 from dynamo_lite.runtime.secret import GraphSecret
@@ -114,7 +114,8 @@ class Connection:
                 )
                 if self._certificate is not None:
                     self._check_certificate(made, self._certificate)
-                proof = client_proof(self._secret, self._address, self._client_id)
+                content = self._client_id.encode()
+                proof = proof_of(self._secret, HELLO, self._address, content)
                 self._connection.send(
                     frame(encode(Hello(client_id=self._client_id, proof=proof or UNSET)))
                 )
@@ -135,7 +136,7 @@ class Connection:
             raise Unavailable(f"the worker at {self._address} disconnected: {self.closed.result()}")
         try:
             answer = self._welcomed.result().proof
-            check_worker(self._secret, self._address, proof, answer)
+            check_proof(self._secret, WELCOME, self._address, proof, answer)
         except ProtocolError as exc:
             self._on_drop("secret")
             self._connection.abort(str(exc))

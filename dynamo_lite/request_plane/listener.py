@@ -30,7 +30,7 @@ from dynamo_lite.request_plane.framing import (
     FrameConnection,
     frame,
 )
-from dynamo_lite.request_plane.proof import check_client, worker_proof
+from dynamo_lite.request_plane.proof import HELLO, WELCOME, check_proof, proof_of
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
@@ -173,7 +173,7 @@ class Listener:
         match decode_client_frame(payload):
             case Hello(client_id=client_id, wire_version=version, proof=proof):
                 proof = b"" if proof is UNSET else proof
-                check_client(self._secret, self.address, client_id, proof)
+                check_proof(self._secret, HELLO, self.address, client_id.encode(), proof)
                 if version != WIRE_VERSION:
                     raise ProtocolError(unsupported(version))
                 if self._connections.get(connection) is not None:
@@ -182,7 +182,7 @@ class Listener:
                     client_id, _ConnectionSink(connection)
                 )
                 self._pending.discard(connection)
-                answer = worker_proof(self._secret, self.address, proof)
+                answer = proof_of(self._secret, WELCOME, self.address, proof)
                 connection.send(frame(encode(Welcome(proof=answer))))
             case Submit(request_id=request_id, request=request):
                 reply = partial(_reply, connection, request_id)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo_lite.policy.routing.admission import Admission, Busy, Limits
+from dynamo_lite.policy.routing.admission import Admission, Limits
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 
@@ -55,11 +55,9 @@ class AdmittedRequests:
         if timeout_s is not None and not timeout_s > 0:
             raise Refused(f"request {request_id} has timed out", elsewhere=False)
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        verdict = self.admission.enter(request_id, prompt_tokens, promised=request.moved)
-        if isinstance(verdict, Busy):
-            raise Refused(
-                verdict.reason, elsewhere=True, busy=True, retry_after_s=verdict.retry_after_s
-            )
+        busy = self.admission.enter(request_id, prompt_tokens, promised=request.moved)
+        if busy is not None:
+            raise Refused(busy, elsewhere=True, busy=True)
         self.owners[request_id] = session
         session.request_ids.add(request_id)
         if timeout_s is not None:

@@ -765,10 +765,3 @@ async def test_all_users_agree_on_which_queue_it_is(open_queue: Opener):
 
 async def depth_is(queue: PrefillQueue, total: int) -> bool:
     return (await queue.depth()).total == total
-
-
-async def test_an_unreachable_broker_is_a_startup_error(nats_server: PrivateServer, namespace: str):
-    queue = jetstream(nats_server, namespace, connect_timeout_s=0.3)
-    await nats_server.kill()
-    with pytest.raises(StartupError, match="NATS"):
-        await queue.__aenter__()

@@ -20,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from dynamo_lite.protocol.trace import TraceContext, new_trace
@@ -108,9 +109,10 @@ async def test_a_cancelled_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatc
         assert go_on.wait(10)
         return exporter(options)
 
-    def noted(self: OtlpTracer) -> None:
-        open_(self)
+    def noted(self: OtlpTracer) -> TracerProvider:
+        provider = open_(self)
         made.set()
+        return provider
 
     monkeypatch.setattr(otlp, "_exporter", held)
     monkeypatch.setattr(OtlpTracer, "_open", noted)

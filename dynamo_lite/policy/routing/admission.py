@@ -6,8 +6,6 @@ token, and ends.
 
 from dataclasses import dataclass
 
-_RETRY_AFTER_S = 1.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -18,22 +16,6 @@ class Limits:
     #: Prompt tokens, in total, of requests without a first token. A single longer prompt is
     #: admitted while no other one waits.
     prompt_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Admitted:
-    """The request was admitted."""
-
-    #: Requests in flight, this one included.
-    in_flight: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Busy:
-    """A limit is reached. A retry makes sense in `retry_after_s` seconds."""
-
-    reason: str
-    retry_after_s: float = _RETRY_AFTER_S
 
 
 class Admission:
@@ -61,8 +43,8 @@ class Admission:
         """Sets new limits. Requests in flight beyond them stay."""
         self._limits = limits
 
-    def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> Admitted | Busy:
-        """Admits `key`, which must not be in flight. Busy: nothing was counted.
+    def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> str | None:
+        """Admits `key`, which must not be in flight. Or returns why not; then nothing was counted.
 
         promised: another process has admitted it already, so it is counted and never refused.
         """
@@ -71,16 +53,15 @@ class Admission:
         self._keys.add(key)
         self._waiting[key] = prompt_tokens
         self._waiting_tokens += prompt_tokens
-        return Admitted(in_flight=self.in_flight)
+        return None
 
-    def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> Busy | None:
-        """Checks the limits for `requests` new requests with `prompt_tokens` in total, without
-        admitting them."""
+    def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> str | None:
+        """Which limit `requests` new requests with `prompt_tokens` in total would exceed."""
         most, limit = self._limits.in_flight, self._limits.prompt_tokens
         if most is not None and self.in_flight + requests > most:
-            return Busy(reason=f"{self.in_flight} of at most {most} requests are in flight")
+            return f"{self.in_flight} of at most {most} requests are in flight"
         if limit is not None and self._waiting and self._waiting_tokens + prompt_tokens > limit:
-            return Busy(reason=f"{self._waiting_tokens} of at most {limit} prompt tokens wait")
+            return f"{self._waiting_tokens} of at most {limit} prompt tokens wait"
         return None
 
     def answered(self, key: str) -> None:

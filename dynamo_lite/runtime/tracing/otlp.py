@@ -71,25 +71,17 @@ class OtlpTracer:
         self._ids = _GivenIds()
         self._exporter: SpanExporter | None = None
         self._provider: TracerProvider | None = None
-        self._cancelled = False
-        #: Guards the two above until the tracer is open.
-        self._opening = threading.Lock()
 
     async def __aenter__(self) -> Self:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
         try:
-            await asyncio.to_thread(self._open)
-        except BaseException:
-            # A cancel does not end the thread that opens: whoever comes second closes.
-            with self._opening:
-                self._cancelled = True
-                provider, self._provider = self._provider, None
-            if provider is not None:
-                threading.Thread(target=provider.shutdown, name="trace-close", daemon=True).start()
+            self._provider = provider = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)  # a cancel does not end the thread that opens
             raise
-        assert self._provider is not None
-        self._tracer = self._provider.get_tracer("dynamo_lite", __version__)
+        self._tracer = provider.get_tracer("dynamo_lite", __version__)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -156,7 +148,7 @@ class OtlpTracer:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(_nanoseconds(max(start, end) + offset))
 
-    def _open(self) -> None:
+    def _open(self) -> TracerProvider:
         """Runs in a thread."""
         provider = TracerProvider(
             resource=Resource.create(self._resource),
@@ -166,11 +158,13 @@ class OtlpTracer:
         )
         self._exporter = _LoggingExporter(_exporter(self._options))
         provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        with self._opening:
-            if not self._cancelled:
-                self._provider = provider
-                return
-        provider.shutdown()
+        return provider
+
+
+def _close(opening: asyncio.Future[TracerProvider]) -> None:
+    if opening.exception() is None:
+        close = opening.result().shutdown
+        threading.Thread(target=close, name="trace-close", daemon=True).start()
 
 
 class _LoggingExporter(SpanExporter):

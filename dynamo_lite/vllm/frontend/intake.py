@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from vllm.v1.engine import EngineCoreRequest
 
 from dynamo_lite.policy.decision.lanes import ClientPriority, granted_priority
-from dynamo_lite.policy.routing.admission import Admission, Busy
+from dynamo_lite.policy.routing.admission import Admission
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -66,7 +66,7 @@ class Intake:
         if not self._members():
             raise self._refusal(NoWorkers("No worker is available. Please try again later."))
         if (busy := self.admission.busy(prompt_tokens=1, requests=n)) is not None:
-            raise self._refusal(_overloaded(busy), "limit")
+            raise self._refusal(Overloaded(busy), "limit")
 
     def late(self, context: RequestContext) -> DynamoLiteError:
         """Counts a request whose time was over before it was submitted; returns its error."""
@@ -88,9 +88,9 @@ class Intake:
             raise self.late(context)
         session = None if context is None else context.session
         message, plan = generate_request(request, timeout_s, session, causal=causal)
-        verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))
-        if isinstance(verdict, Busy):
-            raise self._refusal(_overloaded(verdict), "limit")
+        busy = self.admission.enter(message.request_id, len(message.prompt_token_ids))
+        if busy is not None:
+            raise self._refusal(Overloaded(busy), "limit")
         if self._traces is not None:
             message = self._traces.begin(message, request.sampling_params, context)
         if context is not None:
@@ -157,7 +157,3 @@ def _is_late(context: RequestContext | None) -> bool:
     return context is not None and (
         asyncio.get_running_loop().time() >= context.deadline - _ROUNDING_S
     )
-
-
-def _overloaded(busy: Busy) -> Overloaded:
-    return Overloaded(busy.reason, retry_after_s=busy.retry_after_s)
