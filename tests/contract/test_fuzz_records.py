@@ -27,7 +27,7 @@ from dynamo_lite.request_plane.framing import parse_address
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import endpoint_record, key_of
+from tests.builders import endpoint_record, engine_metadata, key_of
 from tests.hostile import Spoiler
 from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.simulation.servers.memory import MemoryStore
@@ -76,14 +76,7 @@ def engine_of(mover: MemoryMover, pool: np.ndarray, layer: str = "0") -> EngineM
         layer=layer, plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
     )
     rank = RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
-    return EngineMetadata(
-        engine_id="e1",
-        lease_id=7,
-        fingerprint={"model": "m"},
-        block_size_tokens=4,
-        num_blocks=BLOCKS,
-        ranks=(rank,),
-    )
+    return engine_metadata(lease_id=7, fingerprint={"model": "m"}, num_blocks=BLOCKS, ranks=(rank,))
 
 
 class Engines:

@@ -198,45 +198,8 @@ async def test_an_oversized_message_is_refused(messaging: Messaging, namespace: 
         await messaging.request(f"{namespace}.s", bytes((8 << 20) + 1), timeout_s=1)
 
 
-async def test_an_outage_of_the_twin_raises(namespace: str) -> None:
-    messaging = MemoryMessaging()
-    async with messaging.serve("s", echo):
-        messaging.set_connected(False)
-        assert not messaging.connected
-        with pytest.raises(BrokerUnavailable):
-            await messaging.request("s", b"", timeout_s=1)
-        messaging.set_connected(True)
-        assert await messaging.request("s", b"", timeout_s=1) == b"echo "
-
-
-async def test_the_twin_tells_of_its_connection() -> None:
-    messaging = MemoryMessaging()
-    told: list[bool] = []
-
-    def fail(_: bool) -> None:
-        raise KeyError("listener")
-
-    with messaging.watch_connection(fail), messaging.watch_connection(told.append):
-        for connected in (False, False, True):
-            messaging.set_connected(connected)
-    messaging.set_connected(False)
-    assert told == [False, True]
-
-
 async def test_who_is_connected_waits_for_nothing(messaging: Messaging) -> None:
     await messaging.wait_connected(0.0)
-
-
-async def test_waiting_for_the_twin_to_come_back() -> None:
-    messaging = MemoryMessaging()
-    messaging.set_connected(False)
-    for timeout_s in (0.0, 0.02):
-        with pytest.raises(BrokerUnavailable):
-            await messaging.wait_connected(timeout_s)
-    waiting = [asyncio.create_task(messaging.wait_connected(5)) for _ in range(3)]
-    await asyncio.sleep(0)
-    messaging.set_connected(True)
-    await asyncio.gather(*waiting)
 
 
 who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
@@ -262,17 +225,6 @@ async def test_handlers_run_in_the_context_of_who_serves(
 
 
 # NATS's own ways to fail
-
-
-async def test_serving_the_twin_waits_for_it_to_come_back() -> None:
-    messaging = MemoryMessaging()
-    messaging.set_connected(False)
-    async with contextlib.AsyncExitStack() as stack:
-        entering = asyncio.create_task(stack.enter_async_context(messaging.serve("s", echo)))
-        await asyncio.sleep(0)
-        messaging.set_connected(True)
-        await entering
-        assert await messaging.request("s", b"", timeout_s=1) == b"echo "
 
 
 async def test_serving_waits_for_a_server_that_comes_back(nats_server: PrivateServer) -> None:

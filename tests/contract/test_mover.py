@@ -4,15 +4,10 @@ same tests."""
 import base64
 import contextlib
 import itertools
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -23,11 +18,14 @@ from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
 from tests.builders import graph_secret
+from tests.contract.peers import PeerProcess
 from tests.hostile import MESSAGES, listening_ports, tell
 from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 
 SIZE = 4096
 WAIT_S = 20.0
+#: NIXL's library takes its time to load on a busy machine.
+START_S = 60.0
 DRAM = ("DRAM", "DRAM")
 
 
@@ -47,6 +45,19 @@ class Party:
         """Descriptors of (offset, length) places in the buffer."""
         rows = [(self.base + offset, length, 0) for offset, length in places]
         return np.array(rows, dtype=np.uint64).reshape(-1, 3)
+
+    def write(
+        self,
+        target: "Party",
+        here: tuple[int, int] = (0, SIZE),
+        there: tuple[int, int] | None = None,
+        *,
+        peer: str = "target",
+        notice: bytes = b"",
+    ) -> Transfer:
+        """One place; there: the same one."""
+        places = self.at(here), target.at(there or here)
+        return self.mover.write(peer, *places, memory=DRAM, notice=notice)
 
 
 def finish(write: Transfer, target: Mover, *, notices: int = 0) -> list[bytes]:
@@ -88,30 +99,29 @@ def parties(make) -> Iterator[tuple[Party, Party]]:
     target.mover.close()
 
 
-def test_bytes_arrive_where_they_were_described_and_nowhere_else(parties):
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_what_was_described_is_moved_and_nothing_else(parties, operation):
     source, target = parties
-    places = [(0, 64), (1000, 1), (2048, 512)], [(4096 - 64, 64), (7, 1), (100, 512)]
-    expected, untouched = target.buffer.copy(), source.buffer.copy()
-    for (here, length), (there, _) in zip(*places, strict=True):
-        expected[there : there + length] = source.buffer[here : here + length]
-    write = source.mover.write("target", source.at(*places[0]), target.at(*places[1]), memory=DRAM)
-    assert finish(write, target.mover) == []
-    np.testing.assert_array_equal(target.buffer, expected)
-    np.testing.assert_array_equal(source.buffer, untouched)
-
-
-def test_the_whole_buffer_may_be_written(parties):
-    source, target = parties
-    write = source.mover.write("target", source.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM)
-    finish(write, target.mover)
-    np.testing.assert_array_equal(target.buffer, source.buffer)
+    target.buffer[:] = np.arange(SIZE) % 241
+    start = getattr(source.mover, operation)
+    ours, theirs = [(0, 64), (1000, 1), (2048, 512)], [(4096 - 64, 64), (7, 1), (100, 512)]
+    changed, kept = (target, source) if operation == "write" else (source, target)
+    to, of = (theirs, ours) if operation == "write" else (ours, theirs)
+    expected, untouched = changed.buffer.copy(), kept.buffer.copy()
+    for (there, length), (here, _) in zip(to, of, strict=True):
+        expected[there : there + length] = kept.buffer[here : here + length]
+    transfer = start("target", source.at(*ours), target.at(*theirs), memory=DRAM)
+    assert finish(transfer, target.mover) == []
+    np.testing.assert_array_equal(changed.buffer, expected)
+    np.testing.assert_array_equal(kept.buffer, untouched)
+    kept.buffer[:] = 9
+    assert transfer.done() and transfer.done(), "it stays ended"
+    np.testing.assert_array_equal(changed.buffer, expected)
 
 
 def test_the_notice_comes_with_the_data_and_once(parties):
     source, target = parties
-    write = source.mover.write(
-        "target", source.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM, notice=b"\x00done\xff"
-    )
+    write = source.write(target, notice=b"\x00done\xff")
     arrived: list[bytes] = []
     deadline = time.monotonic() + WAIT_S
     while not arrived:
@@ -124,13 +134,21 @@ def test_the_notice_comes_with_the_data_and_once(parties):
     assert source.mover.notices() == []
 
 
+def test_a_notice_of_a_stranger_arrives_empty(tmp_path):
+    source = Party(lambda name: NixlMover(name, graph_secret(tmp_path / "another")), 1)
+    target = Party(lambda name: NixlMover(name, graph_secret(tmp_path / "secret")), 2)
+    source.mover.add_peer("target", target.mover.metadata())
+    assert finish(source.write(target, notice=b"forged"), target.mover, notices=1) == [b""]
+    source.mover.close()
+    target.mover.close()
+
+
 def test_a_write_after_a_notice_ends_though_its_peer_makes_no_progress(parties):
     """A decode engine may be in the middle of a long step when the next commit comes."""
     source, target = parties
-    places = source.at((0, 64)), target.at((0, 64))
     for number in range(4):
         notice = b"%d" % number
-        write = source.mover.write("target", *places, memory=DRAM, notice=notice)
+        write = source.write(target, (0, 64), notice=notice)
         if number > 1:  # the first two make the connection
             deadline = time.monotonic() + WAIT_S
             while not write.done():
@@ -147,9 +165,7 @@ def test_with_threads_a_write_and_its_notice_need_no_call_of_an_engine():
     assert isinstance(target.mover, PolledMover)
     source.mover.add_peer("target", target.mover.metadata())
     assert target.mover.notices() == []  # it awaits some from now on
-    write = source.mover.write(
-        "target", source.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM, notice=b"came"
-    )
+    write = source.write(target, notice=b"came")
     deadline = time.monotonic() + WAIT_S
     while not target.mover._inbox:
         assert time.monotonic() < deadline
@@ -161,27 +177,9 @@ def test_with_threads_a_write_and_its_notice_need_no_call_of_an_engine():
     target.mover.close()
 
 
-def test_an_ended_write_stays_ended(parties):
-    source, target = parties
-    write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
-    finish(write, target.mover)
-    source.buffer[:] = 9
-    assert write.done() and write.done()
-    assert target.buffer[0] == 0
-
-
 def test_several_writes_at_once_are_each_told(parties):
     source, target = parties
-    writes = [
-        source.mover.write(
-            "target",
-            source.at((i * 64, 64)),
-            target.at((i * 64, 64)),
-            memory=DRAM,
-            notice=b"%d" % i,
-        )
-        for i in range(SIZE // 64)
-    ]
+    writes = [source.write(target, (i * 64, 64), notice=b"%d" % i) for i in range(SIZE // 64)]
     arrived: list[bytes] = []
     deadline = time.monotonic() + WAIT_S
     ended = False
@@ -193,31 +191,12 @@ def test_several_writes_at_once_are_each_told(parties):
     np.testing.assert_array_equal(target.buffer, source.buffer)
 
 
-def test_a_read_brings_what_was_described_and_nothing_else(parties):
-    reader, holder = parties
-    holder.buffer[:] = np.arange(SIZE) % 241
-    places = [(0, 64), (1000, 1), (2048, 512)], [(4096 - 64, 64), (7, 1), (100, 512)]
-    expected, untouched = reader.buffer.copy(), holder.buffer.copy()
-    for (here, length), (there, _) in zip(*places, strict=True):
-        expected[here : here + length] = holder.buffer[there : there + length]
-    read = reader.mover.read("target", reader.at(*places[0]), holder.at(*places[1]), memory=DRAM)
-    assert finish(read, holder.mover) == []
-    np.testing.assert_array_equal(reader.buffer, expected)
-    np.testing.assert_array_equal(holder.buffer, untouched)
-    holder.buffer[:] = 9
-    assert read.done() and read.done()
-    np.testing.assert_array_equal(reader.buffer, expected)
-
-
 def test_reads_and_writes_of_one_peer_go_on_together(parties):
     source, target = parties
     half = SIZE // 2
-    write = source.mover.write(
-        "target", source.at((0, half)), target.at((0, half)), memory=DRAM, notice=b"written"
-    )
-    read = source.mover.read(
-        "target", source.at((half, half)), target.at((half, half)), memory=DRAM
-    )
+    write = source.write(target, (0, half), notice=b"written")
+    rest = source.at((half, half)), target.at((half, half))
+    read = source.mover.read("target", *rest, memory=DRAM)
     assert finish(write, target.mover, notices=1) == [b"written"]
     finish(read, target.mover)
     np.testing.assert_array_equal(source.buffer, target.buffer)
@@ -227,10 +206,8 @@ def test_reads_and_writes_of_one_peer_go_on_together(parties):
 def test_two_peers_may_write_into_each_other(parties):
     left, right = parties
     right.mover.add_peer("left", left.mover.metadata())
-    there = left.mover.write(
-        "target", left.at((0, 64)), right.at((0, 64)), memory=DRAM, notice=b"there"
-    )
-    back = right.mover.write("left", right.at((64, 64)), left.at((64, 64)), memory=DRAM)
+    there = left.write(right, (0, 64), notice=b"there")
+    back = right.write(left, (64, 64), peer="left")
     assert finish(there, right.mover, notices=1) == [b"there"]
     finish(back, left.mover)
     np.testing.assert_array_equal(right.buffer[:64], np.arange(64))
@@ -263,9 +240,7 @@ def test_what_cannot_be_is_refused_and_harms_nothing(parties, wrong, operation):
         getattr(source.mover, operation)(peer, local, remote, memory=DRAM)
     assert refusal.value.peer == peer
     assert (source.buffer == np.arange(SIZE) % 251).all()
-    write = source.mover.write(
-        "target", source.at((0, 64)), target.at((0, 64)), memory=DRAM, notice=b"works"
-    )
+    write = source.write(target, (0, 64), notice=b"works")
     assert finish(write, target.mover, notices=1) == [b"works"]
     assert (target.buffer[64:] == 2).all()
 
@@ -277,30 +252,21 @@ def test_garbage_is_not_a_peer(parties, metadata):
         source.mover.add_peer("garbage", metadata)
     assert refusal.value.peer == "garbage"
     with pytest.raises(TransferError):
-        source.mover.write("garbage", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+        source.write(target, (0, 8), peer="garbage")
 
 
 def test_a_removed_peer_is_unknown_until_it_is_added_again(parties):
     source, target = parties
     source.mover.remove_peer("stranger")
     for round in range(3):
-        source.mover.remove_peer("target")
-        source.mover.remove_peer("target")
+        for _ in range(2):
+            source.mover.remove_peer("target")
         with pytest.raises(TransferError):
-            source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
-        source.mover.add_peer("target", target.mover.metadata())
-        write = source.mover.write(
-            "target", source.at((0, 8)), target.at((0, 8)), memory=DRAM, notice=b"%d" % round
-        )
-        assert finish(write, target.mover, notices=1) == [b"%d" % round]
-
-
-def test_adding_a_peer_twice_is_harmless(parties):
-    source, target = parties
-    source.mover.add_peer("target", target.mover.metadata())
-    write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
-    finish(write, target.mover)
-    assert target.buffer[7] == 7
+            source.write(target, (0, 8))
+        for _ in range(2):
+            source.mover.add_peer("target", target.mover.metadata())
+        notice = b"%d" % round
+        assert finish(source.write(target, notice=notice), target.mover, notices=1) == [notice]
 
 
 def test_closing_forgets_peers_and_memory_and_spares_the_others(make, parties):
@@ -309,81 +275,42 @@ def test_closing_forgets_peers_and_memory_and_spares_the_others(make, parties):
     third.mover.add_peer("target", target.mover.metadata())
     source.mover.close()
     with pytest.raises(TransferError):
-        source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
-    write = third.mover.write("target", third.at((0, 8)), target.at((8, 8)), memory=DRAM)
-    finish(write, target.mover)
+        source.write(target, (0, 8))
+    finish(third.write(target, (0, 8), (8, 8)), target.mover)
     assert target.buffer[6:17].tolist() == [2, 2, *[3] * 8, 2]
     third.mover.close()
     third.mover.close()
 
 
-@pytest.mark.parametrize("operation", ["write", "read"])
-def test_a_dead_peer_fails_what_is_under_way(operation):
-    """Only the twin can die inside one process: see below for NIXL's."""
-    fabric = MemoryFabric()
-    source, target = (Party(lambda name: MemoryMover(fabric, name), fill) for fill in (1, 2))
-    source.mover.add_peer("target", target.mover.metadata())
-    start = getattr(source.mover, operation)
-    transfer = start("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
-    target.mover.close()
-    for _ in range(2):
-        with pytest.raises(TransferError):
-            transfer.done()
-    assert (target.buffer == 2).all() and (source.buffer == 1).all()
-    with pytest.raises(TransferError):
-        source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
-
-
-class Victim:
-    """`nixl_peer.py` in a process that ends by kill -9. env: besides this process's."""
+class Victim(PeerProcess):
+    """`nixl_peer.py` in a process that ends by kill -9."""
 
     def __init__(self, role: str, **env: str):
-        script = Path(__file__).with_name("nixl_peer.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
-            text=True,
-        )
-        assert self.process.stdout is not None
-        lines = (line for line in self.process.stdout if line.startswith("{"))
-        self.buffer = json.loads(next(lines))
+        super().__init__("tests.contract.nixl_peer", role, **env)
+        self.buffer = self.said.get(timeout=START_S)
 
     def aim(self, party: Party) -> None:
-        assert self.process.stdin is not None
         agent = base64.b64encode(party.mover.metadata()).decode()
-        order = {"agent": agent, "address": party.base, "length": SIZE}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=WAIT_S)
+        self.tell({"agent": agent, "address": party.base, "length": SIZE})
 
 
 @pytest.fixture
 def victim() -> Iterator[Callable[..., Victim]]:
-    victims: list[Victim] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(role: str, **env: str) -> Victim:
-        victims.append(Victim(role, **env))
-        return victims[-1]
+        def start(role: str, **env: str) -> Victim:
+            victim = Victim(role, **env)
+            stack.callback(victim.kill)
+            return victim
 
-    yield start
-    for one in victims:
-        one.kill()
+        yield start
 
 
-def expect_notices(target: Mover, count: int) -> list[bytes]:
-    arrived: list[bytes] = []
-    deadline = time.monotonic() + WAIT_S
-    while len(arrived) < count:
-        assert time.monotonic() < deadline, arrived
-        arrived += target.notices()
-    return arrived
+class Ended:
+    """A transfer, for `finish`."""
+
+    def done(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("make_target", [NixlMover, polled_nixl], ids=["plain", "polled"])
@@ -391,15 +318,13 @@ def test_a_target_survives_the_kill_of_its_writer(victim, make_target):
     target, next_writer = Party(make_target, 2), Party(NixlMover, 3)
     writer = victim("writer")
     writer.aim(target)
-    assert set(expect_notices(target.mover, 5)) == {b"wrote"}
+    assert set(finish(Ended(), target.mover, notices=5)) == {b"wrote"}
     assert (target.buffer == 0xA5).all()
     writer.kill()
     while target.mover.notices():
         pass
     next_writer.mover.add_peer("target", target.mover.metadata())
-    write = next_writer.mover.write(
-        "target", next_writer.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM, notice=b"next"
-    )
+    write = next_writer.write(target, notice=b"next")
     assert finish(write, target.mover, notices=1) == [b"next"]
     assert (target.buffer == 3).all()
     next_writer.mover.close()
@@ -433,9 +358,7 @@ def test_a_writer_survives_the_kill_of_its_target(victim, operation, make_writer
     writer.mover.remove_peer("target")
     writer.buffer[:] = 1
     writer.mover.add_peer("next", next_target.mover.metadata())
-    write = writer.mover.write(
-        "next", writer.at((0, SIZE)), next_target.at((0, SIZE)), memory=DRAM, notice=b"next"
-    )
+    write = writer.write(next_target, peer="next", notice=b"next")
     assert finish(write, next_target.mover, notices=1) == [b"next"]
     assert (next_target.buffer == 1).all()
     writer.mover.close()

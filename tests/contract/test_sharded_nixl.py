@@ -5,17 +5,11 @@ agent of its own.
 """
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 import msgspec
 import numpy as np
@@ -24,81 +18,44 @@ import pytest
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.nixl import NixlMover
-from tests.builders import expecting
+from tests.builders import engine_metadata, expecting
+from tests.contract.peers import PeerProcess
 from tests.contract.shard_peer import BLOCKS, LOCAL, reached
 from tests.shards import BLOCK_TOKENS, Shape, ShardedEngine, expected_of_tokens
 
 WAIT_S = 60.0
-ROOT = Path(__file__).parents[2]
 NUMBERS = itertools.count()
 ORDERS = {True: "heads", False: "tokens"}
 
 
-class Peer:
-    """The process with the prefill engines. said: the lines of its output, as they come."""
-
-    def __init__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.shard_peer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-        )
-        self.said: SimpleQueue[dict] = SimpleQueue()
-        self._reader = threading.Thread(target=self._listen, name="shard-reader")
-        self._reader.start()
-
-    def tell(self, **what: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
+class Peer(PeerProcess):
+    """The process with the prefill engines."""
 
     def engine(self, shape: Shape, heads: int) -> bytes:
         """Makes one. Returns its metadata."""
-        self.tell(shape={**asdict(shape), "dtype": np.dtype(shape.dtype).name}, heads=heads)
+        self.tell({"shape": {**asdict(shape), "dtype": np.dtype(shape.dtype).name}, "heads": heads})
         said = self.said.get(timeout=WAIT_S)["ranks"]
         ranks = [msgspec.msgpack.decode(bytes.fromhex(r), type=RankMetadata) for r in said]
         return metadata("prefill", ranks, shape)
 
     def meet(self, engine_id: str, own: bytes, target: bytes, *, tokens: int) -> None:
         """Its last engine writes into this one, which has `tokens` tokens per block."""
-        self.tell(engine_id=engine_id, own=own.hex(), target=target.hex(), tokens=tokens)
-
-    def end(self) -> None:
-        with self._process:
-            self._process.kill()
-            self._reader.join()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                self.said.put(json.loads(line))
+        engines = {"own": own.hex(), "target": target.hex()}
+        self.tell({"engine_id": engine_id, "tokens": tokens, **engines})
 
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
-    peer = Peer()
+    peer = Peer("tests.contract.shard_peer")
     yield peer
-    peer.end()
+    peer.kill()
 
 
 def metadata(engine_id: str, ranks: list[RankMetadata], shape: Shape) -> bytes:
-    return encode(
-        EngineMetadata(
-            engine_id=engine_id,
-            lease_id=1,
-            fingerprint={},
-            block_size_tokens=shape.tokens,
-            num_blocks=BLOCKS,
-            ranks=tuple(ranks),
-        )
-    )
+    size = {"block_size_tokens": shape.tokens, "num_blocks": BLOCKS}
+    return encode(engine_metadata(engine_id, ranks=tuple(ranks), **size))
 
 
 @contextmanager

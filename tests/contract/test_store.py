@@ -21,7 +21,6 @@ from dynamo_lite.runtime.etcd.lease import grant_lease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from tests.builders import eventually
-from tests.simulation.servers.memory import MemoryStore
 from tests.store_outages import put_when_back, take
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -135,20 +134,6 @@ async def test_a_lease_outlives_its_time_to_live(store: Store, namespace: str) -
                 await lease.lost()
         assert lease.remaining_s() > 0
         assert await store.get(f"{namespace}/own") == b"1"
-
-
-async def test_a_memory_lease_runs_out_by_the_clock(namespace: str) -> None:
-    now = 100.0
-    store = MemoryStore(clock=lambda: now)
-    async with store.lease(10) as lease, store.watch("") as events:
-        await store.put("k", b"1", lease=lease)
-        await take_until(events, Put("k", b"1"))
-        store.set_available(False)
-        now += 11
-        store.expire_due()
-        assert lease.loss is LeaseLoss.EXPIRED
-        store.set_available(True)
-        assert await take(events) == Snapshot({})
 
 
 # Watches

@@ -6,13 +6,9 @@ the writes that wait are the first thing it does. It keeps its lease's deadline
 itself and does not extend it, as a component whose lease has run out.
 """
 
-import json
 import os
 import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,9 +22,10 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Committed, decode_notice
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.transfer.nixl import NixlMover
+from tests.builders import engine_metadata
+from tests.contract.peers import PeerProcess
 from tests.contract.zombie_peer import (
     BLOCK_BYTES,
     BLOCKS,
@@ -45,8 +42,6 @@ START_S = 60.0
 
 #: Longer than it takes to stop the writer, on a busy machine too.
 SHORT_LEASE_S = 1.0
-
-ROOT = Path(__file__).parents[2]
 
 
 class Target:
@@ -65,15 +60,10 @@ class Target:
         self.committed: list[str] = []
 
     def metadata(self) -> str:
-        metadata = EngineMetadata(
-            engine_id=self.engine_id,
-            lease_id=1,
-            fingerprint={},
-            block_size_tokens=16,
-            num_blocks=BLOCKS,
-            ranks=(self._rank,),
+        own = engine_metadata(
+            self.engine_id, block_size_tokens=16, num_blocks=BLOCKS, ranks=(self._rank,)
         )
-        return encode(metadata).hex()
+        return encode(own).hex()
 
     def poll(self) -> None:
         said = [decode_notice(notice) for notice in self.mover.notices()]
@@ -94,32 +84,21 @@ class Target:
         np.testing.assert_array_equal(self.memory, self.expected)
 
 
-class Writer:
+class Writer(PeerProcess):
     """`zombie_peer.py`. fence: its own fence, with the deadline of its lease."""
 
     def __init__(self, directory: Path):
-        fence_path = directory / "fence"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.zombie_peer", str(fence_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-        )
-        self._said: queue.SimpleQueue[dict] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._listen, name="zombie-reader")
-        self._reader.start()
+        super().__init__("tests.contract.zombie_peer", str(directory / "fence"))
         try:
-            assert self._said.get(timeout=START_S) == {"ready": True}
-            self.fence = FenceReader(fence_path)
+            assert self.said.get(timeout=START_S) == {"ready": True}
+            self.fence = FenceReader(directory / "fence")
         except BaseException:
-            self.end()
+            self.kill()
             raise
 
     def start(self, order: Order, target: Target) -> None:
         """Gives the order, and waits until the writer waits in it."""
-        self._tell(asdict(order))
+        self.tell(asdict(order))
         assert self._hear(target) == {"waits": True}
 
     def stop(self) -> None:
@@ -140,24 +119,14 @@ class Writer:
 
     def wake(self, target: Target) -> Ended:
         """The order to continue is sent before it resumes. Returns how the attempt ended."""
-        self._tell({})
+        self.tell({})
         self.process.send_signal(signal.SIGCONT)
         return Ended(**self._hear(target))
 
     def write(self, order: Order, target: Target) -> Ended:
         """An attempt without a pause."""
-        self._tell(asdict(order))
+        self.tell(asdict(order))
         return Ended(**self._hear(target))
-
-    def end(self) -> None:
-        with self.process:
-            self.process.kill()
-            self._reader.join()
-
-    def _tell(self, what: dict) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
 
     def _hear(self, target: Target) -> dict:
         """NIXL's first contact needs both sides: the target is polled meanwhile."""
@@ -165,16 +134,10 @@ class Writer:
         while True:
             target.poll()
             try:
-                return self._said.get(timeout=0.001)
+                return self.said.get(timeout=0.001)
             except queue.Empty:
                 assert self.process.poll() is None, "the writer has ended"
                 assert time.monotonic() < deadline, "the writer says nothing"
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                self._said.put(json.loads(line))
 
 
 class GrantingTarget(Target):
@@ -217,7 +180,7 @@ class GrantingTarget(Target):
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writer]:
     writer = Writer(tmp_path_factory.mktemp("zombie"))
     yield writer
-    writer.end()
+    writer.kill()
 
 
 @pytest.fixture

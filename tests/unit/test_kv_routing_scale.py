@@ -161,18 +161,6 @@ def test_it_chooses_as_if_it_looked_at_every_member(seed: int):
         assert getattr(pair.pickers[0], name) == getattr(oracle, name)
 
 
-def test_all_reasons_occur_in_the_comparison():
-    seen: set[str] = set()
-    for seed in range(8):
-        pair = Pair(seed)
-        for _ in range(400):
-            pair.rng.choice([pair.pick, pair.release, pair.report, pair.hold, pair.index])()
-            if pair.rng.random() < 0.05:
-                pair.rng.choice([pair.tune, pair.join_or_leave])()
-        seen |= set(pair.pickers[1].choices)
-    assert seen == {"only", "session", "prefix", "load", "balance", "lot"}
-
-
 def crowd(workers: int) -> tuple[View, KvPicker, tuple[EndpointRecord, ...], Callable[[], None]]:
     """A picker of many members that all hold the same first blocks; `step` is one request."""
     view, index = View(), KvIndex(100_000)
