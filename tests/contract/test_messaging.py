@@ -6,7 +6,7 @@ import contextvars
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ async def wait_for_connection(messaging: Messaging, connected: bool) -> None:
 
 async def test_a_request_is_answered(messaging: Messaging, namespace: str) -> None:
     assert messaging.connected
+    await messaging.wait_connected(0.0)
     async with messaging.serve(f"{namespace}.chat/completions-1a", echo):
         reply = await messaging.request(f"{namespace}.chat/completions-1a", b"hi", timeout_s=2)
         assert reply == b"echo hi"
@@ -198,10 +199,6 @@ async def test_an_oversized_message_is_refused(messaging: Messaging, namespace: 
         await messaging.request(f"{namespace}.s", bytes((8 << 20) + 1), timeout_s=1)
 
 
-async def test_who_is_connected_waits_for_nothing(messaging: Messaging) -> None:
-    await messaging.wait_connected(0.0)
-
-
 who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
 
@@ -326,111 +323,100 @@ async def test_a_broker_that_hangs_with_unread_messages_is_left_for_another(
         assert messaging.client.connected_url != connected
 
 
-@pytest.mark.parametrize("error", ["Maximum Connections Exceeded", "Authorization Violation"])
-async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
-    visits = 0
-    opened: list[NatsMessaging] = []
+class FakeNats:
+    """A server that greets, and answers each PING.
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal visits
-        visits += 1
-        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+    after_ping: takes the number of the connection and its writer; returns whether to hang up.
+    """
+
+    def __init__(
+        self, after_ping: Callable[[int, asyncio.StreamWriter], Awaitable[bool]] | None = None
+    ):
+        self._after_ping = after_ping
+        self.commands: list[bytes] = []
+        self.connections: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.append(writer)
+        number = len(self.connections)
+        writer.write(b'INFO {"max_payload": 8388608}\r\n')
         while line := await reader.readline():
+            self.commands.append(line.split()[0][:5])  # a payload is a line, too
             if line.startswith(b"PING"):
                 writer.write(b"PONG\r\n")
-                if visits < 3:
-                    await eventually(lambda: opened and opened[0].connected)
-                    writer.write(f"-ERR '{error}'\r\n".encode())
+                if self._after_ping is not None and await self._after_ping(number, writer):
                     break
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
-            opened.append(messaging)
-            await eventually(lambda: visits == 3, 5)
-            await messaging.wait_connected(5)
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[NatsMessaging]:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0, limit=16 << 20)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+                yield messaging
+
+
+@pytest.mark.parametrize("error", ["Maximum Connections Exceeded", "Authorization Violation"])
+async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
+    opened: list[NatsMessaging] = []
+
+    async def throw_out(number: int, writer: asyncio.StreamWriter) -> bool:
+        if number < 3:
+            await eventually(lambda: opened and opened[0].connected)
+            writer.write(f"-ERR '{error}'\r\n".encode())
+        return number < 3
+
+    server = FakeNats(throw_out)
+    async with server.client() as messaging:
+        opened.append(messaging)
+        await eventually(lambda: len(server.connections) == 3, 5)
+        await messaging.wait_connected(5)
 
 
 async def test_a_service_waits_until_the_server_has_its_subscription() -> None:
     """The PING that confirms it is behind it on the wire."""
-    commands: list[bytes] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"max_payload": 1048576}\r\n')
-        while line := await reader.readline():
-            commands.append(line.split()[0])
-            if line.startswith(b"PING"):
-                writer.write(b"PONG\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
-            async with messaging.serve("s", echo):
-                assert commands == [b"CONNECT", b"PING", b"SUB", b"PING"]
+    server = FakeNats()
+    async with server.client() as messaging, messaging.serve("s", echo):
+        assert server.commands == [b"CONNE", b"PING", b"SUB", b"PING"]
 
 
 async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_task() -> None:
     """Otherwise each such attempt leaves a task that sends PINGs for ever."""
-    visits = 0
     served = asyncio.Event()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal visits
-        visits += 1
-        writer.write(b'INFO {"max_payload": 1048576}\r\n')
-        while line := await reader.readline():
-            if line.startswith(b"PING"):
-                writer.write(b"PONG\r\n")
-                if 1 < visits < 4:
-                    linger = struct.pack("ii", 1, 0)  # closing sends RST
-                    raw = writer.get_extra_info("socket")
-                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                    writer.transport.abort()
-                    return
-                if visits == 1 and served.is_set():
-                    break
-        writer.close()
+    async def reset(number: int, writer: asyncio.StreamWriter) -> bool:
+        if 1 < number < 4:
+            raw = writer.get_extra_info("socket")
+            # Closing sends RST.
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        return number < 4 and (number > 1 or served.is_set())
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
-            async with messaging.serve("s", echo):
-                served.set()
-                await eventually(lambda: visits == 4, 20)
-                await messaging.wait_connected(20)
+    server = FakeNats(reset)
+    async with server.client() as messaging, messaging.serve("s", echo):
+        served.set()
+        await eventually(lambda: len(server.connections) == 4, 20)
+        await messaging.wait_connected(20)
 
 
 async def test_a_service_that_is_given_up_leaves_no_subscription_at_the_server() -> None:
     """The UNSUB does not overtake the SUB, which waits until the server reads on."""
-    commands: list[bytes] = []
-    connections: list[asyncio.StreamWriter] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
-        writer.write(b'INFO {"max_payload": 8388608}\r\n')
-        while line := await reader.readline():
-            commands.append(line.split()[0][:5])  # a payload is a line, too
-            if line.startswith(b"PING"):
-                writer.write(b"PONG\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0, limit=16 << 20) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
-            client: Any = messaging.client
-            connections[0].transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
-            for _ in range(4):
-                await messaging.publish("s", bytes(7 << 20))
-            await asyncio.sleep(0)  # the flusher begins, and waits until there is room
-            serving = asyncio.create_task(messaging.serve("s", echo).__aenter__())
-            await eventually(lambda: any(part.startswith(b"SUB") for part in client._pending))
-            serving.cancel()
-            await asyncio.wait([serving])
-            connections[0].transport.resume_reading()  # pyright: ignore[reportAttributeAccessIssue]
-            await eventually(lambda: {b"SUB", b"UNSUB"} <= set(commands))
-            assert commands.index(b"SUB") < commands.index(b"UNSUB")
+    server = FakeNats()
+    async with server.client() as messaging:
+        client: Any = messaging.client
+        transport: Any = server.connections[0].transport
+        transport.pause_reading()
+        for _ in range(4):
+            await messaging.publish("s", bytes(7 << 20))
+        await asyncio.sleep(0)  # the flusher begins, and waits until there is room
+        serving = asyncio.create_task(messaging.serve("s", echo).__aenter__())
+        await eventually(lambda: any(part.startswith(b"SUB") for part in client._pending))
+        serving.cancel()
+        await asyncio.wait([serving])
+        transport.resume_reading()
+        await eventually(lambda: {b"SUB", b"UNSUB"} <= set(server.commands))
+        assert server.commands.index(b"SUB") < server.commands.index(b"UNSUB")
 
 
 async def test_a_close_that_is_cancelled_leaves_no_task(nats_server: PrivateServer) -> None:

@@ -10,14 +10,12 @@ from typing import Protocol
 import pytest
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
-from tests.builders import eventually
+from tests.builders import endpoint_record, eventually, register
 from tests.servers import PrivateServer, private_server
 from tests.simulation.servers.memory import MemoryStore
 from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
@@ -120,19 +118,7 @@ class Member:
     async def open(self, stack: AsyncExitStack) -> None:
         store = await stack.enter_async_context(EtcdStore(self._url))
         self.lease = lease = await stack.enter_async_context(store.lease(self._ttl_s))
-        key = names.endpoint_key("n", "Worker", "generate", lease.id)
-        record = EndpointRecord(
-            component="Worker",
-            endpoint="generate",
-            namespace="n",
-            lease_id=lease.id,
-            transport=EndpointTransport(nats_tcp="s"),
-            pid=1,
-            host="h",
-            status_url="",
-            started_at=0.0,
-        )
-        await store.put(key, encode_json(record), lease=lease)
+        await register(store, endpoint_record(lease.id, "Worker", namespace="n"), lease=lease)
         self.roster = await stack.enter_async_context(
             Roster(store, names.endpoint_prefix("n", "Worker", "generate"))
         )
@@ -299,8 +285,12 @@ async def test_a_lease_without_keys_survives_a_wipe_that_repeats_its_mark(
             await etcd_server.restart(wiped=True)
             async with EtcdStore(etcd_server.url) as other:
                 await other.put("n/other", b"x")
-            assert await lease.verify() is None
-            assert await store.revoke(lease.id)
+
+            async def granted_again_and_revoked() -> bool:
+                assert await lease.verify() is None  # also while its thread has no connection yet
+                return await store.revoke(lease.id)
+
+            await eventually(granted_again_and_revoked)
             assert await lease.verify() is LeaseLoss.REVOKED
 
 
