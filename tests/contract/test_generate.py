@@ -76,10 +76,13 @@ async def test_deltas_of_unknown_and_ended_requests_are_dropped(setup: Setup):
     await setup.client.submit(setup.member, generate_request("a"))
     setup.server.deliver([tokens("nobody", 1), tokens("a", 2, finish="stop")])
     setup.server.deliver([tokens("a", 3)])
-    await setup.client.submit(setup.member, generate_request("b"))
+    with pytest.raises(Refused, match="is already running"):
+        for _ in range(2):
+            await setup.client.submit(setup.member, generate_request("b"))
     setup.server.deliver([tokens("b", 4, finish="stop")])
     await setup.outputs.until(lambda: len(setup.outputs.batches) == 2)
     assert setup.outputs.deltas == [tokens("a", 2, finish="stop"), tokens("b", 4, finish="stop")]
+    await setup.client.submit(setup.member, generate_request("b"))
 
 
 async def test_an_aborted_request_ends_at_once_and_in_the_engine(setup: Setup):
@@ -94,23 +97,24 @@ async def test_an_aborted_request_ends_at_once_and_in_the_engine(setup: Setup):
     assert setup.outputs.lost == []
 
 
-@pytest.mark.parametrize("elsewhere", [True, False])
-async def test_the_engines_refusal_reaches_the_client(setup: Setup, elsewhere: bool):
-    setup.engine.refusal = Refused("too long", elsewhere=elsewhere)
-    with pytest.raises(Refused, match="too long") as caught:
+@pytest.mark.parametrize(
+    ("failure", "said", "elsewhere"),
+    [
+        (Refused("too long", elsewhere=True), "too long", True),
+        (Refused("too long", elsewhere=False), "too long", False),
+        (ZeroDivisionError("bug"), "internal error", True),
+    ],
+)
+async def test_the_engines_refusal_reaches_the_client_and_a_bug_refuses_that_request_only(
+    setup: Setup, failure: Exception, said: str, elsewhere: bool
+):
+    setup.engine.refusal = failure
+    with pytest.raises(Refused, match=said) as caught:
         await setup.client.submit(setup.member, generate_request("a"))
     assert caught.value.elsewhere is elsewhere
     assert setup.server.in_flight == 0
     setup.engine.refusal = None
     await setup.client.submit(setup.member, generate_request("a"))
-
-
-async def test_an_engines_bug_refuses_that_request_only(setup: Setup):
-    setup.engine.refusal = ZeroDivisionError("bug")
-    with pytest.raises(Refused, match="internal error"):
-        await setup.client.submit(setup.member, generate_request("a"))
-    setup.engine.refusal = None
-    await setup.client.submit(setup.member, generate_request("b"))
 
 
 async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
@@ -125,39 +129,26 @@ async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
     await setup.outputs.until(lambda: setup.outputs.deltas == [tokens("a", 1, finish="stop")])
 
 
-async def test_a_running_id_is_not_taken_twice(setup: Setup):
-    await setup.client.submit(setup.member, generate_request("a"))
-    with pytest.raises(Refused, match="is already running"):
-        await setup.client.submit(setup.member, generate_request("a"))
-    setup.server.deliver([tokens("a", 1, finish="stop")])
-    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
-    await setup.client.submit(setup.member, generate_request("a"))
-
-
-async def test_abort_while_the_engine_is_taking_the_request(setup: Setup):
+@pytest.mark.parametrize("how", ["aborted", "cancelled"])
+async def test_what_is_given_up_while_the_engine_is_taking_it_leaves_nothing_running(
+    setup: Setup, how: str
+):
     setup.engine.gate = asyncio.Event()
     submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
     await setup.engine.until(lambda: setup.server.in_flight == 1)
-    await setup.client.abort(["a"])
+    if how == "aborted":
+        await setup.client.abort(["a"])
+    else:
+        submitting.cancel()
+        await asyncio.wait([submitting])
+        assert submitting.cancelled()
     setup.engine.gate.set()
-    await submitting
+    await asyncio.wait([submitting])
+    assert submitting.cancelled() or submitting.exception() is None
     await setup.engine.until(lambda: "a" in setup.engine.aborted)
     assert await setup.server.wait_idle(5)
     assert setup.engine.running == {}
     assert setup.outputs.batches == [] and setup.outputs.lost == []
-
-
-async def test_cancelling_a_submit_leaves_nothing_running(setup: Setup):
-    setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
-    await setup.engine.until(lambda: setup.server.in_flight == 1)
-    submitting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await submitting
-    setup.engine.gate.set()
-    await setup.engine.until(lambda: "a" in setup.engine.aborted)
-    assert await setup.server.wait_idle(5)
-    assert setup.engine.running == {} and setup.outputs.lost == []
 
 
 async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup):
@@ -261,22 +252,29 @@ async def test_a_worker_that_dies_before_the_answer_fails_the_submit_at_once(rem
     assert remote.outputs.lost == []
 
 
-async def test_an_oversized_step_is_split_and_an_oversized_delta_is_an_error(remote: Setup):
-    for request_id in ("a", "b", "c"):
+async def test_a_step_is_split_and_a_delta_that_cannot_be_sent_fails_only_its_request(
+    remote: Setup,
+):
+    """It is too large by itself, or would fill the connection."""
+    for request_id in ("a", "b", "c", "d"):
         await remote.client.submit(remote.member, generate_request(request_id))
     big = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES // 2), b"", b"")
     huge = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES + 1), b"", b"")
+    rows = 1_000_000
+    filling = LogprobRows(rows, 3, bytes(24 * rows), bytes(12 * rows), bytes(8 * rows))
     remote.server.deliver(
         [
-            TokenDelta(request_id="a", token_ids=[1], prompt_logprobs=big),
-            TokenDelta(request_id="b", token_ids=[1], prompt_logprobs=big),
-            TokenDelta(request_id="c", token_ids=[1], prompt_logprobs=huge),
+            TokenDelta(request_id=request_id, token_ids=[1], prompt_logprobs=prompt)
+            for request_id, prompt in (("a", big), ("b", big), ("c", huge), ("d", filling))
         ]
     )
-    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 3)
-    assert remote.outputs.deltas[2] == tokens("c", finish="error")
-    await remote.engine.until(lambda: remote.engine.aborted == ["c"])
-    assert remote.server.in_flight == 2
+    remote.server.deliver([tokens("b", 2)])
+    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 5)
+    assert [delta.token_ids for delta in remote.outputs.deltas[:2]] == [[1], [1]]
+    failed = [tokens(request_id, finish="error") for request_id in ("c", "d")]
+    assert remote.outputs.deltas[2:] == [*failed, tokens("b", 2)]
+    await remote.engine.until(lambda: sorted(remote.engine.aborted) == ["c", "d"])
+    assert remote.server.in_flight == 2 and remote.outputs.lost == []
 
 
 async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
@@ -309,19 +307,6 @@ async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
     assert [delta.prefill for delta in got if delta.prefill is not None] == [counts]
     assert got.index(next(d for d in got if d.token_ids)) == len(parts) - 1
     assert remote.engine.aborted == []
-
-
-async def test_a_step_that_would_fill_the_connection_fails_only_its_request(remote: Setup):
-    for request_id in ("a", "b"):
-        await remote.client.submit(remote.member, generate_request(request_id))
-    rows = 1_000_000
-    huge = LogprobRows(rows, 3, bytes(24 * rows), bytes(12 * rows), bytes(8 * rows))
-    remote.server.deliver([TokenDelta(request_id="a", token_ids=[1], prompt_logprobs=huge)])
-    remote.server.deliver([tokens("b", 1)])
-    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 2)
-    assert remote.outputs.deltas == [tokens("a", finish="error"), tokens("b", 1)]
-    await remote.engine.until(lambda: remote.engine.aborted == ["a"])
-    assert remote.outputs.lost == []
 
 
 async def test_connections_to_members_that_left_close_when_idle(remote: Setup):

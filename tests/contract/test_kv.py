@@ -383,34 +383,6 @@ async def test_a_broker_that_comes_back(
         await eventually(lambda: router.sees(worker), 20)
 
 
-async def test_a_restarted_router_routes_right_within_a_second(
-    nats_url: str, store: MemoryStore, namespace: str
-) -> None:
-    async with AsyncExitStack() as stack:
-        workers: list[Worker] = []
-        for lease_id in range(1, 5):
-            messaging = await stack.enter_async_context(NatsMessaging(nats_url))
-            worker = Worker(messaging, store, namespace, lease_id)
-            workers.append(await stack.enter_async_context(worker))
-            worker.compute(PROMPTS[lease_id])
-            worker.compute(PROMPTS[-lease_id])
-        for _ in range(2):
-            async with (
-                NatsMessaging(nats_url) as own,
-                Router(own, store, namespace) as router,
-            ):
-                await router.settled(1.0)
-                picker = KvPicker(
-                    router.follower, KvRoutingOptions(), now=lambda: 0.0, uniform=lambda: 0.0
-                )
-                router.follower.on_load(picker.reported)
-                for worker in workers:
-                    prompt = PROMPTS[worker.lease_id]
-                    request = generate_request(f"r{worker.lease_id}", prompt_token_ids=[*prompt, 1])
-                    picked = picker.pick(router.roster.members, request)
-                    assert picked.member.lease_id == worker.lease_id
-
-
 @virtual
 async def test_a_load_that_becomes_too_old_moves_its_worker() -> None:
     """Without any event: nothing more comes of the worker."""

@@ -71,18 +71,6 @@ async def test_malformed_records_are_skipped_and_counted(store: Store, namespace
     assert drops == ["record"] * 3
 
 
-async def test_a_failing_listener_does_not_stop_the_roster(store: Store, namespace: str) -> None:
-    def fail(*_: object) -> None:
-        raise KeyError("listener")
-
-    async with Roster(store, endpoint_prefix(namespace, "Worker", "generate")) as roster:
-        roster.on_change(fail)
-        await put(store, namespace, 0x1)
-        await roster.wait(lambda members: len(members) == 1, 5)
-        await put(store, namespace, 0x2)
-        await roster.wait(lambda members: len(members) == 2, 5)
-
-
 async def test_waiting_in_vain_ends(store: Store, namespace: str) -> None:
     async with Roster(store, f"{namespace}/") as roster:
         with pytest.raises(DeadlineExceeded):

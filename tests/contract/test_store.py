@@ -10,7 +10,6 @@ from itertools import groupby
 import pytest
 
 from dynamo_lite.protocol.errors import (
-    ConfigError,
     LeaseLost,
     StartupError,
     StoreUnavailable,
@@ -312,12 +311,6 @@ async def test_a_missing_server_is_named_without_credentials() -> None:
     assert "secret" not in str(failure.value)
     with pytest.raises(StoreUnavailable):
         await store.get("k")
-
-
-def test_urls_that_are_not_etcd_are_refused() -> None:
-    for url in ("nats://h:1", "http://", "http://h:port", "http://u@h", "https://h?ca=/none"):
-        with pytest.raises(ConfigError):
-            EtcdStore(url)
 
 
 def test_the_store_works_in_a_thread_of_its_own(etcd_url: str, namespace: str) -> None:

@@ -216,14 +216,6 @@ def test_contiguous_blocks_become_one_descriptor_per_region(layout, planes):
     assert local[:, 1].tolist() == remote[:, 1].tolist() == [10 * block_bytes] * 2 * planes
 
 
-@pytest.mark.parametrize("layouts", [(together, padded), (padded, together), (apart, interleaved)])
-def test_blocks_with_a_gap_on_either_side_are_not_merged(layouts):
-    fabric = MemoryFabric()
-    source, target = pool(fabric, "s", layouts[0], 16), pool(fabric, "t", layouts[1], 16)
-    local, _ = map_blocks(source.own, target.own).descriptors(range(10), range(10))
-    assert len(local) == 10 * len(source.own.regions)
-
-
 def test_descriptors_carry_each_side_s_device():
     fabric = MemoryFabric()
     source, target = pool(fabric, "s", together, 4), pool(fabric, "t", together, 4)
@@ -238,12 +230,6 @@ def test_addresses_in_the_upper_half_are_kept():
     own = RankMetadata(agent=b"", memory="VRAM", device=0, regions=(high,))
     local, _ = map_blocks(own, own).descriptors([1], [1])
     assert local[0].tolist() == [(1 << 63) + 128, 64, 0]
-
-
-def test_no_blocks_are_no_descriptors():
-    source = pool(MemoryFabric(), "s", together, 4)
-    local, remote = map_blocks(source.own, source.own).descriptors([], [])
-    assert local.shape == remote.shape == (0, 3)
 
 
 def test_regions_by_example():

@@ -5,45 +5,30 @@ import pytest
 
 from dynamo_lite.policy.routing.pickers import Random, RoundRobin
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.generate import GenerateRequest
-from tests.builders import endpoint_record
+from tests.builders import endpoint_record, generate_request
 
-REQUEST = GenerateRequest(
-    request_id="r", client_id="", prompt_token_ids=[1], sampling=b"", arrival_time=1.0
-)
+REQUEST = generate_request()
 
 
 def picks(picker, members, count):
     return [picker.pick(members, REQUEST).member.lease_id for _ in range(count)]
 
 
-def test_round_robin_takes_each_member_in_turn():
-    assert picks(RoundRobin(), [endpoint_record(3), endpoint_record(1), endpoint_record(2)], 7) == [
-        1,
-        2,
-        3,
-        1,
-        2,
-        3,
-        1,
-    ]
+def members(*lease_ids):
+    return [endpoint_record(lease_id) for lease_id in lease_ids]
 
 
-def test_round_robin_neither_skips_nor_repeats_when_members_change():
+def test_round_robin_takes_each_member_in_turn_and_neither_skips_nor_repeats_when_they_change():
     picker = RoundRobin()
-    assert picks(picker, [endpoint_record(1), endpoint_record(2), endpoint_record(3)], 2) == [1, 2]
-    assert picks(picker, [endpoint_record(2), endpoint_record(3), endpoint_record(4)], 3) == [
-        3,
-        4,
-        2,
-    ]
-    assert picks(picker, [endpoint_record(3)], 2) == [3, 3]
+    assert picks(picker, members(3, 1, 2), 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert picks(picker, members(1, 2, 3), 1) == [2]
+    assert picks(picker, members(2, 3, 4), 3) == [3, 4, 2]
+    assert picks(picker, members(3), 2) == [3, 3]
 
 
 def test_random_is_reproducible_and_reaches_everybody():
-    members = [endpoint_record(1), endpoint_record(2), endpoint_record(3)]
-    first = picks(Random(random.Random(7).randrange), members, 300)
-    assert first == picks(Random(random.Random(7).randrange), members, 300)
+    first, again = (picks(Random(random.Random(7).randrange), members(1, 2, 3), 300) for _ in "ab")
+    assert first == again
     assert min(Counter(first).values()) > 60
 
 
@@ -55,21 +40,16 @@ def test_members_that_are_left_out_change_nothing_for_the_others(seed: int):
         (RoundRobin(), RoundRobin()),
         (Random(random.Random(seed).randrange), Random(random.Random(seed).randrange)),
     ]
-    members = tuple(endpoint_record(i) for i in rng.sample(range(20), 6))
+    known = tuple(members(*rng.sample(range(20), 6)))
     for _ in range(60):
         if rng.random() < 0.1:
-            members = tuple(endpoint_record(i) for i in rng.sample(range(20), 6))
-        without = {m.lease_id for m in rng.sample(members, rng.randrange(6))}
-        rest = [m for m in members if m.lease_id not in without]
+            known = tuple(members(*rng.sample(range(20), 6)))
+        without = {m.lease_id for m in rng.sample(known, rng.randrange(6))}
+        rest = [m for m in known if m.lease_id not in without]
         for picker, other in pairs:
-            assert picker.pick(members, REQUEST, without).member == other.pick(rest, REQUEST).member
+            assert picker.pick(known, REQUEST, without).member == other.pick(rest, REQUEST).member
     for picker, _ in pairs:
-        with pytest.raises(NoWorkers):
-            picker.pick(members, REQUEST, {m.lease_id for m in members})
-
-
-@pytest.mark.parametrize("picker", [RoundRobin(), Random(random.Random(0).randrange)])
-def test_every_choice_has_a_reason_and_nobody_is_an_error(picker):
-    assert "2" in picker.pick([endpoint_record(1), endpoint_record(2)], REQUEST).reason
-    with pytest.raises(NoWorkers):
-        picker.pick([], REQUEST)
+        assert "6" in picker.pick(known, REQUEST).reason
+        for nobody in ((known, {m.lease_id for m in known}), ([], set())):
+            with pytest.raises(NoWorkers):
+                picker.pick(nobody[0], REQUEST, nobody[1])

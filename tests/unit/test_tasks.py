@@ -1,11 +1,18 @@
-"""OwnedTasks: tasks end with their owner, also when a cancel is lost, and fail loudly."""
+"""Tasks end with their owner, also when a cancel is lost, and fail loudly."""
 
 import asyncio
 import logging
 
 import pytest
 
-from dynamo_lite.runtime.tasks import CANCEL_AGAIN_S, OwnedTasks, end_tasks, needed, running
+from dynamo_lite.runtime.tasks import (
+    CANCEL_AGAIN_S,
+    OwnedTasks,
+    end_tasks,
+    first_of,
+    needed,
+    running,
+)
 from tests.builders import loop_time
 from tests.unit.virtual import virtual
 
@@ -71,16 +78,6 @@ async def test_a_clean_up_that_keeps_its_deadline_is_not_interrupted():
     await asyncio.sleep(1)
     await end_tasks(task)
     assert ended == ["cleaned up"]
-
-
-@virtual
-async def test_ended_tasks_and_no_tasks_need_no_wait():
-    task = asyncio.create_task(asyncio.sleep(0))
-    await task
-    began = loop_time()
-    await end_tasks(task)
-    await end_tasks()
-    assert loop_time() == began
 
 
 @virtual
@@ -151,17 +148,6 @@ async def test_join_waits_for_all_and_ends_them_when_it_is_cancelled():
     assert long.cancelled()
 
 
-@virtual
-async def test_cancel_does_not_wait():
-    tasks = OwnedTasks()
-    task = tasks.start(forever(), name="long")
-    await asyncio.sleep(0)
-    tasks.cancel()
-    assert not task.done()
-    await tasks.join()
-    assert task.cancelled()
-
-
 def test_a_failure_is_logged_at_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
     @virtual
     async def body() -> None:
@@ -179,34 +165,13 @@ def test_a_failure_is_logged_at_once_and_the_others_go_on(caplog: pytest.LogCapt
 
 
 def test_a_failure_while_a_task_is_ended_is_logged(caplog: pytest.LogCaptureFixture):
-    async def fails_on_its_way_out() -> None:
-        try:
-            await forever()
-        finally:
-            raise ValueError("not closed")
-
     @virtual
     async def body() -> None:
         async with running(fails_on_its_way_out(), name="follower"):
             await asyncio.sleep(1)
 
     body()
-    assert "task follower failed" in caplog.text and "not closed" in caplog.text
-
-
-def test_an_owner_may_take_failures_itself(caplog: pytest.LogCaptureFixture):
-    @virtual
-    async def body() -> None:
-        failures: list[tuple[str, str]] = []
-        owner = OwnedTasks(lambda task, exc: failures.append((task.get_name(), str(exc))))
-        async with owner as tasks:
-            tasks.start(fails(ValueError("first")), name="a")
-            tasks.start(forever(), name="cancelled")
-            await asyncio.sleep(1)
-        assert failures == [("a", "first")]
-
-    body()
-    assert caplog.records == []
+    assert "task follower failed" in caplog.text and "on its way out" in caplog.text
 
 
 @virtual
@@ -296,3 +261,49 @@ async def test_a_cancel_of_the_body_s_owner_is_not_replaced_by_a_failure():
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+# Waits for the first of several: the others end, and no failure is silent
+
+
+async def after(seconds: float, exc: Exception | None = None) -> None:
+    await asyncio.sleep(seconds)
+    if exc is not None:
+        raise exc
+
+
+async def fails_on_its_way_out() -> None:
+    try:
+        await forever()
+    finally:
+        raise ValueError("on its way out")
+
+
+@pytest.mark.parametrize(("timeout_s", "waited_s"), [(None, 2.0), (5.0, 2.0), (0.5, 0.5)])
+@virtual
+async def test_it_waits_for_the_first_and_ends_the_others(timeout_s: float | None, waited_s: float):
+    began = loop_time()
+    await first_of(after(2.0), after(3.0), forever(), timeout_s=timeout_s)
+    assert loop_time() == began + waited_s
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@virtual
+async def test_the_failure_of_one_is_raised():
+    with pytest.raises(ValueError, match="early"):
+        await first_of(after(2.0), after(1.0, ValueError("early")))
+    with pytest.raises(ValueError, match="on its way out"):
+        await first_of(after(1.0), fails_on_its_way_out())
+    with pytest.raises(ValueError, match="one"):
+        await first_of(after(1.0, ValueError("one")), after(1.0, ValueError("two")))
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@virtual
+async def test_a_cancel_ends_all():
+    waiting = asyncio.create_task(first_of(after(2.0), fails_on_its_way_out()))
+    await asyncio.sleep(1.0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert asyncio.all_tasks() == {asyncio.current_task()}

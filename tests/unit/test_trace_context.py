@@ -54,9 +54,9 @@ def test_what_is_none_is_dropped(text: str):
     assert trace_of({"traceparent": text}) is None
 
 
-@pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a=1"}, {"t": "0"}])
-def test_no_header_is_no_context(headers: dict[str, str] | None):
-    assert trace_of(headers) is None and traced(headers) is None
+def test_no_header_is_no_context():
+    for headers in (None, {}, {"tracestate": "a=1"}, {"t": "0"}):
+        assert trace_of(headers) is None and traced(headers) is None
 
 
 @given(st.text() | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}.?"))
