@@ -1,4 +1,5 @@
-"""What clients see of servers that die, stop, are cut off, or come back without their data."""
+"""What clients see of servers that are cut off, or that come back without their data at a bad time.
+Of ones that die or stop: the conformance suites, which run on these servers, too."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,19 +9,16 @@ from typing import Any
 import pytest
 
 from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
     DeadlineExceeded,
-    LeaseLost,
     NoResponders,
     PushAmbiguous,
     StartupError,
-    StoreUnavailable,
 )
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
+from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot
 from tests.builders import eventually
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network, Weather
@@ -75,24 +73,6 @@ async def echo(payload: bytes) -> bytes:
 
 
 # NATS
-
-
-async def test_a_killed_nats_raises_until_it_is_back(cluster: Cluster, messaging: NatsMessaging):
-    states: list[bool] = []
-    with messaging.watch_connection(states.append):
-        async with messaging.serve("s", echo):
-            cluster.nats.kill()
-            await asyncio.sleep(0.1)
-            assert not messaging.connected
-            with pytest.raises(BrokerUnavailable):
-                await messaging.publish("s", b"")
-            with pytest.raises(BrokerUnavailable):
-                await messaging.request("s", b"", timeout_s=5)
-            cluster.start_nats()
-            await asyncio.sleep(1)
-            assert messaging.connected
-            assert await messaging.request("s", b"x", timeout_s=1) == b"echo x"
-            assert states == [False, True]
 
 
 @pytest.mark.parametrize("how", ["paused", "cut off"])
@@ -198,31 +178,6 @@ async def queues(cluster: Cluster) -> AsyncIterator[tuple[JetStreamQueue, JetStr
         yield pair[0], pair[1]
 
 
-async def test_a_killed_broker_loses_the_queue_and_takes_jobs_again(
-    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
-):
-    decode, prefill = queues
-    first = await decode.push(b"a", message_id="a")
-    held = await prefill.pull(timeout_s=1)
-    await decode.push(b"b", message_id="b")
-    assert held is not None
-    pulling = asyncio.create_task(prefill.pull(timeout_s=30))
-    cluster.nats.kill()
-    await asyncio.sleep(0.1)
-    with pytest.raises(BrokerUnavailable):
-        await decode.push(b"c", message_id="c")
-    with pytest.raises(BrokerUnavailable):
-        await decode.depth()
-    cluster.start_nats()
-    await asyncio.sleep(1)
-    assert (await decode.depth()).total == 0
-    second = await decode.push(b"b", message_id="b")
-    assert second > first + 1
-    await held.ack()  # answered as on the real server, and about nothing that is there
-    job = await pulling
-    assert job is not None and (job.payload, job.sequence) == (b"b", second)
-
-
 async def test_a_push_without_an_answer_is_ambiguous(
     cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
 ):
@@ -261,91 +216,35 @@ async def test_a_job_of_a_holder_that_died_is_delivered_again(
     assert job is not None and (job.sequence, job.deliveries) == (sequence, 2)
 
 
-async def test_another_configuration_is_refused(
-    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
-):
-    other = JetStreamQueue(URL, stream="q", subject="q.jobs", config=QueueConfig(max_jobs=1))
-    with pytest.raises(StartupError, match="another configuration"):
-        await other.__aenter__()
-
-
 # The store
 
 
-async def test_calls_fail_while_etcd_is_away(cluster: Cluster, store: EtcdStore):
-    await store.put("k", b"1")
-    cluster.etcd.pause()
-    began = cluster.loop.time()
-    with pytest.raises(StoreUnavailable, match="Deadline Exceeded"):
-        await store.put("k", b"2")
-    assert 1.9 < cluster.loop.time() - began < 2.1
-    cluster.etcd.resume()
-    await asyncio.sleep(1)
-    assert await store.get("k") == b"2", "a call that timed out may have been applied"
-    cluster.etcd.kill()
-    await asyncio.sleep(0.1)
-    with pytest.raises(StoreUnavailable, match="failed to connect"):
-        await store.get("k")
-    cluster.start_etcd()
-    await asyncio.sleep(1)
-    assert await store.get("k") == b"2"
-
-
-async def test_a_watch_goes_on_without_a_gap_or_takes_a_snapshot(
-    cluster: Cluster, store: EtcdStore, loop: VirtualLoop
+async def test_a_watch_goes_on_without_a_gap_after_it_was_cut_off(
+    cluster: Cluster, store: EtcdStore
 ):
     async with store.watch("w/") as events:
         assert await anext(events) == Snapshot({})
-        await store.put("w/a", b"1")
-        assert await anext(events) == Put("w/a", b"1")
         cluster.network.isolate("etcd")
         await asyncio.sleep(10)
         cluster.etcd_server.put("other", b"")
         cluster.etcd_server.put("w/b", b"2")
         cluster.network.heal_all()
         assert await anext(events) == Put("w/b", b"2")
-        cluster.etcd.kill()
-        await asyncio.sleep(1)
-        cluster.start_etcd()
-        await asyncio.sleep(1)
-        await store.put("w/c", b"3")
-        assert await anext(events) == Put("w/c", b"3")
-        cluster.etcd.kill()
-        cluster.start_etcd(wiped=True)
-        assert await anext(events) == Snapshot({}, lost_data=True)
-        await store.put("w/d", b"4")
-        assert await anext(events) == Put("w/d", b"4")
 
 
-async def test_a_lease_outlives_an_outage_shorter_than_itself(cluster: Cluster, store: EtcdStore):
-    async with store.lease(10) as lease:
-        await store.put("k", b"1", lease=lease)
-        for stop, go_on in (
-            (cluster.etcd.pause, cluster.etcd.resume),
-            (lambda: cluster.network.isolate("etcd"), cluster.network.heal_all),
-            (lambda: cluster.etcd.kill(), cluster.start_etcd),
-        ):
-            await asyncio.sleep(5)
-            stop()
-            await asyncio.sleep(7)
-            assert lease.loss is None and lease.remaining_s() < 4
-            go_on()
-            await asyncio.sleep(2)
-            assert lease.remaining_s() > 7
-            assert await store.get("k") == b"1"
-
-
-async def test_a_longer_outage_ends_the_lease_by_the_owners_clock(
+async def test_a_lease_outlives_being_cut_off_for_less_than_itself(
     cluster: Cluster, store: EtcdStore
 ):
     async with store.lease(10) as lease:
         await store.put("k", b"1", lease=lease)
-        cluster.etcd.pause()
-        began = cluster.loop.time()
-        assert await lease.lost() is LeaseLoss.EXPIRED
-        assert 8.5 < cluster.loop.time() - began <= 10
-        with pytest.raises(LeaseLost):
-            await store.put("k", b"2", lease=lease)
+        await asyncio.sleep(5)
+        cluster.network.isolate("etcd")
+        await asyncio.sleep(7)
+        assert lease.loss is None and lease.remaining_s() < 4
+        cluster.network.heal_all()
+        await asyncio.sleep(2)
+        assert lease.remaining_s() > 7
+        assert await store.get("k") == b"1"
 
 
 async def test_the_owner_is_never_the_last_to_know(cluster: Cluster, loop: VirtualLoop):
@@ -390,23 +289,6 @@ async def test_a_paused_owner_finds_its_lease_lost_when_it_wakes(
     assert seen == [LeaseLoss.EXPIRED]
 
 
-async def test_a_wiped_store_gets_its_leases_back(cluster: Cluster, store: EtcdStore):
-    async with store.lease(10) as lease, store.watch("k") as events:
-        assert await anext(events) == Snapshot({})
-        await store.put("k", b"1", lease=lease)
-        assert await anext(events) == Put("k", b"1")
-        cluster.etcd.kill()
-        await asyncio.sleep(3)
-        cluster.start_etcd(wiped=True)
-        assert await anext(events) == Snapshot({}, lost_data=True)
-        await asyncio.sleep(1)  # the lease has a connection of its own
-        assert await lease.verify() is None
-        await store.put("k", b"1", lease=lease)
-        assert {i: kept.ttl_s for i, kept in cluster.data.leases.items()} == {lease.id: 10}
-        assert await anext(events) == Put("k", b"1")
-    assert await store.get("k") is None
-
-
 async def it_lives_until_it_is_revoked(lease: Lease, cluster: Cluster) -> None:
     """In a wiped store that is soon past the revision of the grant."""
     for i in range(20):
@@ -433,20 +315,6 @@ async def test_a_lease_without_keys_is_not_taken_for_revoked_by_a_wiped_store_th
             await asyncio.sleep(1.5)
         cluster.etcd.kill()
         cluster.start_etcd(wiped=True, same_cluster=same_cluster)
-        await it_lives_until_it_is_revoked(lease, cluster)
-
-
-async def test_a_lease_is_not_taken_for_revoked_where_another_key_is_back_at_its_revision(
-    cluster: Cluster, store: EtcdStore
-):
-    """Its mark was the first key of the store, and is put first again."""
-    await store.put("n/other", b"1")
-    await store.put("n/gone", b"1")
-    await store.delete("n/gone")
-    async with store.lease(10) as lease:
-        cluster.etcd.kill()
-        cluster.start_etcd(wiped=True, same_cluster=True)
-        cluster.etcd_server.put("n/other", b"1")
         await it_lives_until_it_is_revoked(lease, cluster)
 
 
@@ -483,20 +351,6 @@ async def test_a_lease_without_its_keys_is_not_taken_for_revoked_by_a_store_that
         assert lease.loss is None
         await store.put("n/own", b"1", lease=lease)
         assert cluster.etcd_server.revoke(lease.id)
-        assert await lease.lost() is LeaseLoss.REVOKED
-
-
-async def test_a_revoked_lease_is_told_by_its_keys_and_by_its_refresh(
-    cluster: Cluster, store: EtcdStore
-):
-    async with store.lease(10) as lease, store.watch("k") as events:
-        assert await anext(events) == Snapshot({})
-        await store.put("k", b"1", lease=lease)
-        assert await anext(events) == Put("k", b"1")
-        assert cluster.etcd_server.revoke(lease.id)
-        assert not cluster.etcd_server.revoke(lease.id)
-        assert await anext(events) == Delete("k")
-        assert lease.loss is None
         assert await lease.lost() is LeaseLoss.REVOKED
 
 
