@@ -11,14 +11,16 @@ from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.waiting import all_of, first_of
+from dynamo_lite.serve.config import GraphOptions
 from dynamo_lite.serve.devices import Devices
+from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunFile
-from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
+from dynamo_lite.serve.server_supervisor import ServerSupervisor
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0
@@ -57,10 +59,8 @@ class Supervisor:
 
     Args:
         tiers: services in drain order: a tier is drained after the one before it.
-        grace_s: longest drain of one process. Each process enforces it itself; one that
-            takes much longer is killed.
-        leases: revokes the leases of dead processes. devices: the devices that its processes
-        occupy.
+        options: of the graph. Each process enforces the limit of its drain itself; one that takes
+            much longer is killed.
 
     Raises StartupError when the devices do not suffice.
     """
@@ -68,23 +68,19 @@ class Supervisor:
     def __init__(
         self,
         tiers: Sequence[Launches],
-        servers: Sequence[Server],
+        servers: Sequence[EmbeddedServer],
         run: RunFile,
         signals: StopSignals,
         progress: Progress,
-        leases: LeaseRevoker,
-        *,
-        grace_s: float,
-        devices: Devices,
-        backoff: Backoff | None = None,
+        options: GraphOptions,
     ):
-        self._backoff = backoff or Backoff()
-        self._leases = leases
+        self._backoff = Backoff(longest_s=options.restart_max_s)
+        self._leases = LeaseRevoker(run.state.etcd)
         self._run, self._progress = run, progress
-        self._fleet = Fleet(tiers, devices, self._keeper)
+        self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
         self._signals = signals
-        self._grace_s = grace_s
+        self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
         run.state.processes = [instance.state for instance in self._fleet]
@@ -122,8 +118,8 @@ class Supervisor:
         """How many processes of each scalable service there are."""
         return self._fleet.counts()
 
-    def add(self, component: str) -> str:
-        """Starts one more process, and returns its name. The graph survives its failure.
+    def add(self, component: str) -> None:
+        """Starts one more process. The graph survives its failure.
 
         Raises Refused when that is not possible; the error says what is accepted.
         """
@@ -132,10 +128,9 @@ class Supervisor:
         tasks.create_task(instance.keep(), name=instance.launch.name)
         self._progress.line(instance.launch.name, "added")
         self._on_change()
-        return instance.launch.name
 
-    def retire(self, component: str, lease_id: int) -> str:
-        """Begins to drain a process that is not started again, and returns its name.
+    def retire(self, component: str, lease_id: int) -> None:
+        """Begins to drain a process that is not started again.
 
         lease_id: as in `Fleet.to_retire`.
 
@@ -148,7 +143,6 @@ class Supervisor:
             self._progress.line(instance.launch.name, "retired")
             instance.stop()
             tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
-        return instance.launch.name
 
     def _running_tasks(self) -> asyncio.TaskGroup:
         state = self._run.state.state

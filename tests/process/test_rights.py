@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dynamo_lite.cli.access_text import user_of
+from dynamo_lite.cli.access import user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import StoreUnavailable

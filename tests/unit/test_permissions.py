@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_lite.cli.access_text import chosen, etcd_commands, nats_configuration
+from dynamo_lite.cli.access import chosen, etcd_commands, nats_configuration
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions

@@ -7,7 +7,7 @@ import pytest
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.planner_budget import check_planner_budget
+from dynamo_lite.serve.startup_checks import check_planner_budget
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)

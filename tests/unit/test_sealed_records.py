@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.cli.listing import Place
-from dynamo_lite.cli.record_seals import check_may_write, find_seals, unchecked
+from dynamo_lite.cli.listing import Place, check_may_write, find_seals, unchecked
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.records import StockEngine

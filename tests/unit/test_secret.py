@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 from dynamo_lite.serve import secret_file
-from dynamo_lite.serve.embedded_folders import check_folders, folder_of, mark
+from dynamo_lite.serve.embedded import check_folders
 from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.serve.secret_file import (
     given_secret,
     made_secret,
-    note_secrets,
     running_secret,
 )
 from tests.builders import ManualClock, graph_secret
@@ -153,16 +152,17 @@ def test_a_file_that_no_start_has_made_is_not_overwritten(
 
 
 def test_a_secret_that_an_operator_made_is_not_overwritten(tmp_path: Path):
-    """`openssl rand -hex 32 > secret`, and then a start with `--state-dir .`."""
+    """`openssl rand -hex 32 > secret`, and then a start with `--state-dir .`; also after a start
+    with a store of its own has used it."""
     path = tmp_path / "secret"
     graph_secret(path, OLD)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="has no marker file"):
+        with pytest.raises(ConfigError, match="was put there"):
             made_secret(tmp_path)
         assert path.read_text() == OLD.hex() + "\n"
         assert list(tmp_path.iterdir()) == [path]
-    # It is a secret all the same.
-    assert made_secret(tmp_path, keep=True) == path
+        # It is a secret all the same.
+        assert made_secret(tmp_path, keep=True) == path
 
 
 def test_a_secret_of_two_keys_is_not_overwritten(tmp_path: Path):
@@ -171,41 +171,6 @@ def test_a_secret_of_two_keys_is_not_overwritten(tmp_path: Path):
     with pytest.raises(ConfigError, match="it has been changed"):
         made_secret(tmp_path)
     assert path.read_text().split() == [OLD.hex(), NEW.hex()]
-
-
-def release_before(state_dir: Path) -> Path:
-    """A secret that was made before starts recorded them."""
-    path = made_secret(state_dir)
-    (state_dir / "embedded" / "made-secrets").unlink()
-    return path
-
-
-def test_a_secret_of_the_release_before_is_replaced_and_kept(tmp_path: Path):
-    path = release_before(tmp_path)
-    first = path.read_bytes()
-    assert made_secret(tmp_path, keep=True).read_bytes() == first
-    assert made_secret(tmp_path).read_bytes() != first
-    release_before(tmp_path)
-    graph_secret(path, OLD, NEW)
-    with pytest.raises(ConfigError, match="does not have one line"):
-        made_secret(tmp_path)
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_secret_that_an_operator_made_is_not_overwritten_after_it_was_used(
-    tmp_path: Path, named: bool
-):
-    """By name, or with a store of its own; both starts have a nats-server."""
-    path = tmp_path / "secret"
-    graph_secret(path, OLD)
-    if named:
-        note_secrets(tmp_path)
-    else:
-        assert made_secret(tmp_path, keep=True) == path
-    mark(folder_of(tmp_path, "nats"))
-    with pytest.raises(ConfigError, match="was put there"):
-        made_secret(tmp_path)
-    assert path.read_text() == OLD.hex() + "\n"
 
 
 def test_a_start_that_ended_before_its_secret_was_written_costs_nothing(
@@ -234,7 +199,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(
     def denied(_path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "is_file", denied)
+    monkeypatch.setattr(Path, "iterdir", denied)
     with pytest.raises(StartupError, match=f"folder {tmp_path}.*Permission denied"):
         check_folders([tmp_path])
 
