@@ -5,6 +5,7 @@ supervisor, which forks, must not have gRPC's threads.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -218,11 +219,20 @@ def as_link_rows(
 ) -> list[dict[str, Any]]:
     """One row of plain values per pair."""
     failed = {(link.prefill_lease_id, link.engine_id): link for link in links}
-    pairs = [(lease_id, engine) for lease_id in prefill_leases for engine in engines]
-    return [
-        _link_row(lease_id, engine, failed.get((lease_id, engine.engine_id)))
-        for lease_id, engine in pairs
-    ]
+    rows: list[dict[str, Any]] = []
+    for lease_id, engine in itertools.product(prefill_leases, engines):
+        link = failed.get((lease_id, engine.engine_id))
+        rows.append(
+            {
+                "prefill": f"{lease_id:x}",
+                "decode": f"{engine.lease_id:x}",
+                "engine": engine.engine_id,
+                "state": "ok" if link is None else "failed",
+                "detail": "" if link is None else link.detail,
+                "next_try": None if link is None else link.next_try,
+            }
+        )
+    return rows
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
@@ -237,7 +247,11 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 def as_link_table(rows: list[dict[str, Any]]) -> str:
     """The pairs, and for each decode engine how many prefill workers it can use."""
-    lines = [table(_LINK_COLUMNS, [_link_cells(row) for row in rows])]
+    cells = [
+        {**row, "next_try": as_next_try(row["next_try"]) if row["state"] == "failed" else _UNKNOWN}
+        for row in rows
+    ]
+    lines = [table(_LINK_COLUMNS, [[row[name] for name in _LINK_COLUMNS] for row in cells])]
     engines = {row["engine"]: row["decode"] for row in rows}
     for engine, decode in engines.items():
         states = [row["state"] for row in rows if row["engine"] == engine]
@@ -283,23 +297,6 @@ def _decoded(entries: Mapping[str, bytes], decode: Callable[[bytes], T]) -> list
         except ProtocolError:
             continue
     return found
-
-
-def _link_row(lease_id: int, engine: EngineMetadata, link: LinkRecord | None) -> dict[str, Any]:
-    return {
-        "prefill": f"{lease_id:x}",
-        "decode": f"{engine.lease_id:x}",
-        "engine": engine.engine_id,
-        "state": "ok" if link is None else "failed",
-        "detail": "" if link is None else link.detail,
-        "next_try": None if link is None else link.next_try,
-    }
-
-
-def _link_cells(row: dict[str, Any]) -> list[str]:
-    failed = row["state"] == "failed"
-    next_try = as_next_try(row["next_try"]) if failed else _UNKNOWN
-    return [row["prefill"], row["decode"], row["state"], next_try, row["detail"]]
 
 
 def _age(age_s: float) -> str:

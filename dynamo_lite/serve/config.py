@@ -17,7 +17,7 @@ import annotated_types as at
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.tracing.tracer import TracingOptions, check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
-from dynamo_lite.serve.document import Document, field_keys, fill, kebab, unknown_key
+from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.server_urls import check_document
 from dynamo_lite.services.services import Graph, Service
@@ -147,7 +147,7 @@ def resolve(
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
     shared = _shared_options(document, namespace)
-    common = _mapping(document, "Common", document.tree.get("Common"))
+    common = _mapping(document, ("Common",), document.tree.get("Common"))
     used: set[str] = set()
     services = tuple(_resolve_service(s, document, common, used) for s in graph.services)
     for key in common:
@@ -191,7 +191,7 @@ def _check_sections(graph: Graph, document: Document) -> None:
 
 
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
-    given = _mapping(document, "Graph", document.tree.get("Graph"))
+    given = _mapping(document, ("Graph",), document.tree.get("Graph"))
     if namespace is not None:
         given = {**given, "namespace": namespace}
         document.origins["Graph", "namespace"] = "--namespace"
@@ -209,20 +209,19 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
 def _resolve_service(
     service: Service, document: Document, common: dict[str, Any], used: set[str]
 ) -> ServiceConfig:
-    section = _mapping(document, service.name, document.tree.get(service.name))
+    section = _mapping(document, (service.name,), document.tree.get(service.name))
     content = {
         **_from_common(service, document, section, common, used),
         **{key: value for key, value in section.items() if key not in _SERVICE_KEYS},
     }
     own = set(field_keys(service.config))
-    if service.flags == "none":
-        options, flags = content, {}
-        _reject_foreign(service, document, options)
-    else:
+    options, flags = content, {}
+    if service.flags != "none":
         options = {key: value for key, value in content.items() if key in own}
         flags = _flags(service, document, {k: v for k, v in content.items() if k not in own})
-    known = {key: value for key, value in options.items() if key in own}
-    filled = fill(document, (service.name,), service.config, known, service.defaults)
+    path = (service.name,)
+    accepted = accepted_keys(service)
+    filled = fill(document, path, service.config, options, service.defaults, accepted)
     args = _service_args(service, document, section)
     lists = sorted(name for name, value in args.env.items() if isinstance(value, list))
     return ServiceConfig(
@@ -261,16 +260,6 @@ def _from_common(
     return taken
 
 
-def _reject_foreign(service: Service, document: Document, options: dict[str, Any]) -> None:
-    """Reports unknown keys of a service that does not run vLLM."""
-    own = field_keys(service.config)
-    for key in options:
-        if key not in own:
-            gone = removed_option(service.name, str(key))
-            message = gone or unknown_key(str(key), accepted_keys(service))
-            document.complain((service.name, str(key)), message)
-
-
 def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
     """Checks what can be checked of vLLM's arguments without importing vLLM.
 
@@ -294,7 +283,7 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
 
 def _service_args(service: Service, document: Document, section: dict[str, Any]) -> ServiceArgs:
     path = (service.name, "ServiceArgs")
-    given = _mapping(document, ".".join(path), section.get("ServiceArgs"))
+    given = _mapping(document, path, section.get("ServiceArgs"))
     if service.inside and given:
         document.complain(
             path, f"{service.name} runs inside {service.inside}: set ServiceArgs there"
@@ -361,8 +350,8 @@ def _kebab_keys(options: Any) -> Any:
     return options
 
 
-def _mapping(document: Document, name: str, value: Any) -> dict[str, Any]:
+def _mapping(document: Document, path: KeyPath, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    document.complain(tuple(name.split(".")), f"expected keys and values, got {value!r}")
+    document.complain(path, f"expected keys and values, got {value!r}")
     return {}

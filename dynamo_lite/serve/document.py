@@ -240,13 +240,15 @@ def fill(
     kind: type,
     given: Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
+    accepted: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The options of `kind` in snake_case, with defaults.
 
     `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
-    is incomplete and must not be used.
+    is incomplete and must not be used. accepted: the keys to name if one is unknown; by itself
+    those of `kind`.
     """
-    names = _snake(document, path, kind, given)
+    names = _snake(document, path, kind, given, accepted)
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     try:
         # Strict JSON mode refuses "5" for 5 and 1 for true, but accepts 5 for 5.0.
@@ -264,17 +266,21 @@ def fill(
 
 
 def _snake(
-    document: Document, path: KeyPath, kind: type, given: Mapping[str, Any]
+    document: Document,
+    path: KeyPath,
+    kind: type,
+    given: Mapping[str, Any],
+    accepted: Iterable[str] = (),
 ) -> dict[str, Any]:
     """`given` with field names as keys, also in nested dataclasses."""
-    accepted = {kebab(field.name): field.name for field in dataclasses.fields(kind)}
+    known = {kebab(field.name): field.name for field in dataclasses.fields(kind)}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
     for key, value in given.items():
-        name = accepted.get(str(key))
+        name = known.get(str(key))
         if name is None:
             gone = removed_option(*path, str(key))
-            document.complain((*path, str(key)), gone or unknown_key(str(key), accepted))
+            document.complain((*path, str(key)), gone or unknown_key(str(key), accepted or known))
         else:
             result[name] = _snake_value(document, (*path, str(key)), hints[name], value)
     return result

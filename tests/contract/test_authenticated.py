@@ -113,7 +113,7 @@ async def test_a_reply_answers_one_request_only(
     async def replay(_: bytes) -> bytes:
         return recording.replies[0]
 
-    async with recorder, recorder.serve(subject, answer):
+    async with recording, recorder.serve(subject, answer):
         for payload in (b"one", b"one", b""):
             assert await ours.request(subject, payload, timeout_s=5) == b"about " + payload
     assert len(set(recording.replies)) == 3

@@ -15,9 +15,9 @@ from dynamo_lite.services.engine_probe import NOT_LOADED
 from dynamo_lite.services.frontend.frontend import Frontend
 from dynamo_lite.services.frontend.http import Probed
 from tests.simulation.servers.memory import MemoryMessaging
+from tests.unit.process_run import Run, get
 from tests.unit.test_engine_probe import Engine
 from tests.unit.test_engine_probe import Worker as Probing
-from tests.unit.test_host import Run, get
 from tests.unit.virtual import virtual
 
 WELL = {"ok": True, "dead": "", "checks": {"model": "", "engine": ""}}

@@ -38,9 +38,6 @@ class StopRequest:
         self._event = asyncio.Event()
         self._on_set: Callable[[], object] = lambda: None
 
-    def __repr__(self) -> str:
-        return f"StopRequest({self.reason!r}, {self.code})" if self.is_set else "StopRequest()"
-
     @property
     def is_set(self) -> bool:
         return self._event.is_set()
