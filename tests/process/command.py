@@ -1,5 +1,6 @@
 """Runs `dynamo-lite` as a person would, in a process of its own."""
 
+import io
 import json
 import os
 import queue
@@ -9,9 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from dynamo_lite.cli import cli
 
 STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
@@ -38,6 +43,34 @@ def run(
         text=True,
         timeout=timeout_s,
     )
+
+
+def invoke(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `run`, in a thread of this process: for a command that starts no other. env: more
+    variables."""
+    out, errors = io.StringIO(), io.StringIO()
+
+    def body() -> int:
+        try:
+            cli.main()
+        except SystemExit as exc:
+            assert isinstance(exc.code, int | None)
+            return exc.code or 0
+        return 0
+
+    with (
+        mock.patch.object(sys, "argv", ["dynamo-lite", *arguments]),
+        # Handlers can be set in the main thread only.
+        mock.patch.object(cli, "signal"),
+        mock.patch.dict(os.environ, env or {}),
+        redirect_stdout(out),
+        redirect_stderr(errors),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        code = thread.submit(body).result()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:

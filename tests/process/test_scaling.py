@@ -14,7 +14,7 @@ from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts, Superv
 from dynamo_lite.protocol.planner import SupervisorRequest as Request
 from dynamo_lite.runtime.supervisor_client import SupervisorClient, short_address
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, run, serving
+from tests.process.command import Serving, eventually, invoke, run, serving
 
 
 def ask(graph: Serving, request: Request) -> SupervisorReply:
@@ -82,7 +82,7 @@ def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
         graph.wait_line("ready http")
         before = graph.processes()
         broken.touch()
-        done = run("scale", "Back=2", "--state-dir", str(state))
+        done = invoke("scale", "Back=2", "--state-dir", str(state))
         assert done.returncode == 1
         assert "error: Back: 1 of 2 are left: Back-1: told to fail" in done.stderr
         graph.wait_line("the last line of the log")
@@ -90,7 +90,7 @@ def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
         assert failed["error"] == "Back-1: told to fail"
         assert counts(graph) == (0, 1, 0)
         broken.unlink()
-        assert run("scale", "Back=2", "--state-dir", str(state)).returncode == 0
+        assert invoke("scale", "Back=2", "--state-dir", str(state)).returncode == 0
         after = graph.processes()
         assert after["Back-1"]["error"] == ""
         assert all(after[name]["pid"] == before[name]["pid"] for name in before)
@@ -199,7 +199,7 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
         up = run("scale", "Back=3", "--state-dir", str(tmp_path))
         assert up.returncode == 0, up.stderr
         assert up.stdout.splitlines()[-1] == "Back: 3 ready of 3"
-        down = run("scale", "Back=1", "--state-dir", str(tmp_path))
+        down = invoke("scale", "Back=1", "--state-dir", str(tmp_path))
         assert down.returncode == 0, down.stderr
         assert down.stdout.splitlines()[-1] == "Back: 1 ready of 1"
         states = {name: entry["state"] for name, entry in graph.processes().items()}
@@ -209,11 +209,11 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
             (("Front=2",), "Front: this graph has no such service that can be scaled; those: Back"),
             (("Back=0",), "Back=0 would remove the last one; --force does it"),
         ):
-            wrong = run("scale", *arguments, "--state-dir", str(tmp_path))
+            wrong = invoke("scale", *arguments, "--state-dir", str(tmp_path))
             assert wrong.returncode == 2
             assert message in wrong.stderr
         assert counts(graph) == (0, 1, 0)
-    none = run("scale", "Back=2", "--state-dir", str(tmp_path))
+    none = invoke("scale", "Back=2", "--state-dir", str(tmp_path))
     assert none.returncode == 1
     assert "no graph runs on" in none.stderr
 
@@ -227,7 +227,7 @@ def test_one_that_crashes_again_and_again_is_removed_first(tmp_path: Path):
         broken.touch()
         os.kill(before["Back-0"]["pid"], signal.SIGKILL)
         graph.when("Back-0", lambda p: p["state"] == "backoff")
-        down = run("scale", "Back=1", "--state-dir", str(state))
+        down = invoke("scale", "Back=1", "--state-dir", str(state))
         assert down.returncode == 0, down.stderr
         assert "one less: one that does not serve" in down.stdout
         after = graph.processes()

@@ -58,7 +58,7 @@ def test_a_callee_drains_when_its_callers_have_but_need_not_wait_for_their_end(t
     release, closed = tmp_path / "release", tmp_path / "closed"
     with serving(tmp_path, f"--Front.release={release}", f"--Front.closed={closed}") as graph:
         graph.wait_line("ready http")
-        graph.signal(signal.SIGINT)
+        graph.signal(signal.SIGTERM)
         graph.when("Front-0", lambda p: p["state"] == "draining")
         assert graph.processes()["Back-0"]["state"] == "ready"
         release.touch()
@@ -154,17 +154,6 @@ def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
         process.wait()
 
 
-def test_a_drain_waits_for_what_runs(tmp_path: Path):
-    release = tmp_path / "release"
-    with serving(tmp_path / "state", f"--Front.release={release}") as graph:
-        graph.wait_line("ready http")
-        graph.signal(signal.SIGTERM)
-        graph.wait_line("Front-0          draining")
-        assert graph.processes()["Back-0"]["state"] == "ready"
-        release.touch()
-        assert graph.end() == 0
-
-
 def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
     """Its last lines are in the log all the same."""
     with serving(tmp_path, "--Back.linger=true", "--log-format=json") as graph:
@@ -192,15 +181,6 @@ def test_a_failed_start_ends_everything(tmp_path: Path, how: str):
             assert "error: Back-0: ended before it was ready (signal 9)" in text
         assert "Traceback" not in text
         assert not (tmp_path / "run.json").exists()
-
-
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
-        pids = [entry["pid"] for entry in graph.processes().values()]
-        graph.signal(signal.SIGKILL)
-        graph.process.wait()
-        eventually(lambda: not any(is_alive(pid) for pid in pids), "children end with it")
 
 
 def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
