@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,48 +23,24 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.services import Graph, Service
 from tests.builders import generate_request
-from tests.null_engine import NullEngine
+from tests.process.null_graph import NullBackend, NullWorker, NullWorkerConfig
 
 
 def token_at(prompt: list[int], position: int) -> int:
     return prompt[0] * 10_000 + position
 
 
-class PacedEngine(NullEngine):
-    """A step takes so long."""
-
-    step_s = 0.02
-
-    async def steps(self):
-        async for deltas in super().steps():
-            yield deltas
-            await asyncio.sleep(self.step_s)
+class FleetBackend(NullBackend):
+    token_at = staticmethod(token_at)
 
 
-class NullBackend:
-    async def prepare(self) -> None: ...
+class FleetWorker(NullWorker):
+    """Component. Its answers differ with their prompts and positions."""
 
-    @asynccontextmanager
-    async def open_decode_engine(self, host: Any, config: Any):
-        async with PacedEngine(token_at=token_at) as engine:
-            yield engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class NullConfig:
-    """As `VllmWorkerConfig`, as far as a null engine needs it."""
-
-    remote_prefill: bool = False
-    kv_events: bool = False
-
-
-class NullWorker(VllmWorker):
-    def __init__(self, config: dict[str, Any], spec: Any):
-        super().__init__(config, spec, NullBackend())  # pyright: ignore[reportArgumentType]
+    backend = FleetBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +174,10 @@ class StandIn:
         return json.loads(self._file.read_text()) if self._file.exists() else {}
 
 
+#: Of decode workers.
+PACED = {"remote_prefill": False, "kv_events": False, "step_s": 0.02}
+
+
 def _service(name: str, config: type, component: str, **more: Any) -> Service:
     path = f"tests.process.fleet_graph:{component}"
     return Service(name=name, config=config, component=path, **more)
@@ -206,7 +186,9 @@ def _service(name: str, config: type, component: str, **more: Any) -> Service:
 Decoding = Graph(
     services=(
         _service("Caller", CallerConfig, "Caller"),
-        _service("VllmWorker", NullConfig, "NullWorker", scalable=True),
+        _service("VllmWorker", NullWorkerConfig, "FleetWorker", scalable=True).with_defaults(
+            **PACED
+        ),
     )
 )
 
