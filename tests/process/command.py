@@ -1,5 +1,6 @@
 """Runs `dynamo-lite` as a person would, in a process of its own."""
 
+import asyncio
 import io
 import json
 import os
@@ -17,6 +18,8 @@ from typing import Any
 from unittest import mock
 
 from dynamo_lite.cli import cli
+from dynamo_lite.protocol.planner import SupervisorReply, SupervisorRequest
+from dynamo_lite.runtime.supervisor_client import SupervisorClient
 
 STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
@@ -198,3 +201,24 @@ def serving(
             except ProcessLookupError:
                 continue
         running.end()
+
+
+def ask(graph: Serving, request: SupervisorRequest) -> SupervisorReply:
+    async def once() -> SupervisorReply:
+        async with SupervisorClient(graph.state_dir, timeout_s=20) as client:
+            return await client.ask(request)
+
+    return asyncio.run(once())
+
+
+def variable(pid: int, name: str) -> str | None:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        key, _, value = entry.decode().partition("=")
+        if key == name:
+            return value
+    return None
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    """The lines that a `Caller` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.process.command import Serving, eventually, invoke, run, serving
+from tests.process.command import Serving, eventually, invoke, results, run, serving
 
 DECODING = "tests.process.fleet_graph:Decoding"
 PREFILLING = "tests.process.fleet_graph:Prefilling"
-
-
-def results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def ready(graph: Serving) -> dict[str, dict[str, Any]]:

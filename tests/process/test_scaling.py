@@ -10,19 +10,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts, SupervisorReply
-from dynamo_lite.protocol.planner import SupervisorRequest as Request
-from dynamo_lite.runtime.supervisor_client import SupervisorClient, short_address
+from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts
+from dynamo_lite.runtime.supervisor_client import short_address
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, invoke, run, serving
-
-
-def ask(graph: Serving, request: Request) -> SupervisorReply:
-    async def once() -> SupervisorReply:
-        async with SupervisorClient(graph.state_dir, timeout_s=20) as client:
-            return await client.ask(request)
-
-    return asyncio.run(once())
+from tests.process.command import Serving, ask, eventually, invoke, run, serving, variable
 
 
 def counts(graph: Serving) -> tuple[int, int, int]:
@@ -33,14 +24,6 @@ def counts(graph: Serving) -> tuple[int, int, int]:
 
 def lease_of(entry: Any) -> int:
     return int(entry["lease"], 16)
-
-
-def variable(pid: int, name: str) -> str | None:
-    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        key, _, value = entry.decode().partition("=")
-        if key == name:
-            return value
-    return None
 
 
 def ready(entry: Any) -> bool:
