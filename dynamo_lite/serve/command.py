@@ -4,6 +4,7 @@ import asyncio
 import logging.config
 import os
 import secrets
+import signal
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.process.logs import logging_config
-from dynamo_lite.runtime.process.stop import Interrupted
+from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.config import ServiceConfig
@@ -32,10 +33,12 @@ from dynamo_lite.serve.secret_file import (
     made_secret,
     running_secret,
 )
-from dynamo_lite.serve.supervisor import StopSignals, Supervisor
+from dynamo_lite.serve.supervisor import Supervisor
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
 
 _MAX_LONE_SERVICES = 1000
+#: The first one begins a drain, the second one kills all processes.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def serve(request: ServeRequest) -> int:
@@ -44,7 +47,7 @@ async def serve(request: ServeRequest) -> int:
     Raises ConfigError, StartupError, and Interrupted when it is stopped before any process
     of the graph was started. No process is left running then.
     """
-    signals = StopSignals()
+    stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
     started = _services_here(request)
     startup_checks.check_status_tls(request.config.shared)
@@ -55,19 +58,19 @@ async def serve(request: ServeRequest) -> int:
             startup_checks.check_model(service)
             startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
-        stack.enter_context(signals.installed())
+        stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
         started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
-        async with signals.stop.interrupts():
+        async with stop.interrupts():
             state, servers = await _connect(request, directory, stack, progress)
-        if signals.stop.is_set:
+        if stop.is_set:
             raise Interrupted
         run = RunFile(directory / "run.json", state)
         stack.callback(run.remove)
         tiers = [Launches(request, service, directory, state) for service in started]
         fork_workers(tiers)
         shared = request.config.shared
-        supervisor = Supervisor(tiers, servers, run, signals, progress, shared)
+        supervisor = Supervisor(tiers, servers, run, stop, force, progress, shared)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         return await supervisor.run()
 

@@ -1,10 +1,8 @@
 """Starts all processes of a graph, restarts crashed ones, and drains them in order."""
 
 import asyncio
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
@@ -29,36 +27,12 @@ _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP: the first starts a drain, the second kills."""
-
-    def __init__(self) -> None:
-        self.stop = StopRequest()
-        self.force = asyncio.Event()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for kind in kinds:
-            loop.add_signal_handler(kind, self._on_signal, kind)
-        try:
-            yield
-        finally:
-            for kind in kinds:
-                loop.remove_signal_handler(kind)
-
-    def _on_signal(self, kind: signal.Signals) -> None:
-        if self.stop.is_set:
-            self.force.set()
-        self.stop.set(kind.name, EXIT_STOPPED)
-
-
 class Supervisor:
     """Runs all instances of a graph, and its embedded servers.
 
     Args:
         tiers: services in drain order: a tier is drained after the one before it.
+        stop, force: begin a drain, and kill all processes.
         options: of the graph. Each process enforces the limit of its drain itself; one that takes
             much longer is killed.
 
@@ -70,7 +44,8 @@ class Supervisor:
         tiers: Sequence[Launches],
         servers: Sequence[EmbeddedServer],
         run: RunFile,
-        signals: StopSignals,
+        stop: StopRequest,
+        force: asyncio.Event,
         progress: Progress,
         options: GraphOptions,
     ):
@@ -79,7 +54,7 @@ class Supervisor:
         self._run, self._progress = run, progress
         self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
-        self._signals = signals
+        self._stop, self._force = stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
@@ -110,7 +85,7 @@ class Supervisor:
             if expected is None or rest is not None:
                 raise
             raise _first(expected) from group
-        return EXIT_FORCED if self._signals.force.is_set() else EXIT_STOPPED
+        return EXIT_FORCED if self._force.is_set() else EXIT_STOPPED
 
     # Changes while the graph runs
 
@@ -177,10 +152,8 @@ class Supervisor:
     async def _until_ready(self) -> bool:
         """Waits until every instance is ready. Returns False when a stop signal came first."""
         while waiting := [instance for instance in self._fleet if not instance.ready.is_set()]:
-            await first_of(
-                waiting[0].ready.wait(), self._signals.stop.wait(), timeout_s=_REMINDER_S
-            )
-            if self._signals.stop.is_set:
+            await first_of(waiting[0].ready.wait(), self._stop.wait(), timeout_s=_REMINDER_S)
+            if self._stop.is_set:
                 return False
             late = [instance for instance in self._fleet if not instance.ready.is_set()]
             if late and late == waiting:
@@ -205,14 +178,14 @@ class Supervisor:
             while left := [one for one in self._fleet if not one.done.is_set()]:
                 await left[0].done.wait()
 
-        await first_of(all_done(), self._signals.stop.wait())
+        await first_of(all_done(), self._stop.wait())
 
     async def _drain(self) -> None:
         for server in self._servers:
             server.graph_ends = True
         self._run.state.state = "draining"
         self._on_change()
-        if self._signals.stop.is_set:
+        if self._stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
         for tier in self._fleet.tiers():
             for instance in tier:
@@ -226,7 +199,7 @@ class Supervisor:
                 await instance.done.wait()
 
     async def _kill_when_forced(self) -> None:
-        await self._signals.force.wait()
+        await self._force.wait()
         self._progress.line("serve", "forced: killing all processes")
         for instance in self._fleet:
             instance.kill()
