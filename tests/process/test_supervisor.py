@@ -94,7 +94,7 @@ async def known(graph: Serving, lease: str) -> bool:
     return any(key.endswith(lease) for key in keys)
 
 
-def test_does_not_restart_what_left_in_order(tmp_path: Path):
+def test_does_not_restart_what_left_in_order_and_ends_when_everything_has(tmp_path: Path):
     with serving(tmp_path, "--Back.ServiceArgs.workers=2") as graph:
         graph.wait_line("ready http")
         os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
@@ -102,13 +102,8 @@ def test_does_not_restart_what_left_in_order(tmp_path: Path):
         entry = graph.processes()["Back-0"]
         assert (entry["state"], entry["restarts"]) == ("stopped", 0)
         assert graph.processes()["Back-1"]["state"] == "ready"
-
-
-def test_ends_when_everything_has_left(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
-        for entry in graph.processes().values():
-            os.kill(entry["pid"], signal.SIGTERM)
+        for name in ("Front-0", "Back-1"):
+            os.kill(graph.processes()[name]["pid"], signal.SIGTERM)
         assert graph.end() == 0
 
 
@@ -170,17 +165,18 @@ def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["start", "crash"])
-def test_a_failed_start_ends_everything(tmp_path: Path, how: str):
-    with serving(tmp_path, f"--Back.fail={how}") as graph:
+@pytest.mark.parametrize("where", ["files", "stderr"])
+def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
+    with serving(tmp_path, f"--Back.fail={how}", "--log-to", where) as graph:
         assert graph.end() == 1
         text = "".join(graph.output)
-        if how == "start":
-            assert "error: Back-0: told to fail" in text
-            assert "the last line of the log" in text
-        else:
-            assert "error: Back-0: ended before it was ready (signal 9)" in text
-        assert "Traceback" not in text
-        assert not (tmp_path / "run.json").exists()
+    why = "told to fail" if how == "start" else "ended before it was ready (signal 9)"
+    assert f"error: Back-0: {why}" in text and "Traceback" not in text
+    assert ("its log is above" in text) is (where == "stderr")
+    if how == "start":
+        said, error = text.index("the last line of the log"), text.index("error: Back-0:")
+        assert (said < error) is (where == "stderr")
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
@@ -192,11 +188,3 @@ def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
         assert {line["component"] for line in lines} == {"Front", "Back"}
         assert any("draining" in line["message"] for line in lines)
     assert not list((tmp_path / "logs").iterdir())
-
-
-def test_a_failed_start_says_that_its_log_is_above(tmp_path: Path):
-    with serving(tmp_path, "--log-to", "stderr", "--Back.fail=start") as graph:
-        assert graph.end() == 1
-        text = "".join(graph.output)
-    assert text.index("the last line of the log") < text.index("Back-0: told to fail")
-    assert "its log is above" in text

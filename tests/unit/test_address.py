@@ -54,24 +54,15 @@ def test_credentials_are_not_shown(url: str, shown: str) -> None:
         ("http://me:p%40ss@h:1", ServerAddress((("h", 1),), None, "me", "p@ss")),
         ("http://me:x@a,http://me:x@b:2", ServerAddress((("a", 2379), ("b", 2)), None, "me", "x")),
         ("https://a,b", ServerAddress((("a", 2379), ("b", 2379)), TlsFiles())),
-    ],
-)
-def test_etcd_urls(url: str, address: ServerAddress) -> None:
-    assert parse_etcd_url(url) == address
-    assert "p@ss" not in repr(parse_etcd_url(url))
-
-
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
         ("nats://h", ServerAddress((("h", 4222),))),
         ("nats://s%2Fcret@h:1", ServerAddress((("h", 1),), token="s/cret")),
         ("tls://me:x@a,b:2", ServerAddress((("a", 4222), ("b", 2)), TlsFiles(), "me", "x")),
     ],
 )
-def test_nats_urls(url: str, address: ServerAddress) -> None:
-    assert parse_nats_url(url) == address
-    assert "s/cret" not in repr(parse_nats_url(url))
+def test_urls(url: str, address: ServerAddress) -> None:
+    parse = parse_nats_url if url.startswith(("nats", "tls")) else parse_etcd_url
+    assert parse(url) == address
+    assert not any(secret in repr(parse(url)) for secret in ("p@ss", "s/cret"))
 
 
 @pytest.fixture

@@ -267,6 +267,8 @@ def test_one_mistake(load: Loader, override: str, message: str):
 @pytest.mark.parametrize("text", ["- 1", "a: [", "\x00", "a: &x *x"])
 def test_a_file_that_is_no_configuration(load: Loader, text: str):
     assert load.mistakes(text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_document(load.file.parent, [])
 
 
 def test_graphs_do_not_interfere(load: Loader):
