@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,17 +87,26 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
         time.sleep(0.02)
 
 
+def _stats() -> Iterator[tuple[int, list[str]]]:
+    """Process id, and state, parent, process group and more, of each process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            yield int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()
+
+
 def group_members(group: int) -> list[int]:
     """Process ids, zombies apart, of a process group."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(int(stat.parent.name))
-    return members
+    return [pid for pid, (state, _, own, *_) in _stats() if int(own) == group and state != "Z"]
+
+
+def children_of(parent: int) -> list[int]:
+    return [pid for pid, (_, its, *_) in _stats() if int(its) == parent]
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`."""
+    found = children_of(pid)
+    return [*found, *(below for child in found for below in descendants(child))]
 
 
 class Serving:

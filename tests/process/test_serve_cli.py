@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import MODELLED, ROOT, STUB, eventually, invoke, run, serving
+from tests.process.command import (
+    MODELLED,
+    ROOT,
+    STUB,
+    children_of,
+    eventually,
+    invoke,
+    run,
+    serving,
+)
 
 
 def revoke_lease(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -179,8 +188,8 @@ def test_an_interrupt_while_the_servers_start(
         eventually(
             lambda: (state / "embedded" / "etcd" / "etcd.log").exists(), "nats-server answers"
         )
-        eventually(lambda: len(_children_of(command.process.pid)) == 2, "both servers run")
-        servers = _children_of(command.process.pid)
+        eventually(lambda: len(children_of(command.process.pid)) == 2, "both servers run")
+        servers = children_of(command.process.pid)
         command.signal(kind)
         assert command.end() == 130
         assert command.output == ["interrupted; nothing is left running\n"]
@@ -219,7 +228,7 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
 
 def _parsers_of(parent: int) -> int | None:
     """Process id of the child that runs vLLM's parsers."""
-    for child in _children_of(parent):
+    for child in children_of(parent):
         try:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         except OSError:
@@ -227,18 +236,6 @@ def _parsers_of(parent: int) -> int | None:
         if b"dynamo_lite.vllm.args" in words:
             return child
     return None
-
-
-def _children_of(parent: int) -> list[int]:
-    children: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            children.append(int(stat.parent.name))
-    return children
 
 
 @pytest.mark.timeout(240)
