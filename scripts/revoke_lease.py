@@ -12,13 +12,16 @@ the processes have ended. Exit codes: 0 done, 1 no such lease or no response fro
 import argparse
 import asyncio
 import os
+import socket
 import sys
+import time
 from pathlib import Path
 
 from dynamo_lite.cli import drain
-from dynamo_lite.cli.listing import as_rows, as_table, find_place, members, states
+from dynamo_lite.cli.listing import Place, as_rows, as_table, find_place, members, states
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.serve.server_urls import VARIABLES, check_argument
 
 
@@ -56,8 +59,24 @@ async def revoke(args: argparse.Namespace) -> None:
         raise StartupError(_no_match(args, records))
     await drain.revoke(place, [record.lease_id for record in chosen], print)
     if args.wait:
-        await drain.wait_until_gone(place, chosen, args.timeout)
+        await _wait_until_gone(place, chosen, args.timeout)
         print("gone")
+
+
+async def _wait_until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
+    """Waits until keys, and processes of this host, are gone. Raises StartupError."""
+    leases = {record.lease_id for record in chosen}
+    pids = {record.pid for record in chosen if record.pid and record.host == socket.gethostname()}
+    deadline = time.monotonic() + timeout_s
+    while True:
+        present = {record.lease_id for record in await members(place)} & leases
+        running = {pid for pid in pids if is_alive(pid)}
+        if not present and not running:
+            return
+        if time.monotonic() > deadline:
+            left = [*(f"lease {lease:x}" for lease in present), *(f"pid {p}" for p in running)]
+            raise StartupError(f"timeout: still there after {timeout_s:g} s: {', '.join(left)}")
+        await asyncio.sleep(0.2)
 
 
 def _no_match(args: argparse.Namespace, records: list[EndpointRecord]) -> str:

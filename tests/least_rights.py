@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamo_lite.cli.access_text import (
+from dynamo_lite.cli.access import (
     chosen,
     etcd_commands,
     nats_account,

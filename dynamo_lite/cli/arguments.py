@@ -1,11 +1,25 @@
-"""Options that several commands of `dynamo-lite` share."""
+"""What the commands of `dynamo-lite` share: options, exit codes, and how Ctrl-C ends one.
 
+Exit codes: 0: done or drained, 1: could not start or operate, 2: bad input, 130: killed by a second
+signal, or interrupted.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dynamo_lite.runtime.process.logs import LogFormat
+
+#: Also where the answer to a command's question is no.
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+#: A worker has left, and its grace was over before its work.
+EXIT_CUT_OFF = 3
+EXIT_INTERRUPTED = 130
 
 StateDir = Annotated[
     Path, typer.Option(help="Directory for logs, run.json and data of embedded servers.")
@@ -56,7 +70,6 @@ SecretFile = Annotated[
 Targets = Annotated[
     list[str], typer.Argument(metavar="COMPONENT=N...", help="For example VllmWorker=3.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the choice and all costs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option(help="Log at level DEBUG.")]
 LogLines = Annotated[
@@ -64,3 +77,13 @@ LogLines = Annotated[
 ]
 
 DEFAULT_STATE_DIR = Path(".dynamo-lite")
+
+
+@contextlib.contextmanager
+def interruptible(says: str) -> Iterator[None]:
+    """After Ctrl-C in the body `says` is printed, and the command ends with EXIT_INTERRUPTED."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(says, file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

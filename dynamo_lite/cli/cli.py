@@ -3,6 +3,7 @@
 Each command imports its heavy modules itself, so that `--help` is quick.
 """
 
+import asyncio
 import json
 import signal
 import sys
@@ -14,17 +15,21 @@ from typer.core import TyperGroup
 
 from dynamo_lite import __version__
 from dynamo_lite.cli import (
-    access_commands,
-    config_commands,
-    drain_commands,
+    access,
+    drain,
+    explain,
     join_command,
+    listing,
+    live_options,
     planner_commands,
-    scale_commands,
+    scale,
     sidecar_command,
-    watch_commands,
 )
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EtcdUrl,
     Json,
     LogLines,
@@ -32,8 +37,8 @@ from dynamo_lite.cli.arguments import (
     NatsUrl,
     StateDir,
     Verbose,
+    interruptible,
 )
-from dynamo_lite.cli.exits import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, interruptible
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.serve.removed import removed_command
 
@@ -45,8 +50,9 @@ class _Commands(TyperGroup):
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        commands = (args[:1], args[:2])
         options = [word.partition("=")[0] for word in args if word.startswith("--")]
-        for words in (args[:1], args[:2], *([args[0], option] for option in options)):
+        for words in (*commands, *([*some, option] for some in commands for option in options)):
             if gone := removed_command(*words):
                 raise ConfigError([f"{' '.join(words)}: {gone}"])
         return super().resolve_command(ctx, args)
@@ -67,17 +73,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
-app.add_typer(config_commands.app, name="config")
-app.add_typer(access_commands.app, name="access")
+app.add_typer(live_options.app, name="config")
+app.add_typer(access.app, name="access")
 app.command()(join_command.join)
 app.add_typer(planner_commands.app, name="planner")
-app.command()(watch_commands.explain)
-app.command()(watch_commands.top)
+app.command()(explain.explain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     sidecar_command.sidecar
 )
-app.command()(scale_commands.scale)
-app.command()(drain_commands.drain)
+app.command()(scale.scale)
+app.command()(drain.drain)
 
 
 def _show_version(wanted: bool) -> None:
@@ -135,14 +140,13 @@ def serve(
     The first Ctrl-C (or SIGTERM) drains the graph: requests in flight finish, then the
     processes exit. A second one kills all processes.
     """
-    from dynamo_lite.serve.command import ServeRequest, run
+    from dynamo_lite.serve.command import run
     from dynamo_lite.serve.config import resolve
     from dynamo_lite.serve.document import read_document
     from dynamo_lite.serve.edge import settle_edge
-    from dynamo_lite.serve.graphs import load_graph
-    from dynamo_lite.serve.packaged import config_file
-    from dynamo_lite.serve.planner_budget import check_planner_budget
-    from dynamo_lite.serve.startup_checks import check_url_syntax
+    from dynamo_lite.serve.graphs import config_file, load_graph
+    from dynamo_lite.serve.launches import ServeRequest
+    from dynamo_lite.serve.startup_checks import check_planner_budget, check_url_syntax
     from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
     check_url_syntax(nats_url, etcd_url)
@@ -192,12 +196,12 @@ def examples(
     dynamo-lite examples configs/disagg.yaml > my.yaml
     dynamo-lite serve graphs.disagg:Frontend -f my.yaml
     """
-    from dynamo_lite.serve import packaged
+    from dynamo_lite.serve.graphs import configs, example, graphs
 
     if name is not None:
-        print(packaged.example(name), end="")
+        print(example(name), end="")
         return
-    rows = [*packaged.graphs(), *packaged.configs()]
+    rows = [*graphs(), *configs()]
     width = max(len(shown) for shown, _ in rows)
     for shown, about in rows:
         print(f"{shown.ljust(width)}  {about}")
@@ -224,10 +228,6 @@ def ps(
     has failed or the engines do not fit; DETAIL shows why. The last lines show how many prefill
     workers each decode engine can use: those whose link has not failed.
     """
-    import asyncio
-
-    from dynamo_lite.cli import listing
-
     place = listing.find_place(state_dir, etcd_url, namespace)
 
     async def read_rows() -> list[dict[str, Any]]:
@@ -239,6 +239,37 @@ def ps(
     rows = asyncio.run(read_rows())
     show = listing.as_link_table if links else listing.as_table
     print(json.dumps(rows, indent=2) if as_json else show(rows))
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one plain frame and exit.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=60, help="Seconds between two frames.")
+    ] = 1.0,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON.")] = False,
+) -> None:
+    """Watch a running graph: workers, queue, decisions, latencies, transfers, links.
+
+    RUNNING and WAITING count requests, for a prefill worker jobs. Rates cover the last 10
+    seconds and latencies, which the Frontend measures, the last 60; with --once and --json
+    both cover one --interval. TOTAL counts since the live workers started. Ctrl-C exits. The
+    Frontend serves the same view at /dashboard. Of a Forwarder it shows requests, the engines
+    that all Forwarders use per role, and answers per second: disaggregated, alone (and why) and
+    passed on.
+
+    \b
+    dynamo-lite top
+    dynamo-lite top --once --interval 10
+    """
+    # Rich's parts for a live display, and what reads the metrics.
+    from dynamo_lite.cli.top import show
+
+    place = listing.find_place(state_dir, etcd_url, namespace)
+    asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))
 
 
 def _as_yaml(graph: str, config: Any) -> str:

@@ -1,13 +1,27 @@
-"""`dynamo-lite drain`: chooses a worker, revokes its lease, and watches it leave."""
+"""`dynamo-lite drain`: chooses a worker, the least busy one or a given one, revokes its lease, and
+watches it leave."""
 
 import asyncio
+import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated
 
-from dynamo_lite.cli.listing import Place, members, open_store, table
+import typer
+
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EXIT_CUT_OFF,
+    EtcdUrl,
+    Namespace,
+    StateDir,
+    interruptible,
+)
+from dynamo_lite.cli.listing import Place, find_place, members, open_store, table
 from dynamo_lite.overview.drains import ROLES, WorkerSeen, listens, look
 from dynamo_lite.policy.scaling.drain import NoVictim, Safe, Unsafe, victim
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -31,6 +45,89 @@ class DrainChoice:
     reason: str
     #: All of its role, for people.
     table: str
+
+
+def drain(
+    lease: Annotated[
+        str, typer.Argument(metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`.")
+    ] = "",
+    component: Annotated[
+        str | None,
+        typer.Option(
+            "--pick",
+            metavar="COMPONENT",
+            help="Remove the least busy worker of VllmWorker or PrefillWorker.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the choice and all costs.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove it also if it is the last one of its component.")
+    ] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Return when its lease is revoked.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Longest wait in seconds; the drain goes on.")
+    ] = 300.0,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the choice as JSON.")] = False,
+) -> None:
+    """Remove one worker, and say when it is safe to kill.
+
+    Its lease is revoked. It leaves the listing at once (UNLISTED), takes nothing new and
+    finishes what it has (DRAINING). SAFE: its end costs no request, and no write into or from
+    its memory is under way. GONE: its process has ended. FORCED: its grace-s was over before its
+    work; what it still had goes on at other workers.
+
+    The least busy worker is one that cannot work, or else the one with the fewest requests or
+    jobs in flight. Of equal ones the youngest goes.
+
+    Exit codes: 0: gone (or revoked, with --no-wait); 1: no such worker, no answer from etcd, or
+    the time was over; 2: bad input, or the last one without --force; 3: gone, but FORCED.
+
+    \b
+    dynamo-lite drain --pick VllmWorker --dry-run
+    dynamo-lite drain --pick PrefillWorker
+    dynamo-lite drain 694d9a2f3c4e8a05
+    """
+    if bool(lease) == (component is not None):
+        raise ConfigError(["give either LEASE or --pick COMPONENT"])
+    wanted = parse_lease(lease) if lease else 0
+    place = find_place(state_dir, etcd_url, namespace)
+
+    async def work() -> bool:
+        """Returns whether its work was cut off."""
+        if component is not None:
+            choice = await pick(place, component, force=force)
+        else:
+            choice = await find(place, wanted, force=force)
+        record = choice.record
+        facts = {
+            "component": record.component,
+            "lease": f"{record.lease_id:x}",
+            "host": record.host,
+            "reason": choice.reason,
+        }
+        print(json.dumps(facts) if as_json else choice.table, flush=True)
+        say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+        say(f"{record.component} {record.lease_id:x}: {choice.reason}")
+        if dry_run:
+            say("dry run: nothing was revoked")
+            return False
+        watch = _Watch(place, record, say)
+        await revoke(place, [record.lease_id], say)
+        if not no_wait:
+            await watch.until_gone(timeout)
+        return watch.forced
+
+    with interruptible("interrupted; a worker whose lease was revoked goes on draining"):
+        cut_off = asyncio.run(work())
+    if cut_off:
+        raise typer.Exit(EXIT_CUT_OFF)
 
 
 def parse_lease(text: str) -> int:
@@ -88,16 +185,6 @@ def _as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:
     return table(_COLUMNS, [_cells(worker, chosen) for worker in workers])
 
 
-def as_json(choice: DrainChoice) -> dict[str, Any]:
-    record = choice.record
-    return {
-        "component": record.component,
-        "lease": f"{record.lease_id:x}",
-        "host": record.host,
-        "reason": choice.reason,
-    }
-
-
 async def revoke(place: Place, lease_ids: Iterable[int], say: Say) -> None:
     """Revokes leases: their owners leave the listing at once, and drain."""
     async with open_store(place) as store:
@@ -108,23 +195,7 @@ async def revoke(place: Place, lease_ids: Iterable[int], say: Say) -> None:
                 say(f"lease {lease_id:x} had already expired or been revoked")
 
 
-async def wait_until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
-    """Waits until keys, and processes of this host, are gone. Raises StartupError."""
-    leases = {record.lease_id for record in chosen}
-    pids = {record.pid for record in chosen if _is_here(record)}
-    deadline = time.monotonic() + timeout_s
-    while True:
-        present = {record.lease_id for record in await members(place)} & leases
-        running = {pid for pid in pids if is_alive(pid)}
-        if not present and not running:
-            return
-        if time.monotonic() > deadline:
-            left = [*(f"lease {lease:x}" for lease in present), *(f"pid {p}" for p in running)]
-            raise StartupError(f"timeout: still there after {timeout_s:g} s: {', '.join(left)}")
-        await asyncio.sleep(_POLL_S)
-
-
-class Watch:
+class _Watch:
     """The way of one worker from its revocation to its end.
 
     UNLISTED, DRAINING, SAFE, GONE; FORCED when its grace ends before its work.

@@ -1,4 +1,4 @@
-"""Asks all decode engines and Forwarders about past decisions, and prints what they say."""
+"""`dynamo-lite explain`: asks all decode engines and Forwarders about past decisions."""
 
 import asyncio
 import json
@@ -6,16 +6,40 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+import typer
 
 from dynamo_lite.cli import decision_view, forward_view
-from dynamo_lite.cli.exits import EXIT_FAILED
-from dynamo_lite.cli.listing import Broker, Place, members, open_broker, open_store
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EXIT_FAILED,
+    EtcdUrl,
+    Json,
+    Namespace,
+    NatsUrl,
+    SecretFile,
+    StateDir,
+)
+from dynamo_lite.cli.listing import (
+    Broker,
+    Place,
+    find_broker,
+    find_place,
+    members,
+    open_broker,
+    open_store,
+)
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
-from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, ProtocolError
+from dynamo_lite.protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NoResponders,
+    ProtocolError,
+)
 from dynamo_lite.protocol.forwarding import ForwardDecision, decode_forward_explained
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -37,7 +61,48 @@ class _Answers(Generic[D]):
     silent: list[str]
 
 
-def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
+def explain(
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="[REQUEST_ID]",
+            help="Id of the response (chatcmpl-..., cmpl-...), or the request's X-Request-Id.",
+        ),
+    ] = "",
+    last: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="List the last N decisions.")
+    ] = None,
+    etcd_url: EtcdUrl = None,
+    nats_url: NatsUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Json = False,
+) -> None:
+    """Explain why a prompt was prefilled locally or by a prefill worker, and the outcome.
+
+    For a request with several prompts or `n` > 1, and for one that migrated to another worker,
+    all its decisions are shown. Decode workers keep decisions for 15 minutes, at most 4096 each.
+    Exit code 1: no decode worker has this one.
+
+    Forwarders are asked, too: which engines a request got and why, its legs, and what failed.
+    At most 256 of a Forwarder are shown.
+
+    \b
+    dynamo-lite explain chatcmpl-95c64d7edf3447eb
+    dynamo-lite explain --last 20
+    """
+    if bool(request_id) == (last is not None):
+        raise ConfigError(["give either REQUEST_ID or --last N"])
+    if len(request_id) > 256:
+        raise ConfigError(["REQUEST_ID: at most 256 characters"])
+    place = find_place(state_dir, etcd_url, namespace)
+    broker = find_broker(state_dir, nats_url, secret_file)
+    wanted = Explain(request_id=request_id, last=last or 4096)
+    raise typer.Exit(_run(place, broker, wanted, as_json))
+
+
+def _run(place: Place, broker: Broker, wanted: Explain, as_json: bool) -> int:
     """Returns the exit code. wanted: of one request, or the last ones of all."""
     engines, forwarders = asyncio.run(_ask_both(place, broker, wanted))
     for engine in engines.silent:

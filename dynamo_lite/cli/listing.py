@@ -1,8 +1,13 @@
-"""`dynamo-lite ps`: reads the members and links of a namespace from etcd, and prints them."""
+"""Where a graph is, what commands read of it from etcd, and the tables of `dynamo-lite ps`.
+
+The clients of etcd and NATS are imported when they are opened: `dynamo-lite --help` is quick, and a
+supervisor, which forks, must not have gRPC's threads.
+"""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +19,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
+from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.run_state import read_run
 from dynamo_lite.serve.secret_file import running_secret
 
@@ -25,6 +30,7 @@ _MEMBER_COLUMNS = (
 )
 _LINK_COLUMNS = ("prefill", "decode", "state", "next_try", "detail")
 _UNKNOWN = "-"
+_SECRET_HINT = "name it with --secret-file FILE, or its graph's --state-dir"
 
 T = TypeVar("T")
 
@@ -48,9 +54,14 @@ def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> 
         raise StartupError(f"no graph runs on {state_dir}; name a server with --etcd-url")
     if namespace is None:
         namespace = running.namespace if running else "dynamo"
+    return Place(etcd_url=url, namespace=checked_namespace(namespace))
+
+
+def checked_namespace(namespace: str) -> str:
+    """Raises ConfigError."""
     if not names.is_namespace(namespace):
         raise ConfigError([f"--namespace {namespace}: not a namespace"])
-    return Place(etcd_url=url, namespace=namespace)
+    return namespace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +84,76 @@ def find_broker(state_dir: Path, nats_url: str | None, secret_file: Path | None)
 
 def open_broker(broker: Broker) -> AbstractAsyncContextManager[Messaging]:
     """A context. Raises StartupError for a secret file that cannot be used."""
+    from dynamo_lite.runtime.nats.open import open_messaging
+
     return open_messaging(broker.nats_url, broker.secret_file)
 
 
-def open_store(place: Place) -> EtcdStore:
+def open_store(place: Place) -> AbstractAsyncContextManager[Store]:
     """A context that raises StartupError or Unavailable when etcd does not respond."""
+    from dynamo_lite.runtime.etcd.store import EtcdStore
+
     return EtcdStore(place.etcd_url, connect_timeout_s=3.0)
+
+
+def on_store(
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    work: Callable[[Store, Place], Awaitable[T]],
+) -> T:
+    """Runs `work` on the etcd of a graph.
+
+    Raises StartupError, Unavailable, ConfigError, and what `work` raises.
+    """
+    place = find_place(state_dir, etcd_url, namespace)
+
+    async def run() -> T:
+        async with open_store(place) as store:
+            return await work(store, place)
+
+    return asyncio.run(run())
+
+
+def find_seals(state_dir: Path, place: Place, secret_file: Path | None) -> RecordSeals:
+    """Seals with the secret of the flag, or else with that of the running graph of `state_dir`, if
+    it is the one at `place`. Raises StartupError for a secret file that cannot be used."""
+    running = read_run(state_dir)
+    if running is not None and running.namespace != place.namespace:
+        running = None
+    return RecordSeals.of_file(secret_file or running_secret(running, place.etcd_url))
+
+
+def unchecked(members: Iterable[EndpointRecord], seals: RecordSeals) -> str:
+    """What is to be said where the processes have a secret and this command has none."""
+    if seals.checked or not any(member.authenticated for member in members):
+        return ""
+    return f"the seals of the records were not checked: this graph has a secret; {_SECRET_HINT}"
+
+
+async def check_may_write(
+    store: Store,
+    keys: Sequence[str],
+    members: Iterable[EndpointRecord],
+    seals: RecordSeals,
+) -> None:
+    """Raises StartupError where the processes would ignore what is written at `keys` without a
+    secret.
+
+    Where no process is alive, a sealed record shows that the graph has a secret.
+    """
+    if seals.checked:
+        return
+    # A process beside a stock engine reads no sealed records.
+    ours = [member for member in members if member.engine is None]
+    if any(member.authenticated for member in ours):
+        raise StartupError(f"nothing was changed: this graph has a secret; {_SECRET_HINT}")
+    for key in () if ours else keys:
+        data = await store.get(key)
+        if data is not None and is_sealed(data):
+            raise StartupError(
+                f"nothing was changed: {key} is sealed with a secret; {_SECRET_HINT}"
+            )
 
 
 async def members(place: Place) -> list[EndpointRecord]:
@@ -144,11 +219,20 @@ def as_link_rows(
 ) -> list[dict[str, Any]]:
     """One row of plain values per pair."""
     failed = {(link.prefill_lease_id, link.engine_id): link for link in links}
-    pairs = [(lease_id, engine) for lease_id in prefill_leases for engine in engines]
-    return [
-        _link_row(lease_id, engine, failed.get((lease_id, engine.engine_id)))
-        for lease_id, engine in pairs
-    ]
+    rows: list[dict[str, Any]] = []
+    for lease_id, engine in itertools.product(prefill_leases, engines):
+        link = failed.get((lease_id, engine.engine_id))
+        rows.append(
+            {
+                "prefill": f"{lease_id:x}",
+                "decode": f"{engine.lease_id:x}",
+                "engine": engine.engine_id,
+                "state": "ok" if link is None else "failed",
+                "detail": "" if link is None else link.detail,
+                "next_try": None if link is None else link.next_try,
+            }
+        )
+    return rows
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
@@ -163,7 +247,11 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 def as_link_table(rows: list[dict[str, Any]]) -> str:
     """The pairs, and for each decode engine how many prefill workers it can use."""
-    lines = [table(_LINK_COLUMNS, [_link_cells(row) for row in rows])]
+    cells = [
+        {**row, "next_try": as_next_try(row["next_try"]) if row["state"] == "failed" else _UNKNOWN}
+        for row in rows
+    ]
+    lines = [table(_LINK_COLUMNS, [[row[name] for name in _LINK_COLUMNS] for row in cells])]
     engines = {row["engine"]: row["decode"] for row in rows}
     for engine, decode in engines.items():
         states = [row["state"] for row in rows if row["engine"] == engine]
@@ -209,23 +297,6 @@ def _decoded(entries: Mapping[str, bytes], decode: Callable[[bytes], T]) -> list
         except ProtocolError:
             continue
     return found
-
-
-def _link_row(lease_id: int, engine: EngineMetadata, link: LinkRecord | None) -> dict[str, Any]:
-    return {
-        "prefill": f"{lease_id:x}",
-        "decode": f"{engine.lease_id:x}",
-        "engine": engine.engine_id,
-        "state": "ok" if link is None else "failed",
-        "detail": "" if link is None else link.detail,
-        "next_try": None if link is None else link.next_try,
-    }
-
-
-def _link_cells(row: dict[str, Any]) -> list[str]:
-    failed = row["state"] == "failed"
-    next_try = as_next_try(row["next_try"]) if failed else _UNKNOWN
-    return [row["prefill"], row["decode"], row["state"], next_try, row["detail"]]
 
 
 def _age(age_s: float) -> str:

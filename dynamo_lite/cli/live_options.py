@@ -1,16 +1,36 @@
-"""Live options by their keys, and their records in etcd.
+"""`dynamo-lite config`: live options, which change while processes run, and their records in etcd.
 
 A key is `Component.option`, as in a section of the configuration file.
 """
 
+import json
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-import yaml
+import typer
 from msgspec import UNSET, inspect
 
-from dynamo_lite.cli.listing import facts_of
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EtcdUrl,
+    Json,
+    Namespace,
+    SecretFile,
+    StateDir,
+)
+from dynamo_lite.cli.listing import (
+    Place,
+    check_may_write,
+    facts_of,
+    find_seals,
+    members,
+    on_store,
+    table,
+    unchecked,
+)
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
@@ -24,13 +44,141 @@ from dynamo_lite.protocol.live_options import (
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.fields import unknown_key
 from dynamo_lite.serve.removed import removed_option
 
 #: Option (kebab-case) to its value; UNSET: back to the file.
 Edit = Mapping[str, Any]
 
 _TRIES = 20
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Look at live options and change them, without a restart.
+
+    \b
+    dynamo-lite config get
+    dynamo-lite config set VllmWorker.max-local-prefill-length=256
+    dynamo-lite config unset VllmWorker.max-local-prefill-length
+
+    Where the graph has a secret, what is stored is sealed with it, and the commands need it: it
+    is that of the graph that runs on --state-dir, or --secret-file.
+
+    Keys are those of the configuration file; its values are used where nothing is set.
+    Values that are set are stored in etcd, for all processes of the component, until they
+    are unset, also across restarts. All processes follow within a second.
+    """,
+)
+
+
+@app.command("get")
+def get(
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="Show only this option.")] = "",
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Json = False,
+) -> None:
+    """Show the live options of the components that run, and what is set for others.
+
+    SET: the value that was set; `-`: none, so the value of the file is used. FILE: as the
+    live processes have read it; `?`: there are none.
+    """
+    component, only = split_key(key) if key else ("", "")
+
+    async def look(store: Store, place: Place) -> list[dict[str, Any]]:
+        seals = find_seals(state_dir, place, secret_file)
+        running = await members(place)
+        if warning := unchecked(running, seals):
+            print(f"warning: {warning}", file=sys.stderr)
+        return [
+            row
+            for name in ([component] if component else LIVE_OPTIONS)
+            for row in await rows(store, place.namespace, name, running, seals, only)
+        ]
+
+    found = on_store(state_dir, etcd_url, namespace, look)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    cells = [
+        (
+            row["key"],
+            shown(row["set"]) if "set" in row else "-",
+            ", ".join(map(shown, row["file"])) or "?",
+        )
+        for row in found
+    ]
+    print(table(("key", "set", "file"), cells))
+
+
+@app.command("set")
+def set_(
+    edits: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="The value is read as YAML.")
+    ],
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Set live options. Several options of one component change at once.
+
+    A bad key or value is refused (exit code 2), and then nothing changes.
+
+    \b
+    dynamo-lite config set VllmWorker.max-local-prefill-length=256
+    dynamo-lite config set VllmWorker.max-prefill-queue-size=4 VllmWorker.max-remote-prefills=1
+    """
+    _edit(parse_edits(edits), state_dir, etcd_url, namespace, secret_file)
+
+
+@app.command("unset")
+def unset(
+    keys: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY...", help="Component.option, or a component for all of its options."
+        ),
+    ],
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Use the values of the configuration file again.
+
+    A component alone (`VllmWorker`) stands for all of its options; that also replaces
+    an invalid record in etcd, such as one that was written by hand or is not authentic.
+    """
+    _edit(parse_unsets(keys), state_dir, etcd_url, namespace, secret_file)
+
+
+def _edit(
+    edits: dict[str, dict[str, Any]],
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    secret_file: Path | None,
+) -> None:
+    from dynamo_lite.cli import planner
+
+    async def change(store: Store, place: Place) -> dict[str, list[Any]]:
+        seals = find_seals(state_dir, place, secret_file)
+        keys = [names.live_options_key(place.namespace, component) for component in edits]
+        await check_may_write(store, keys, await members(place), seals)
+        if (edit := edits.get("Planner")) is not None:
+            await planner.check_options(store, place, edit, seals)
+        return {
+            component: await write(store, place.namespace, component, edit, seals)
+            for component, edit in edits.items()
+        }
+
+    for component, changes in on_store(state_dir, etcd_url, namespace, change).items():
+        for key, before, after in changes:
+            print(f"{key}: {shown(before)} -> {shown(after)}")
+        if not changes:
+            print(f"{component}: no value differs")
 
 
 def accepted(component: str, option: str) -> str:
@@ -83,23 +231,23 @@ def split_key(key: str) -> tuple[str, str]:
     """Raises ConfigError when the key names no live option."""
     component, _, option = key.partition(".")
     if option not in LIVE_OPTIONS.get(component, ()):
+        from dynamo_lite.serve.document import unknown_key
+
         keys = [f"{name}.{each}" for name, options in LIVE_OPTIONS.items() for each in options]
         raise ConfigError([f"{key}: {removed_option(component, option) or unknown_key(key, keys)}"])
     return component, option
 
 
 def _parsed(component: str, option: str, text: str) -> Any:
+    from dynamo_lite.serve.document import parse_yaml
+
     key = f"{component}.{option}"
-    try:
-        value = yaml.load(text, Loader=yaml.CSafeLoader)
-    except (yaml.YAMLError, ValueError) as exc:
-        raise ConfigError([f"{key}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
+    value = parse_yaml(text, key)
     try:
         return checked(component, option, value)
     except ProtocolError as exc:
-        raise ConfigError(
-            [f"{key}: expected {accepted(component, option)}, got {value!r}"]
-        ) from exc
+        message = f"expected {accepted(component, option)}, got {value!r}"
+        raise ConfigError([f"{key}: {message}"]) from exc
 
 
 def edited(values: Values, edit: Edit) -> dict[str, Any]:
@@ -163,7 +311,7 @@ async def rows(
     store: Store,
     namespace: str,
     component: str,
-    members: Iterable[EndpointRecord],
+    running: Iterable[EndpointRecord],
     seals: RecordSeals,
     only: str = "",
 ) -> list[dict[str, Any]]:
@@ -172,7 +320,7 @@ async def rows(
     set: left out where nothing is. file: the values of the live processes, without repetition.
     """
     values = await read(store, namespace, component, seals)
-    facts = await facts_of(member for member in members if member.component == component)
+    facts = await facts_of(member for member in running if member.component == component)
     files = [each.get("options", {}).get("file", {}) for each in facts.values()]
     found: list[dict[str, Any]] = []
     for option in [only] if only else LIVE_OPTIONS[component] if facts else values:

@@ -10,9 +10,15 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.cli.listing import Broker, Place, facts_of, members, open_broker
+from dynamo_lite.cli.listing import (
+    Broker,
+    Place,
+    check_may_write,
+    facts_of,
+    members,
+    open_broker,
+)
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
-from dynamo_lite.cli.record_seals import check_may_write
 from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.limits import contradictions, refusals
 from dynamo_lite.protocol import names

@@ -7,6 +7,7 @@ import typer
 
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
+    EXIT_FAILED,
     EtcdUrl,
     Json,
     Namespace,
@@ -15,8 +16,7 @@ from dynamo_lite.cli.arguments import (
     StateDir,
     Targets,
 )
-from dynamo_lite.cli.exits import EXIT_FAILED
-from dynamo_lite.cli.on_store import on_store
+from dynamo_lite.cli.listing import find_seals, on_store
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +54,6 @@ def status(
     or settling (workers are starting or draining). Exit code 1: no planner runs.
     """
     from dynamo_lite.cli import planner, planner_view
-    from dynamo_lite.cli.record_seals import find_seals
 
     async def look(store: Any, place: Any) -> Any:
         return await planner.look(store, place, find_seals(state_dir, place, secret_file))
@@ -108,7 +107,6 @@ def pause(
 ) -> None:
     """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
     from dynamo_lite.cli import planner
-    from dynamo_lite.cli.record_seals import find_seals
 
     async def write(store: Any, place: Any) -> None:
         await planner.pause(store, place, reason, find_seals(state_dir, place, secret_file))
@@ -152,7 +150,6 @@ def set_(
     dynamo-lite planner set VllmWorker=2 PrefillWorker=4
     """
     from dynamo_lite.cli import planner
-    from dynamo_lite.cli.record_seals import find_seals
     from dynamo_lite.cli.scale import parse_targets
 
     wanted = parse_targets(targets)
@@ -185,7 +182,6 @@ def unset(
     dynamo-lite planner unset VllmWorker
     """
     from dynamo_lite.cli import planner
-    from dynamo_lite.cli.record_seals import find_seals
 
     async def write(store: Any, place: Any) -> Any:
         seals = find_seals(state_dir, place, secret_file)

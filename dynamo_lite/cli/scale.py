@@ -3,8 +3,13 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say, pick
 from dynamo_lite.cli.listing import find_place
 from dynamo_lite.overview.drains import ROLES
@@ -15,6 +20,40 @@ from dynamo_lite.serve.run_state import ProcessState, read_run
 
 #: Between two looks at what was ordered: the supervisor sends no event when its counts change.
 _POLL_S = 0.2
+
+
+def scale(
+    targets: Targets,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also remove the last worker of a component.")
+    ] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Return when the orders are given.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Longest wait in seconds; the orders stay given.")
+    ] = 900.0,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Add workers to the graph on this host, or drain and remove some.
+
+    The supervisor (`dynamo-lite serve`) of --state-dir starts and ends the processes; those of
+    other hosts are not counted. A process that cannot be started is given up, with the reason,
+    and the graph goes on. Devices come from Graph.devices, as many as ServiceArgs.devices says.
+    Workers that still start are removed first, then the least busy, as `dynamo-lite drain` finds
+    them. Ctrl-C only ends the waiting.
+
+    Exit codes: 0: there are that many; 1: an order was refused or failed, or the time was over;
+    2: bad input, and nothing was ordered.
+
+    \b
+    dynamo-lite scale VllmWorker=3
+    dynamo-lite scale VllmWorker=1 PrefillWorker=2
+    """
+    say = partial(print, flush=True)
+    work = _scale(state_dir, parse_targets(targets), force, 0.0 if no_wait else timeout, say)
+    with interruptible("interrupted; the supervisor carries out what was ordered"):
+        asyncio.run(work)
 
 
 def parse_targets(texts: list[str]) -> dict[str, int]:
@@ -34,8 +73,8 @@ def parse_targets(texts: list[str]) -> dict[str, int]:
     return targets
 
 
-async def scale(
-    state_dir: Path, targets: Mapping[str, int], *, force: bool, wait_s: float, say: Say
+async def _scale(
+    state_dir: Path, targets: Mapping[str, int], force: bool, wait_s: float, say: Say
 ) -> None:
     """Orders what is missing, retires what is too many, and waits until it is so.
 

@@ -8,8 +8,6 @@ a reply that was recorded earlier, also one to an identical request, is not auth
 import logging
 import secrets
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from types import TracebackType
-from typing import Protocol, Self
 
 from dynamo_lite.protocol.errors import BrokerUnavailable, ProtocolError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -22,36 +20,17 @@ logger = logging.getLogger(__name__)
 _NONCE_BYTES = 16
 
 
-class OpenMessaging(Messaging, AbstractAsyncContextManager["Messaging"], Protocol):
-    """Messaging that is opened as a context."""
-
-
 class AuthenticatedMessaging:
-    """Implements Messaging on another one, which it opens and closes.
+    """Implements Messaging on another one.
 
     A request is bound to its subject, and a reply to this one request. A message that is not
     authentic is dropped and counted as `unauthentic`. For a reply that is not authentic,
     BrokerUnavailable is raised.
     """
 
-    def __init__(self, messaging: OpenMessaging, secret: GraphSecret, on_drop: OnDrop = uncounted):
+    def __init__(self, messaging: Messaging, secret: GraphSecret, on_drop: OnDrop = uncounted):
         self._messaging, self._secret, self._on_drop = messaging, secret, on_drop
         self._log_limit = LogLimit()
-
-    def __repr__(self) -> str:
-        return f"AuthenticatedMessaging({self._messaging!r})"
-
-    async def __aenter__(self) -> Self:
-        await self._messaging.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._messaging.__aexit__(kind, error, traceback)
 
     @property
     def connected(self) -> bool:

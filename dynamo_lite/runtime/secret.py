@@ -49,9 +49,6 @@ class GraphSecret:
         self._check_at = now() + _CHECK_FILE_S
         self._log_limit = LogLimit(_WARN_S)
 
-    def __repr__(self) -> str:
-        return f"GraphSecret({str(self._path)!r}, keys={len(self._keys)})"
-
     def protect(self, context: bytes, message: bytes) -> bytes:
         """The tag and the message."""
         return self.tag(context, message) + message

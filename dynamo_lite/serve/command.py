@@ -4,65 +4,41 @@ import asyncio
 import logging.config
 import os
 import secrets
+import signal
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.runtime.process.logs import LogFormat, logging_config
-from dynamo_lite.runtime.process.stop import Interrupted
+from dynamo_lite.runtime.process.logs import logging_config
+from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig
-from dynamo_lite.serve.demo_model import make_demo_model
-from dynamo_lite.serve.devices import Devices
-from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
-from dynamo_lite.serve.embedded_folders import check_folders, empty_folders, folder_of
-from dynamo_lite.serve.launches import Launches, fork_workers
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
-from dynamo_lite.serve.place import GraphPlace
-from dynamo_lite.serve.ports import shared_port
+from dynamo_lite.serve.access import ServersToCheck
+from dynamo_lite.serve.config import ServiceConfig
+from dynamo_lite.serve.embedded import (
+    EmbeddedEtcd,
+    EmbeddedNats,
+    EmbeddedServer,
+    check_folders,
+    empty_folders,
+    folder_of,
+)
+from dynamo_lite.serve.launches import Launches, ServeRequest, fork_workers
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run
 from dynamo_lite.serve.secret_file import (
     check_exposure,
     given_secret,
     made_secret,
-    note_secrets,
     running_secret,
 )
-from dynamo_lite.serve.server_supervisor import Server
-from dynamo_lite.serve.supervisor import StopSignals, Supervisor
+from dynamo_lite.serve.supervisor import Supervisor
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
-from dynamo_lite.services.services import Graph
 
 _MAX_LONE_SERVICES = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeRequest:
-    """The arguments of one `dynamo-lite serve`."""
-
-    graph_name: str
-    graph: Graph
-    config: GraphConfig
-    state_dir: Path
-    #: None: start an embedded server, or with `only` use the server of the running graph.
-    nats_url: str | None = None
-    #: See `nats_url`.
-    etcd_url: str | None = None
-    #: None: make a secret for an embedded nats-server, or with `only` use that of the running
-    #: graph.
-    secret_file: Path | None = None
-    #: The one service to start; None: the whole graph.
-    only: str | None = None
-    #: A level name of the logging module.
-    log_level: str = "INFO"
-    log_format: LogFormat = "text"
-    #: Whether the processes' output goes to stderr, not to files.
-    log_to_stderr: bool = False
+#: The first one begins a drain, the second one kills all processes.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def serve(request: ServeRequest) -> int:
@@ -71,7 +47,7 @@ async def serve(request: ServeRequest) -> int:
     Raises ConfigError, StartupError, and Interrupted when it is stopped before any process
     of the graph was started. No process is left running then.
     """
-    signals = StopSignals()
+    stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
     started = _services_here(request)
     startup_checks.check_status_tls(request.config.shared)
@@ -82,52 +58,19 @@ async def serve(request: ServeRequest) -> int:
             startup_checks.check_model(service)
             startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
-        stack.enter_context(signals.installed())
-        started = [stack.enter_context(shared_port(service)) for service in started]
+        stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
+        started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
-        async with signals.stop.interrupts():
-            place, servers = await _connect(request, directory, stack, progress)
-        if signals.stop.is_set:
+        async with stop.interrupts():
+            state, servers = await _connect(request, directory, stack, progress)
+        if stop.is_set:
             raise Interrupted
-        run = RunFile(
-            directory / "run.json",
-            RunState(
-                pid=os.getpid(),
-                started_at=time.time(),
-                graph=request.graph_name,
-                namespace=request.config.shared.namespace,
-                nats=place.nats_url,
-                etcd=place.etcd_url,
-                secret="" if place.secret is None else str(place.secret),
-            ),
-        )
+        run = RunFile(directory / "run.json", state)
         stack.callback(run.remove)
-        tiers = [
-            Launches(
-                request.graph,
-                request.config,
-                service,
-                directory,
-                place,
-                log_level=request.log_level,
-                log_format=request.log_format,
-                log_to_stderr=request.log_to_stderr,
-            )
-            for service in started
-        ]
+        tiers = [Launches(request, service, directory, state) for service in started]
         fork_workers(tiers)
         shared = request.config.shared
-        supervisor = Supervisor(
-            tiers,
-            servers,
-            run,
-            signals,
-            progress,
-            LeaseRevoker(place.etcd_url),
-            grace_s=shared.grace_s,
-            devices=Devices(shared.devices),
-            backoff=Backoff(longest_s=shared.restart_max_s),
-        )
+        supervisor = Supervisor(tiers, servers, run, stop, force, progress, shared)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         return await supervisor.run()
 
@@ -141,8 +84,6 @@ def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Pat
     """
     if request.secret_file is not None:
         secret = given_secret(request.secret_file)
-        if nats_url is None:
-            note_secrets(directory)
     elif nats_url is None:
         secret = made_secret(directory, keep=request.etcd_url is not None)
     else:
@@ -179,7 +120,7 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
 
 async def _connect(
     request: ServeRequest, directory: Path, stack: AsyncExitStack, progress: Progress
-) -> tuple[GraphPlace, list[Server]]:
+) -> tuple[RunState, list[EmbeddedServer]]:
     """Finds or starts NATS and etcd, and finds or makes the secret. Returns also the embedded
     servers that were started.
 
@@ -197,12 +138,17 @@ async def _connect(
     folders = [folder for folder, url in pairs if url is None]
     # Nothing is written where a folder turns out to be somebody else's.
     check_folders(folders)
-    servers: list[Server] = []
+    servers: list[EmbeddedServer] = []
     secret = _secret(request, directory, nats_url)
-    namespace, authenticated = request.config.shared.namespace, secret is not None
-    queue = startup_checks.queue_options(_services_here(request))
+    namespace = request.config.shared.namespace
     await startup_checks.check_servers(
-        nats_url, etcd_url, namespace, authenticated=authenticated, queue=queue
+        ServersToCheck(
+            nats=nats_url,
+            etcd=etcd_url,
+            namespace=namespace,
+            authenticated=secret is not None,
+            queue=startup_checks.queue_options(_services_here(request)),
+        )
     )
     for warning in startup_checks.readable_by_others(nats_url, etcd_url):
         progress.line("serve", warning)
@@ -217,13 +163,22 @@ async def _connect(
         etcd_url = etcd.url
         servers.append(etcd)
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
-    return GraphPlace(nats_url=nats_url, etcd_url=etcd_url, secret=secret), servers
+    state = RunState(
+        pid=os.getpid(),
+        started_at=time.time(),
+        graph=request.graph_name,
+        namespace=namespace,
+        nats=nats_url,
+        etcd=etcd_url,
+        secret="" if secret is None else str(secret),
+    )
+    return state, servers
 
 
 def run(request: ServeRequest) -> int:
     """Runs `serve`. Raises what it raises, with KeyboardInterrupt in place of Interrupted."""
     logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
-    make_demo_model(_services_here(request))
+    startup_checks.make_demo_model(_services_here(request))
     try:
         return asyncio.run(serve(request))
     except Interrupted:

@@ -9,14 +9,15 @@ of the service itself overrides a common one.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import annotated_types as at
 
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.tracing.tracer import check_endpoint
+from dynamo_lite.runtime.tracing.tracer import TracingOptions, check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
-from dynamo_lite.serve.document import Document
-from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
-from dynamo_lite.serve.options import GraphOptions, ServiceArgs
+from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.server_urls import check_document
 from dynamo_lite.services.services import Graph, Service
@@ -27,6 +28,68 @@ _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 
 #: Options or vLLM arguments that must have one value in all services that have them.
 _MUST_AGREE = ("queue", "model")
+
+
+PositiveSeconds = Annotated[float, at.Gt(0)]
+
+Scalar = str | int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """Section `Graph`: options of all processes of a graph."""
+
+    #: Prefix of every etcd key and NATS subject.
+    namespace: str = "dynamo"
+    #: Address on which status servers and token streams listen. With services on several
+    #: nodes it must be reachable from the other nodes.
+    bind_host: str = "127.0.0.1"
+    #: Certificate and key of the status servers (PEM), for HTTPS; both or neither.
+    status_tls_cert: str | None = None
+    status_tls_key: str | None = None
+    #: A dead process disappears from etcd after this time. Outages of etcd of up to nine
+    #: tenths of it cost no lease.
+    lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
+    #: Longest drain of one process.
+    grace_s: PositiveSeconds = 30.0
+    #: Longest delay before a crashed process is restarted.
+    restart_max_s: PositiveSeconds = 30.0
+    #: Devices of this host that the services with `ServiceArgs.devices` occupy: names for
+    #: CUDA_VISIBLE_DEVICES, or their number, to count them only.
+    devices: tuple[int | str, ...] | Annotated[int, at.Ge(0)] = 0
+    #: URL to which spans are sent; None: no tracing.
+    otlp_endpoint: str | None = None
+    #: Share of the requests that are traced, unless the client decides it.
+    trace_ratio: Annotated[float, at.Ge(0), at.Le(1)] = 1.0
+
+    @property
+    def status_tls(self) -> tuple[str, str] | None:
+        """Paths of certificate and key; None for HTTP."""
+        if self.status_tls_cert is None or self.status_tls_key is None:
+            return None
+        return str(Path(self.status_tls_cert).absolute()), str(Path(self.status_tls_key).absolute())
+
+    @property
+    def tracing(self) -> TracingOptions | None:
+        if self.otlp_endpoint is None:
+            return None
+        return TracingOptions(endpoint=self.otlp_endpoint, ratio=self.trace_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceArgs:
+    """Section `Service.ServiceArgs`: how a service's processes are started."""
+
+    #: Number of processes.
+    workers: Annotated[int, at.Ge(0)] = 1
+    #: Port of the status server of the first process, on `Graph.bind-host`; the second process has
+    #: the next port, and so on. 0: free ports.
+    status_port: Annotated[int, at.Ge(0), at.Le(65535)] = 0
+    #: Devices of `Graph.devices` that each process occupies.
+    devices: Annotated[int, at.Ge(0)] = 0
+    #: Environment variables. A list gives each worker its own value, e.g.
+    #: `CUDA_VISIBLE_DEVICES: [0, 1]` for two workers.
+    env: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +147,7 @@ def resolve(
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
     shared = _shared_options(document, namespace)
-    common = _mapping(document, "Common", document.tree.get("Common"))
+    common = _mapping(document, ("Common",), document.tree.get("Common"))
     used: set[str] = set()
     services = tuple(_resolve_service(s, document, common, used) for s in graph.services)
     for key in common:
@@ -128,7 +191,7 @@ def _check_sections(graph: Graph, document: Document) -> None:
 
 
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
-    given = _mapping(document, "Graph", document.tree.get("Graph"))
+    given = _mapping(document, ("Graph",), document.tree.get("Graph"))
     if namespace is not None:
         given = {**given, "namespace": namespace}
         document.origins["Graph", "namespace"] = "--namespace"
@@ -146,20 +209,19 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
 def _resolve_service(
     service: Service, document: Document, common: dict[str, Any], used: set[str]
 ) -> ServiceConfig:
-    section = _mapping(document, service.name, document.tree.get(service.name))
+    section = _mapping(document, (service.name,), document.tree.get(service.name))
     content = {
         **_from_common(service, document, section, common, used),
         **{key: value for key, value in section.items() if key not in _SERVICE_KEYS},
     }
     own = set(field_keys(service.config))
-    if service.flags == "none":
-        options, flags = content, {}
-        _reject_foreign(service, document, options)
-    else:
+    options, flags = content, {}
+    if service.flags != "none":
         options = {key: value for key, value in content.items() if key in own}
         flags = _flags(service, document, {k: v for k, v in content.items() if k not in own})
-    known = {key: value for key, value in options.items() if key in own}
-    filled = fill(document, (service.name,), service.config, known, service.defaults)
+    path = (service.name,)
+    accepted = accepted_keys(service)
+    filled = fill(document, path, service.config, options, service.defaults, accepted)
     args = _service_args(service, document, section)
     lists = sorted(name for name, value in args.env.items() if isinstance(value, list))
     return ServiceConfig(
@@ -198,16 +260,6 @@ def _from_common(
     return taken
 
 
-def _reject_foreign(service: Service, document: Document, options: dict[str, Any]) -> None:
-    """Reports unknown keys of a service that does not run vLLM."""
-    own = field_keys(service.config)
-    for key in options:
-        if key not in own:
-            gone = removed_option(service.name, str(key))
-            message = gone or unknown_key(str(key), accepted_keys(service))
-            document.complain((service.name, str(key)), message)
-
-
 def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
     """Checks what can be checked of vLLM's arguments without importing vLLM.
 
@@ -231,7 +283,7 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
 
 def _service_args(service: Service, document: Document, section: dict[str, Any]) -> ServiceArgs:
     path = (service.name, "ServiceArgs")
-    given = _mapping(document, ".".join(path), section.get("ServiceArgs"))
+    given = _mapping(document, path, section.get("ServiceArgs"))
     if service.inside and given:
         document.complain(
             path, f"{service.name} runs inside {service.inside}: set ServiceArgs there"
@@ -298,8 +350,8 @@ def _kebab_keys(options: Any) -> Any:
     return options
 
 
-def _mapping(document: Document, name: str, value: Any) -> dict[str, Any]:
+def _mapping(document: Document, path: KeyPath, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    document.complain(tuple(name.split(".")), f"expected keys and values, got {value!r}")
+    document.complain(path, f"expected keys and values, got {value!r}")
     return {}

@@ -19,9 +19,6 @@ class Devices:
         self._all = tuple(str(name) for name in names)
         self._free = list(self._all)
 
-    def __repr__(self) -> str:
-        return f"Devices(free={self._free} of {self._all})"
-
     @property
     def free(self) -> int:
         return len(self._free)

@@ -1,17 +1,24 @@
 """The user's YAML and `--Service.key=value` overrides as one tree with origins.
 
-Keeps the origin of every value, so that a mistake can name its file and line or its flag.
-`config.py` interprets the values.
+Keeps the origin of every value, so that a mistake can name its file and line or its flag. `fill`
+checks the kebab-case keys of a section against the fields of a dataclass, and names the accepted
+keys and the nearest one. `config.py` interprets the values.
 """
 
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import redact
+from dynamo_lite.serve.removed import removed_option
 
 KeyPath = tuple[str, ...]
 
@@ -68,22 +75,34 @@ def _read_file(document: Document, file: Path) -> None:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError([f"{file}: cannot be read: {exc}"]) from exc
-    loader = yaml.CSafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return
-        _refuse_circles(root, set(), set())
-        _note_origins(document, root, ())
-        tree = loader.construct_document(root)
-    except (yaml.YAMLError, ValueError) as exc:
-        raise ConfigError([f"{file}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
-    finally:
-        loader.dispose()
+    tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ()))
+    if tree is None:
+        return
     if not isinstance(tree, dict):
         raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
     document.tree = tree
     _drop_keys(document, (), tree)
+
+
+def parse_yaml(
+    text: str, where: str, look: Callable[[yaml.Node], object] = lambda root: None
+) -> Any:
+    """The value; None if there is none. where: to name a mistake. look: gets the root node.
+
+    Raises ConfigError.
+    """
+    loader = yaml.CSafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _refuse_circles(root, set(), set())
+        look(root)
+        return loader.construct_document(root)
+    except (yaml.YAMLError, ValueError) as exc:
+        raise ConfigError([f"{where}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
+    finally:
+        loader.dispose()
 
 
 def _refuse_circles(node: yaml.Node, above: set[int], seen: set[int]) -> None:
@@ -164,9 +183,9 @@ def _apply_override(document: Document, text: str) -> None:
         )
         return
     try:
-        parsed = _parsed(value)
-    except (yaml.YAMLError, ValueError) as exc:
-        document.mistakes.append(f"--{name}: not valid YAML: {' '.join(str(exc).split())}")
+        parsed = parse_yaml(value, f"--{name}")
+    except ConfigError as exc:
+        document.mistakes += exc.mistakes
         return
     if (variable := _secret_in(path[-1], parsed)) is not None:
         document.mistakes.append(
@@ -185,18 +204,6 @@ def _apply_override(document: Document, text: str) -> None:
     _drop_keys(document, path, parsed)
 
 
-def _parsed(value: str) -> Any:
-    loader = yaml.CSafeLoader(value)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _refuse_circles(root, set(), set())
-        return loader.construct_document(root)
-    finally:
-        loader.dispose()
-
-
 def _secret_in(key: str, value: Any) -> str | None:
     """The variable to set in place of the first secret in this override; None: there is none."""
     if isinstance(value, dict):
@@ -205,3 +212,88 @@ def _secret_in(key: str, value: Any) -> str | None:
     if value is None or isinstance(value, bool):
         return None  # no secret, but whether there is one
     return _SECRETS.get(key.lower().replace("_", "-"))
+
+
+def kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def field_keys(kind: type) -> list[str]:
+    """The YAML keys of a dataclass."""
+    return [kebab(field.name) for field in dataclasses.fields(kind)]
+
+
+def unknown_key(key: str, accepted: Iterable[str], unlisted: Iterable[str] = ()) -> str:
+    """The message for an unknown key: the nearest key and the accepted ones.
+
+    unlisted: more keys that may be the nearest.
+    """
+    names = list(accepted)
+    near = difflib.get_close_matches(kebab(key), [*names, *unlisted], n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown key; {hint}accepted: {', '.join(names) or 'none'}"
+
+
+def fill(
+    document: Document,
+    path: KeyPath,
+    kind: type,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    accepted: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The options of `kind` in snake_case, with defaults.
+
+    `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
+    is incomplete and must not be used. accepted: the keys to name if one is unknown; by itself
+    those of `kind`.
+    """
+    names = _snake(document, path, kind, given, accepted)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        # Strict JSON mode refuses "5" for 5 and 1 for true, but accepts 5 for 5.0.
+        value = adapter.validate_json(
+            json.dumps({**(defaults or {}), **names}, default=str), strict=True
+        )
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            where = (*path, *(kebab(str(step)) for step in error["loc"]))
+            got = json.dumps(error["input"], default=str)
+            message = error["msg"]
+            document.complain(where, f"{message[:1].lower()}{message[1:]}, got {got}")
+        return {}
+    return dataclasses.asdict(value)
+
+
+def _snake(
+    document: Document,
+    path: KeyPath,
+    kind: type,
+    given: Mapping[str, Any],
+    accepted: Iterable[str] = (),
+) -> dict[str, Any]:
+    """`given` with field names as keys, also in nested dataclasses."""
+    known = {kebab(field.name): field.name for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        name = known.get(str(key))
+        if name is None:
+            gone = removed_option(*path, str(key))
+            document.complain((*path, str(key)), gone or unknown_key(str(key), accepted or known))
+        else:
+            result[name] = _snake_value(document, (*path, str(key)), hints[name], value)
+    return result
+
+
+def _snake_value(document: Document, path: KeyPath, kind: Any, value: Any) -> Any:
+    """A dataclass, a tuple of one kind of dataclass, or any other value."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _snake(document, path, kind, value)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        element = get_args(kind)[0]
+        return [
+            _snake_value(document, (*path, str(number)), element, one)
+            for number, one in enumerate(value)
+        ]
+    return value

@@ -32,22 +32,17 @@ def settle_edge(
     What keeps `edge: rust` from serving is added to the document's mistakes. only: the service
     that is started alone; without a Frontend there is nothing to settle.
     """
-    services: list[ServiceConfig] = []
-    note = ""
     for service in config.services:
-        if _starts_here(service, only) and service.options["edge"] != "python":
-            service, note = _settle(service, document, _other_answers(config))
-        services.append(service)
-    return replace(config, services=tuple(services)), note
-
-
-def _starts_here(service: ServiceConfig, only: str | None) -> bool:
-    """Whether it is a Frontend that this command starts."""
-    return (
-        service.service.config is FrontendConfig
-        and service.workers > 0
-        and only in (None, service.service.name)
-    )
+        here = service.workers > 0 and only in (None, service.service.name)
+        if (
+            service.service.config is FrontendConfig
+            and here
+            and service.options["edge"] != "python"
+        ):
+            settled, note = _settle(service, document, _other_answers(config))
+            services = (settled if one is service else one for one in config.services)
+            return replace(config, services=tuple(services)), note
+    return config, ""
 
 
 def _settle(
@@ -55,7 +50,13 @@ def _settle(
 ) -> tuple[ServiceConfig, str]:
     """other_answers: obstacles to `edge: auto`; where `edge: rust` is asked for, they are told."""
     name, auto = service.service.name, service.options["edge"] == "auto"
-    found = _obstacles(service)
+    found = obstacles(
+        service.options,
+        asdict(FrontendConfig()),
+        service.flags,
+        workers=service.workers,
+        key_in_environment=any(child_environment(env).get("VLLM_API_KEY") for env in service.env),
+    )
     if auto:
         found += other_answers
     program = None
@@ -66,26 +67,18 @@ def _settle(
         except StartupError as exc:
             found.append(Obstacle("edge", str(exc)))
     if program is not None and not found:
-        told = "" if auto else _told(name, other_answers)
-        return _with(service, edge="rust", edge_binary=str(program)), told
+        told = [] if auto else [f"{name}.edge: rust: {o.key}: {o.reason}" for o in other_answers]
+        options = {**service.options, "edge": "rust", "edge_binary": str(program)}
+        return replace(service, options=options), "\n".join(told)
     if auto:
         key, reason = found[0].key, found[0].reason
-        return _with(service, edge="python"), f"{name}.edge: auto takes Python: {key}: {reason}"
+        options = {**service.options, "edge": "python"}
+        note = f"{name}.edge: auto takes Python: {key}: {reason}"
+        return replace(service, options=options), note
     for obstacle in found:
-        text = f"not with `edge: rust`: {obstacle.reason}"
-        text = obstacle.reason if obstacle.key == "edge" else text
-        document.complain((name, *obstacle.key.split(".")), text)
+        how = "" if obstacle.key == "edge" else "not with `edge: rust`: "
+        document.complain((name, *obstacle.key.split(".")), f"{how}{obstacle.reason}")
     return service, ""
-
-
-def _obstacles(service: ServiceConfig) -> list[Obstacle]:
-    return obstacles(
-        service.options,
-        asdict(FrontendConfig()),
-        service.flags,
-        workers=service.workers,
-        key_in_environment=any(child_environment(env).get("VLLM_API_KEY") for env in service.env),
-    )
 
 
 def _other_answers(config: GraphConfig) -> list[Obstacle]:
@@ -110,12 +103,6 @@ def _other_answers(config: GraphConfig) -> list[Obstacle]:
     return found
 
 
-def _told(name: str, other_answers: list[Obstacle]) -> str:
-    """A line for each."""
-    lines = (f"{name}.edge: rust: {other.key}: {other.reason}" for other in other_answers)
-    return "\n".join(lines)
-
-
 def _program(service: ServiceConfig) -> Path:
     """Raises StartupError."""
     given = service.options["edge_binary"] or child_environment({}).get(_VARIABLE) or None
@@ -124,7 +111,3 @@ def _program(service: ServiceConfig) -> Path:
         raise StartupError(f"vllm-rs is not installed beside vLLM: {_GET}")
     check_version(program, vllm_version())
     return program
-
-
-def _with(service: ServiceConfig, **options: str) -> ServiceConfig:
-    return replace(service, options={**service.options, **options})

@@ -12,11 +12,12 @@ import signal
 import ssl
 import sysconfig
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.own_certificate import self_signed
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.runtime.tls import TlsFiles
@@ -28,8 +29,11 @@ _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
 _START_TRIES = 5
 
+#: The file in a server's folder by which a later start recognises it.
+_MARKER = ".dynamo-lite-embedded"
 
-class _EmbeddedServer(ABC):
+
+class EmbeddedServer(ABC):
     """Starts one server program, waits until it is ready, ends its process group.
 
     port: 0 takes a free one.
@@ -39,75 +43,57 @@ class _EmbeddedServer(ABC):
 
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
-        self._wanted_port = port
         self.port = port
         self._process: asyncio.subprocess.Process | None = None
 
-    def __repr__(self) -> str:
-        state = "running" if self.running else "stopped"
-        return f"{type(self).__name__}(port={self.port}, {state})"
-
     @property
     def pid(self) -> int:
-        """Process id (also of its process group). Raises RuntimeError before the start."""
-        if self._process is None:
-            raise RuntimeError(f"{self.name} is not started")
+        """Process id (also of its process group), after the start."""
+        assert self._process is not None
         return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    @property
-    def log_path(self) -> Path:
-        return self.directory / f"{self.name}.log"
 
     async def exited(self) -> int:
         """Waits until the server has ended. Returns its exit code."""
-        if self._process is None:
-            raise RuntimeError(f"{self.name} is not started")
+        assert self._process is not None
         return await self._process.wait()
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if self._wanted_port:
-            self._check_port(self._wanted_port)
+        if self.port:
+            await self.restart()
+            return self
         for _ in range(_START_TRIES):
-            self.port = self._wanted_port or free_port()
-            try:
-                if await self._start_once():
-                    return self
-            except BaseException:
-                await self._stop()
-                raise
-            await self._stop()
-            if self._wanted_port:
-                break
-        raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
+            self.port = free_port()
+            if await self._start():
+                return self
+        raise self._ended()
 
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def restart(self) -> None:
-        """Starts the program again after its end, with the same port and data.
+        """Starts the program, also again after its end, with the same port and data.
 
         Raises StartupError when it does not become ready.
         """
         await self._stop()
-        self._check_port(self.port)
-        try:
-            if await self._start_once():
-                return
-        except BaseException:
-            await self._stop()
-            raise
-        raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
-
-    def _check_port(self, port: int) -> None:
-        if not can_listen("127.0.0.1", port):
+        if not can_listen("127.0.0.1", self.port):
             # Otherwise a foreign server on this port could answer the readiness probe.
-            raise StartupError(f"{self.name}: port {port} is in use; stop the process that has it")
+            why = f"port {self.port} is in use; stop the process that has it"
+            raise StartupError(f"{self.name}: {why}")
+        if not await self._start():
+            raise self._ended()
+
+    async def _start(self) -> bool:
+        """As `_start_once`. Unless it is ready, nothing of it is left."""
+        ready = False
+        try:
+            ready = await self._start_once()
+        finally:
+            if not ready:
+                await self._stop()
+        return ready
 
     async def _start_once(self) -> bool:
         """Returns True when it is ready, False when it has ended (for example: port in use).
@@ -132,7 +118,7 @@ class _EmbeddedServer(ABC):
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         """Raises OSError, also when a file of its directory cannot be written."""
-        with self.log_path.open("ab") as log:
+        with self._log_path.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *self._command(),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -160,12 +146,19 @@ class _EmbeddedServer(ABC):
             signal_group(process.pid, signal.SIGKILL)
         await process.wait()
 
+    def _ended(self) -> StartupError:
+        return StartupError(f"{self.name} ended while it started; {self._log_tail()}")
+
+    @property
+    def _log_path(self) -> Path:
+        return self.directory / f"{self.name}.log"
+
     def _log_tail(self) -> str:
         try:
-            lines = self.log_path.read_text(errors="replace").splitlines()[-3:]
+            lines = self._log_path.read_text(errors="replace").splitlines()[-3:]
         except OSError:
             lines = []
-        return f"its log {self.log_path} ends: " + " | ".join(lines)
+        return f"its log {self._log_path} ends: " + " | ".join(lines)
 
     @abstractmethod
     def _command(self) -> list[str]:
@@ -176,7 +169,7 @@ class _EmbeddedServer(ABC):
         """Whether the server accepts clients."""
 
 
-class EmbeddedNats(_EmbeddedServer):
+class EmbeddedNats(EmbeddedServer):
     """nats-server with JetStream.
 
     token: letters and digits that clients must present; empty: clients need no token. It is in a
@@ -216,7 +209,7 @@ class EmbeddedNats(_EmbeddedServer):
         return (await _exchange(self.port)).startswith(b"INFO ")
 
 
-class EmbeddedEtcd(_EmbeddedServer):
+class EmbeddedEtcd(EmbeddedServer):
     """A single etcd without disk syncs.
 
     private: it answers only clients with the key that is in `directory`, over TLS. etcd's own
@@ -318,3 +311,54 @@ def program(name: str) -> str:
     if found is None:
         raise StartupError(f"the program {name} is not installed; run `make setup`")
     return found
+
+
+def folder_of(state_dir: Path, server: str) -> Path:
+    """Holds only the server's data, so it may be emptied. server: nats or etcd."""
+    return state_dir / "embedded" / server
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raises ConfigError if a folder has files but no marker file; StartupError if one cannot be
+    read."""
+    foreign = [folder for folder in folders if (names := _names(folder)) and _MARKER not in names]
+    if foreign:
+        raise ConfigError(
+            [
+                f"--state-dir: {folder} is not empty and has no marker file {_MARKER}, so it"
+                " may hold foreign data; nothing was removed; choose another --state-dir"
+                for folder in foreign
+            ]
+        )
+
+
+def empty_folders(folders: Sequence[Path]) -> None:
+    """Makes empty folders for embedded servers; data of earlier runs is removed.
+
+    Raises what `check_folders` raises, and removes nothing then; StartupError when one cannot be
+    emptied.
+    """
+    check_folders(folders)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Written first and never removed, so that the next start recognises the folder of a
+            # killed server.
+            (folder / _MARKER).touch()
+            for path in (folder / name for name in _names(folder) - {_MARKER}):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError as exc:
+            raise _no_access(folder, exc) from exc
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
+    except OSError as exc:
+        raise _no_access(folder, exc) from exc
+
+
+def _no_access(folder: Path, exc: OSError) -> StartupError:
+    return StartupError(f"cannot use the embedded server's folder {folder}: {exc}")

@@ -4,8 +4,7 @@ Processes of scalable services can be added and retired while the graph runs. Th
 decides whether that is possible and does the bookkeeping; `supervisor.py` runs the processes.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
 from dynamo_lite.protocol.planner import RoleCounts
@@ -17,15 +16,9 @@ from dynamo_lite.serve.launches import Launches
 MAX_INSTANCES = 1000
 
 
-class Keep(Protocol):
-    """Makes the supervisor of one process from its service, number and device variables.
-
-    Raises OSError when its files cannot be written.
-    """
-
-    def __call__(
-        self, launches: Launches, number: int, devices: dict[str, str]
-    ) -> InstanceSupervisor: ...
+#: Makes the supervisor of one process from its service, number and device variables. Raises OSError
+#: when its files cannot be written.
+Keep = Callable[[Launches, int, dict[str, str]], InstanceSupervisor]
 
 
 class Fleet:
@@ -45,11 +38,9 @@ class Fleet:
             self._tiers[name] = []
             for number in range(launches.service.workers):
                 try:
-                    entered = self._enter(name, number)
-                except OSError as exc:
-                    raise StartupError(_unwritten(name, exc).reason) from exc
-                if entered is None:
-                    raise StartupError(f"{name}: {self._no_device(name)}")
+                    self._enter(name, number)
+                except Refused as exc:
+                    raise StartupError(exc.reason) from exc
 
     def __iter__(self) -> Iterator[InstanceSupervisor]:
         return (instance for tier in self._tiers.values() for instance in tier)
@@ -70,14 +61,7 @@ class Fleet:
         """Enters one more process. Raises Refused, which says what is accepted."""
         launches = self._scalable_one(component)
         self._free_devices()
-        number = self._free_number(component, launches)
-        try:
-            instance = self._enter(component, number)
-        except OSError as exc:
-            raise _unwritten(component, exc) from exc
-        if instance is None:
-            raise _refused(f"{component}: {self._no_device(component)}")
-        return instance
+        return self._enter(component, self._free_number(component, launches))
 
     def to_retire(self, component: str, lease_id: int) -> InstanceSupervisor:
         """The process to retire. It may have ended already. Raises Refused if there is none.
@@ -99,17 +83,20 @@ class Fleet:
         known = ", ".join(one.state.lease for one in tier if one.lease_id) or "none"
         raise UnknownWorker(f"{component}: no process has lease {lease_id:x}; leases: {known}")
 
-    def _enter(self, name: str, number: int) -> InstanceSupervisor | None:
-        """None when too few devices are free. Raises OSError when its files cannot be written."""
+    def _enter(self, name: str, number: int) -> InstanceSupervisor:
+        """Raises Refused when too few devices are free, or its files cannot be written."""
         launches = self._launches[name]
-        devices = self._devices.take(launches.service.devices)
-        if devices is None:
-            return None
+        need = launches.service.devices
+        if (devices := self._devices.take(need)) is None:
+            raise _refused(
+                f"{name}: needs {need} devices, {self._devices.free} are free; set Graph.devices,"
+                " or retire a process first"
+            )
         try:
             instance = self._keep(launches, number, self._devices.environment(devices))
-        except OSError:
+        except OSError as exc:
             self._devices.put_back(devices)
-            raise
+            raise _refused(f"{name}: its files cannot be written: {exc}") from exc
         # The last process with this number has ended, and its log was overwritten.
         self._tiers[name] = [one for one in self._tiers[name] if one.launch.instance != number]
         self._tiers[name].append(instance)
@@ -149,17 +136,6 @@ class Fleet:
             devices_each=self._launches[name].service.devices,
             devices_free=self._devices.free,
         )
-
-    def _no_device(self, name: str) -> str:
-        need = self._launches[name].service.devices
-        return (
-            f"needs {need} devices, {self._devices.free} are free; set Graph.devices, or retire"
-            " a process first"
-        )
-
-
-def _unwritten(component: str, exc: OSError) -> Refused:
-    return _refused(f"{component}: its files cannot be written: {exc}")
 
 
 def _refused(reason: str) -> Refused:

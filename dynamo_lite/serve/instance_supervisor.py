@@ -67,9 +67,6 @@ class InstanceSupervisor:
         self._child: ChildProcess | None = None
         self._error = ""
 
-    def __repr__(self) -> str:
-        return f"InstanceSupervisor({self.launch.name}, {self.state.state}, pid={self.state.pid})"
-
     @property
     def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
         """The phase that `RoleCounts` counts. A process that is restarted after a crash is

@@ -1,6 +1,7 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,39 +13,50 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.forking import start_fork_server
-from dynamo_lite.serve.place import GraphPlace
-from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.services.services import Graph
 from dynamo_lite.vllm.args import engine_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """The arguments of one `dynamo-lite serve`."""
+
+    graph_name: str
+    graph: Graph
+    config: GraphConfig
+    state_dir: Path
+    #: None: start an embedded server, or with `only` use the server of the running graph.
+    nats_url: str | None = None
+    #: See `nats_url`.
+    etcd_url: str | None = None
+    #: None: make a secret for an embedded nats-server, or with `only` use that of the running
+    #: graph.
+    secret_file: Path | None = None
+    #: The one service to start; None: the whole graph.
+    only: str | None = None
+    #: A level name of the logging module.
+    log_level: str = "INFO"
+    log_format: LogFormat = "text"
+    #: Whether the processes' output goes to stderr, not to files.
+    log_to_stderr: bool = False
 
 
 class Launches:
     """Makes launches of one service, also while the graph runs.
 
-    directory: where plans and logs go; they may contain credentials.
+    directory: where plans and logs go; they may contain credentials. place: has the URLs of the
+    servers and the secret file.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        config: GraphConfig,
-        service: ServiceConfig,
-        directory: Path,
-        place: GraphPlace,
-        *,
-        log_level: str,
-        log_format: LogFormat,
-        log_to_stderr: bool,
+        self, request: ServeRequest, service: ServiceConfig, directory: Path, place: RunState
     ):
         self.service = service
         #: Whether the fork server makes its processes.
         self.forks = False
-        self._config = config
-        self._inner = {s.name: config.get(s.name) for s in graph.inner(service.service)}
+        self._request = request
         self._directory, self._place = directory, place
-        self._log_level = log_level
-        self._log_format: LogFormat = log_format
-        self._log_to_stderr = log_to_stderr
 
     def make(self, instance: int, devices: Mapping[str, str]) -> Launch:
         """Writes the plan and empties the log of one process. devices: variables for it."""
@@ -54,10 +66,10 @@ class Launches:
             folder.mkdir(parents=True, exist_ok=True)
         environment = self.environment(instance, devices)
         log_settings = logging_config(
-            self._log_format,
+            self._request.log_format,
             self.service.service.name,
             instance,
-            level=self._log_level,
+            level=self._request.log_level,
             vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
         )
         if "VLLM_CONFIGURE_LOGGING" not in environment:
@@ -68,7 +80,7 @@ class Launches:
             service=self.service.service.name,
             instance=instance,
             plan_path=plans / f"{name}.json",
-            log_path=None if self._log_to_stderr else logs / f"{name}.log",
+            log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
             env=environment,
             forks=self.forks,
         )
@@ -84,23 +96,22 @@ class Launches:
 
     def environment(self, instance: int, devices: Mapping[str, str]) -> dict[str, str]:
         """The environment of one process, but for vLLM's loggers."""
-        return child_environment(
-            {**self.service.env_of(instance), **devices},
-            self._config.shared.bind_host,
-            self._config.shared.lease_ttl_s,
-        )
+        shared = self._request.config.shared
+        own = {**self.service.env_of(instance), **devices}
+        return child_environment(own, shared.bind_host, shared.lease_ttl_s)
 
     def _spec(self, instance: int) -> ProcessSpec:
-        service, shared, place = self.service.service, self._config.shared, self._place
-        first_port = self.service.status_port
+        service, config, place = self.service.service, self._request.config, self._place
+        shared, first_port = config.shared, self.service.status_port
+        inner = (config.get(one.name) for one in self._request.graph.inner(service))
         return ProcessSpec(
             namespace=shared.namespace,
             component=service.name,
             instance=instance,
             instances=self.service.workers,
-            nats_url=place.nats_url,
-            etcd_url=place.etcd_url,
-            secret_file=None if place.secret is None else str(place.secret),
+            nats_url=place.nats,
+            etcd_url=place.etcd,
+            secret_file=place.secret or None,
             state_dir=str(self._directory.resolve()),
             bind_host=shared.bind_host,
             status_port=first_port + instance if first_port else 0,
@@ -109,7 +120,7 @@ class Launches:
             grace_s=shared.grace_s,
             config=self.service.options,
             engine_args=engine_flags(self.service.flags),
-            inner={name: c.options for name, c in self._inner.items() if c is not None},
+            inner={c.service.name: c.options for c in inner if c is not None},
             watch_component=service.calls,
             tracing=shared.tracing,
         )

@@ -1,13 +1,20 @@
-"""Operating-system side of child processes: process groups, free ports.
+"""Operating-system side of child processes: process groups, programs that answer, free ports.
 
 Every process that a graph starts ends when its parent ends, and no member of its process
 group outlives it.
 """
 
+import asyncio
 import errno
 import os
 import random
+import signal
 import socket
+from collections.abc import Mapping, Sequence
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import redact
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
 
 _PORTS = 16384
 _PORT_TRIES = 32
@@ -41,6 +48,38 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+async def output_of(
+    what: str, command: Sequence[str], env: Mapping[str, str], question: bytes, timeout_s: float
+) -> bytes:
+    """What a program writes that reads `question`. It has ended when this call ends.
+
+    Raises StartupError, which begins with `what`, if it fails or takes too long.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=env,
+        # Ctrl-C in a terminal must reach only this process, which then ends the program.
+        start_new_session=True,
+        preexec_fn=death_signal_hook(signal.SIGKILL),
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer, errors = await process.communicate(question)
+    except TimeoutError as exc:
+        raise StartupError(f"{what}: timeout after {timeout_s:g} s") from exc
+    finally:
+        if process.returncode is None:
+            signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+    if process.returncode != 0:
+        lines = errors.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise StartupError(f"{what}: {redact(lines[-1])}")
+    return answer
 
 
 def free_port(host: str = "127.0.0.1") -> int:

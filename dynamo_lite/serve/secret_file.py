@@ -3,25 +3,18 @@
 import contextlib
 import hashlib
 import os
-import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import is_loopback, parse_nats_url, redact
 from dynamo_lite.runtime.secret import GraphSecret, new_secret
-from dynamo_lite.serve.embedded_folders import MARKER, folder_of, is_marked, mark
 from dynamo_lite.serve.run_state import RunState, write_private
 
 _MAKE_ONE = (
     "make one (openssl rand -hex 32 > FILE; chmod 600 FILE) and name it on every host with"
     " --secret-file FILE"
 )
-
-
-#: What `new_secret` returns.
-_MADE = re.compile(rb"[0-9a-f]{64}\n")
 
 
 def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
@@ -36,10 +29,10 @@ def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
     path = state_dir.resolve() / "secret"
     if keep:
         with contextlib.suppress(StartupError):
-            GraphSecret(path)
-            note_secrets(state_dir)
-            return path
-    if reason := _why_foreign(path):
+            return given_secret(path)
+    # A secret that an operator made has the same form, so starts record what they make.
+    record = path.parent / "embedded" / "made-secrets"
+    if reason := _why_foreign(path, record):
         raise ConfigError(
             [
                 f"--state-dir: {path} is not as an earlier start has made it: {reason}; it was not"
@@ -48,68 +41,37 @@ def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
         )
     secret = new_secret()
     try:
-        mark(folder_of(path.parent, "nats"))
-        before = [path.read_bytes()] if path.exists() else []
+        record.parent.mkdir(parents=True, exist_ok=True)
+        made = [secret, *([path.read_bytes()] if path.exists() else [])]
         # The record comes first and names both: a start may end between the two.
-        _write_record(path, [*before, secret])
+        write_private(record, "".join(f"{_digest(one)}\n" for one in made).encode())
         write_private(path, secret)
     except OSError as exc:
         raise StartupError(f"cannot write the secret {path}: {exc}") from exc
     return path
 
 
-def note_secrets(state_dir: Path) -> None:
-    """For a start that makes no secret: a file `secret` that comes here later is nobody's but who
-    has put it here. Raises StartupError."""
-    path = state_dir.resolve() / "secret"
-    if _record(path).exists():
-        return
-    try:
-        made = [path.read_bytes()] if path.exists() and not _why_foreign(path) else []
-        _write_record(path, made)
-    except OSError as exc:
-        raise StartupError(f"cannot write {_record(path)}: {exc}") from exc
-
-
-def _record(path: Path) -> Path:
-    """The digests of secrets that starts have made, the one in `path` among them."""
-    return path.parent / "embedded" / "made-secrets"
-
-
-def _write_record(path: Path, secrets: Sequence[bytes]) -> None:
-    record = _record(path)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_private(record, "".join(f"{_digest(one)}\n" for one in secrets).encode())
-
-
 def _digest(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
 
 
-def _why_foreign(path: Path) -> str:
+def _why_foreign(path: Path, record: Path) -> str:
     """Why this file is not one that `made_secret` has written; empty if it is, or if there is none.
 
-    A secret that an operator made has the same form, so starts record what they make. Before there
-    was this record, they only made the nats-server's folder, with its marker file.
+    record: the digests of secrets that starts have made, the one in `path` among them.
     """
-    record, folder = _record(path), folder_of(path.parent, "nats")
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
             return "it is no regular file"
         if status.st_uid != os.geteuid():
             return "it belongs to another user"
-        content = path.read_bytes()
-        if record.exists():
-            made = _digest(content) in record.read_text().split()
-            return "" if made else "it has been changed, or was put there"
+        made = record.read_text().split() if record.exists() else []
+        return "" if _digest(path.read_bytes()) in made else "it has been changed, or was put there"
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as exc:
         return f"it cannot be read: {exc}"
-    if _MADE.fullmatch(content) is None:
-        return "it does not have one line of 64 hexadecimal digits"
-    return "" if is_marked(folder) else f"{folder} has no marker file {MARKER}"
 
 
 def given_secret(path: Path) -> Path:

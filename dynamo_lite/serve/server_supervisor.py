@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ServerState
 
@@ -15,28 +15,10 @@ _TRIES = 6
 _BACKOFF = Backoff(first_s=0.25, factor=2.0, longest_s=5.0, calm_s=30.0)
 
 
-class Server(Protocol):
-    """A server that the graph depends on."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    async def exited(self) -> int:
-        """Waits until the server has ended. Returns its exit code."""
-        ...
-
-    async def restart(self) -> None:
-        """Starts it with the same port and data, after its end. Raises StartupError."""
-        ...
-
-
 class ServerSupervisor:
     """Restarts one server. `on_change` is called after each change of `state`."""
 
-    def __init__(self, server: Server, progress: Progress, on_change: Callable[[], None]):
+    def __init__(self, server: EmbeddedServer, progress: Progress, on_change: Callable[[], None]):
         #: Its entry in run.json.
         self.state = ServerState(name=server.name, pid=server.pid)
         #: Set during a drain: failed restarts no longer raise.
@@ -44,9 +26,6 @@ class ServerSupervisor:
         self._server = server
         self._progress = progress
         self._on_change = on_change
-
-    def __repr__(self) -> str:
-        return f"ServerSupervisor({self.state})"
 
     async def keep(self) -> None:
         """Runs until it is cancelled. Raises StartupError when the server cannot be started."""

@@ -1,18 +1,21 @@
-"""Checks before any process starts: ports, servers, models; vLLM's arguments are checked in
-`vllm_arguments.py`.
+"""Checks before any process starts: ports, servers, models, the planner's budget; vLLM's arguments
+are checked in `vllm_arguments.py`. And what must be there by then: the demo model, a shared port.
 
 A failed check raises StartupError, or ConfigError for a file or a URL that the user has named.
 Nothing has been started by then.
 """
 
 import asyncio
-import signal
+import contextlib
+import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from dynamo_lite.policy.scaling.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.queue.base import QueueOptions, single_server_text
 from dynamo_lite.runtime.address import (
@@ -23,19 +26,23 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.kubernetes import KubernetesApi
-from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
-from dynamo_lite.serve.config import ServiceConfig
-from dynamo_lite.serve.options import GraphOptions
-from dynamo_lite.serve.ports import http_address
-from dynamo_lite.serve.processes import can_listen, signal_group
-from dynamo_lite.services.config import KubernetesOptions
+from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
+from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.graphs import packaged_file
+from dynamo_lite.serve.processes import can_listen, output_of
+from dynamo_lite.services.config import KubernetesOptions, PlannerConfig
+from dynamo_lite.services.planner.connector import COMPONENTS, by_role
+from dynamo_lite.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
 
 _REACH_TIMEOUT_S = 3.0
 _ACCESS_TIMEOUT_S = 60.0
+
+_DEMO_MODEL = ".dynamo-lite/models/tiny"
+_DEMO_MODEL_TIMEOUT_S = 300.0
 
 
 def check_port(service: ServiceConfig) -> None:
@@ -52,6 +59,50 @@ def check_port(service: ServiceConfig) -> None:
         raise StartupError(f"port {port} on {host} is in use; choose another: --{name}.port=PORT")
 
 
+def http_address(service: ServiceConfig) -> tuple[str, int] | None:
+    """Host and port of the service's HTTP server; None if it has none."""
+    host, port = service.options.get("host"), service.options.get("port")
+    return (host, port) if isinstance(host, str) and isinstance(port, int) else None
+
+
+@contextlib.contextmanager
+def shared_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+    """Keeps the HTTP port of a service with several processes while the context is open.
+
+    The result has the real port in place of 0, so that a restarted process gets the same one.
+    Raises StartupError when the port is in use.
+    """
+    address = http_address(service)
+    if address is None or service.workers < 2:
+        yield service
+        return
+    with _reserved(*address) as port:
+        yield replace(service, options={**service.options, "port": port})
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """A port that only processes of this user can listen on, with SO_REUSEPORT.
+
+    The socket never listens, so it gets no connections.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would
+            # get each other's connections. And with SO_REUSEADDR any program could bind it,
+            # because this socket does not listen.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        except OSError as exc:
+            raise StartupError(
+                f"cannot reserve {host_port(host, port)} for several processes: {exc.strerror}"
+            ) from exc
+        yield sock.getsockname()[1]
+
+
 def check_model(service: ServiceConfig) -> None:
     """Raises StartupError when `model` is a path without a model."""
     model = service.flags.get("model", "")
@@ -59,6 +110,25 @@ def check_model(service: ServiceConfig) -> None:
     looks_like_path = model.startswith((".", "/", "~"))
     if looks_like_path and not (path / "config.json").is_file():
         raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}")
+
+
+def make_demo_model(services: Sequence[ServiceConfig]) -> None:
+    """Makes the tiny model of the packaged configurations if one of these services asks for it and
+    it is not there.
+
+    It takes some seconds, because transformers and torch are imported, in a process of its own.
+    Nothing is downloaded. Raises StartupError.
+    """
+    wanted = any(service.flags.get("model") == _DEMO_MODEL for service in services)
+    if not wanted or (Path(_DEMO_MODEL) / "config.json").is_file():
+        return
+    script = packaged_file("scripts", "tiny_model.py")
+    if script is None:
+        raise StartupError(f"no model at {_DEMO_MODEL}, and no scripts/tiny_model.py to make it")
+    print(f"making the demo model in {_DEMO_MODEL}", file=sys.stderr)
+    command = (sys.executable, str(script), _DEMO_MODEL)
+    failed, env = "the demo model could not be made", child_environment({})
+    asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
 def check_tls(service: ServiceConfig) -> None:
@@ -77,6 +147,35 @@ def check_service_account(service: ServiceConfig) -> None:
     except ConfigError as exc:
         name = service.service.name
         raise ConfigError([f"{name}.{mistake}" for mistake in exc.mistakes]) from exc
+
+
+def check_planner_budget(config: GraphConfig, document: Document, *, only: str | None) -> None:
+    """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
+
+    only: the service that is started alone. A planner of Kubernetes knows the devices of its
+    workers by its own section, and the graph does not start them.
+    """
+    planner = config.get(PLANNER.name)
+    # Without options after a mistake in its section.
+    if planner is None or not planner.options or only not in (None, PLANNER.name):
+        return
+    options = msgspec.convert(planner.options, PlannerConfig)
+    if not planner.workers or options.connector != "local":
+        return
+    where = (PLANNER.name, "budget-devices")
+    workers = [one for name in COMPONENTS.values() if (one := config.get(name)) is not None]
+    for mistake in contradictions(options, by_role({c.service.name: c.devices for c in workers})):
+        document.complain(where, mistake)
+    started = [c for c in workers if c.workers] if only is None else []
+    need = sum(c.workers * occupied(c.devices) for c in started)
+    if need > options.budget_devices:
+        each = ", ".join(f"{c.service.name} {c.workers} * {occupied(c.devices)}" for c in started)
+        document.complain(
+            where,
+            f"{options.budget_devices}, but the workers that the graph starts need {need} devices:"
+            f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
+            " workers (ServiceArgs.workers)",
+        )
 
 
 def check_status_tls(options: GraphOptions) -> None:
@@ -128,34 +227,28 @@ def readable_by_others(nats_url: str | None, etcd_url: str | None) -> list[str]:
     ]
 
 
-async def check_servers(
-    nats_url: str | None,
-    etcd_url: str | None,
-    namespace: str,
-    *,
-    authenticated: bool,
-    queue: QueueOptions | None,
-) -> None:
+async def check_servers(servers: ServersToCheck) -> None:
     """Raises StartupError unless the servers are reachable and accept the credentials, the queue
-    exists or can be created, and new processes can work with those that run in the namespace.
-
-    authenticated: whether the processes to be started have a secret. queue: see `queue_options`.
-    """
-    if nats_url is None and queue is not None and queue.replicas > 1:
+    exists or can be created, and new processes can work with those that run in the namespace."""
+    queue = servers.queue
+    if servers.nats is None and queue is not None and queue.replicas > 1:
         raise StartupError(single_server_text(queue.replicas))
-    if nats_url is not None:
-        await _check_reachable("NATS", nats_url, parse_nats_url(nats_url))
-    if etcd_url is not None:
-        await _check_reachable("etcd", etcd_url, parse_etcd_url(etcd_url))
-    if nats_url is not None or etcd_url is not None:
-        servers = ServersToCheck(
-            nats=nats_url,
-            etcd=etcd_url,
-            namespace=namespace,
-            authenticated=authenticated,
-            queue=queue,
-        )
-        await _check_access(servers)
+    if servers.nats is not None:
+        await _check_reachable("NATS", servers.nats, parse_nats_url(servers.nats))
+    if servers.etcd is not None:
+        await _check_reachable("etcd", servers.etcd, parse_etcd_url(servers.etcd))
+    if servers.nats is None and servers.etcd is None:
+        return
+    failed = "the check of NATS and etcd failed"
+    command = (sys.executable, "-m", "dynamo_lite.serve.access")
+    asked, env = msgspec.json.encode(servers), child_environment({})
+    answer = await output_of(failed, command, env, asked, _ACCESS_TIMEOUT_S)
+    try:
+        problems = msgspec.json.decode(answer, type=list[str])
+    except msgspec.DecodeError as exc:
+        raise StartupError(f"{failed}: {exc}") from exc
+    if problems:
+        raise StartupError("; ".join(problems))
 
 
 async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
@@ -173,32 +266,3 @@ async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
             writer.close()
             return
     raise StartupError(f"{what} at {redact(url)} is unreachable: {'; '.join(problems)}")
-
-
-async def _check_access(servers: ServersToCheck) -> None:
-    """Raises StartupError when TLS or the credentials fail, or a server refuses."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "dynamo_lite.serve.access"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=child_environment({}),
-        start_new_session=True,
-        preexec_fn=death_signal_hook(signal.SIGKILL),
-    )
-    errors = b""
-    try:
-        async with asyncio.timeout(_ACCESS_TIMEOUT_S):
-            answer, errors = await process.communicate(msgspec.json.encode(servers))
-        problems = msgspec.json.decode(answer, type=list[str])
-    except (TimeoutError, msgspec.DecodeError) as exc:
-        reason = f"timeout after {_ACCESS_TIMEOUT_S:g} s"
-        if process.returncode is not None:
-            reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        raise StartupError(f"the check of NATS and etcd failed: {redact(reason)}") from exc
-    finally:
-        if process.returncode is None:
-            signal_group(process.pid, signal.SIGKILL)
-            await process.wait()
-    if problems:
-        raise StartupError("; ".join(problems))

@@ -1,24 +1,24 @@
 """Starts all processes of a graph, restarts crashed ones, and drains them in order."""
 
 import asyncio
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
+from dynamo_lite.serve.config import GraphOptions
 from dynamo_lite.serve.devices import Devices
+from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunFile
-from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
+from dynamo_lite.serve.server_supervisor import ServerSupervisor
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0
@@ -27,40 +27,14 @@ _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP: the first starts a drain, the second kills."""
-
-    def __init__(self) -> None:
-        self.stop = StopRequest()
-        self.force = asyncio.Event()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for kind in kinds:
-            loop.add_signal_handler(kind, self._on_signal, kind)
-        try:
-            yield
-        finally:
-            for kind in kinds:
-                loop.remove_signal_handler(kind)
-
-    def _on_signal(self, kind: signal.Signals) -> None:
-        if self.stop.is_set:
-            self.force.set()
-        self.stop.set(kind.name, EXIT_STOPPED)
-
-
 class Supervisor:
     """Runs all instances of a graph, and its embedded servers.
 
     Args:
         tiers: services in drain order: a tier is drained after the one before it.
-        grace_s: longest drain of one process. Each process enforces it itself; one that
-            takes much longer is killed.
-        leases: revokes the leases of dead processes. devices: the devices that its processes
-        occupy.
+        stop, force: begin a drain, and kill all processes.
+        options: of the graph. Each process enforces the limit of its drain itself; one that takes
+            much longer is killed.
 
     Raises StartupError when the devices do not suffice.
     """
@@ -68,23 +42,20 @@ class Supervisor:
     def __init__(
         self,
         tiers: Sequence[Launches],
-        servers: Sequence[Server],
+        servers: Sequence[EmbeddedServer],
         run: RunFile,
-        signals: StopSignals,
+        stop: StopRequest,
+        force: asyncio.Event,
         progress: Progress,
-        leases: LeaseRevoker,
-        *,
-        grace_s: float,
-        devices: Devices,
-        backoff: Backoff | None = None,
+        options: GraphOptions,
     ):
-        self._backoff = backoff or Backoff()
-        self._leases = leases
+        self._backoff = Backoff(longest_s=options.restart_max_s)
+        self._leases = LeaseRevoker(run.state.etcd)
         self._run, self._progress = run, progress
-        self._fleet = Fleet(tiers, devices, self._keeper)
+        self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
-        self._signals = signals
-        self._grace_s = grace_s
+        self._stop, self._force = stop, force
+        self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
         run.state.processes = [instance.state for instance in self._fleet]
@@ -114,7 +85,7 @@ class Supervisor:
             if expected is None or rest is not None:
                 raise
             raise _first(expected) from group
-        return EXIT_FORCED if self._signals.force.is_set() else EXIT_STOPPED
+        return EXIT_FORCED if self._force.is_set() else EXIT_STOPPED
 
     # Changes while the graph runs
 
@@ -122,8 +93,8 @@ class Supervisor:
         """How many processes of each scalable service there are."""
         return self._fleet.counts()
 
-    def add(self, component: str) -> str:
-        """Starts one more process, and returns its name. The graph survives its failure.
+    def add(self, component: str) -> None:
+        """Starts one more process. The graph survives its failure.
 
         Raises Refused when that is not possible; the error says what is accepted.
         """
@@ -132,10 +103,9 @@ class Supervisor:
         tasks.create_task(instance.keep(), name=instance.launch.name)
         self._progress.line(instance.launch.name, "added")
         self._on_change()
-        return instance.launch.name
 
-    def retire(self, component: str, lease_id: int) -> str:
-        """Begins to drain a process that is not started again, and returns its name.
+    def retire(self, component: str, lease_id: int) -> None:
+        """Begins to drain a process that is not started again.
 
         lease_id: as in `Fleet.to_retire`.
 
@@ -148,7 +118,6 @@ class Supervisor:
             self._progress.line(instance.launch.name, "retired")
             instance.stop()
             tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
-        return instance.launch.name
 
     def _running_tasks(self) -> asyncio.TaskGroup:
         state = self._run.state.state
@@ -183,10 +152,8 @@ class Supervisor:
     async def _until_ready(self) -> bool:
         """Waits until every instance is ready. Returns False when a stop signal came first."""
         while waiting := [instance for instance in self._fleet if not instance.ready.is_set()]:
-            await first_of(
-                waiting[0].ready.wait(), self._signals.stop.wait(), timeout_s=_REMINDER_S
-            )
-            if self._signals.stop.is_set:
+            await first_of(waiting[0].ready.wait(), self._stop.wait(), timeout_s=_REMINDER_S)
+            if self._stop.is_set:
                 return False
             late = [instance for instance in self._fleet if not instance.ready.is_set()]
             if late and late == waiting:
@@ -211,14 +178,14 @@ class Supervisor:
             while left := [one for one in self._fleet if not one.done.is_set()]:
                 await left[0].done.wait()
 
-        await first_of(all_done(), self._signals.stop.wait())
+        await first_of(all_done(), self._stop.wait())
 
     async def _drain(self) -> None:
         for server in self._servers:
             server.graph_ends = True
         self._run.state.state = "draining"
         self._on_change()
-        if self._signals.stop.is_set:
+        if self._stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
         for tier in self._fleet.tiers():
             for instance in tier:
@@ -232,7 +199,7 @@ class Supervisor:
                 await instance.done.wait()
 
     async def _kill_when_forced(self) -> None:
-        await self._signals.force.wait()
+        await self._force.wait()
         self._progress.line("serve", "forced: killing all processes")
         for instance in self._fleet:
             instance.kill()

@@ -9,16 +9,18 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
 from dynamo_lite.protocol.planner import (
     MAX_LINE_BYTES,
     SUPERVISOR_SOCKET,
     Add,
+    Counts,
     Remove,
     RoleCounts,
     SupervisorOrder,
@@ -26,8 +28,8 @@ from dynamo_lite.protocol.planner import (
     SupervisorRequest,
 )
 from dynamo_lite.runtime.supervisor_client import short_address
-from dynamo_lite.runtime.supervisor_orders import Orders
 from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.serve.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -35,27 +37,57 @@ _MAX_CONNECTIONS = 32
 #: A client that sends nothing for this long is disconnected.
 _IDLE_S = 600.0
 _WRITE_TIMEOUT_S = 5.0
+#: Of an error in a reply, in characters.
+_ERROR_LIMIT = 1024
 
 _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Scaled(Protocol):
-    """The interface that carries out orders; see `Supervisor`."""
+class Orders:
+    """Lets each order through only once: by its version. counts: of a supervisor's processes."""
 
-    def counts(self) -> dict[str, RoleCounts]: ...
+    def __init__(self, counts: Callable[[], dict[str, RoleCounts]]):
+        self._counts = counts
+        #: The highest of any order so far; 0 before the first.
+        self.version = 0
 
-    def add(self, component: str) -> str: ...
+    def answer(
+        self, request: SupervisorRequest, carry_out: Callable[[SupervisorOrder], object]
+    ) -> SupervisorReply:
+        """carry_out: raises Refused when an order is not possible."""
+        if isinstance(request, Counts):
+            return self.reply()
+        if request.version <= self.version:
+            why = f"version {request.version} is old: an order needs one above {self.version}"
+            return self.reply(why, stale=True)
+        # Also that of a refused order: the same order must not succeed later.
+        self.version = request.version
+        try:
+            carry_out(request)
+        except Refused as exc:
+            return self.reply(exc.reason, unknown=isinstance(exc, UnknownWorker))
+        return self.reply()
 
-    def retire(self, component: str, lease_id: int) -> str: ...
+    def reply(
+        self, error: str = "", *, stale: bool = False, unknown: bool = False
+    ) -> SupervisorReply:
+        return SupervisorReply(
+            ok=not error,
+            error=error[:_ERROR_LIMIT],
+            stale=stale,
+            unknown=unknown,
+            counts=self._counts(),
+            version=self.version,
+        )
 
 
 class SupervisorSocket:
     """Async context manager. directory: the locked state directory."""
 
-    def __init__(self, directory: Path, scaled: Scaled):
+    def __init__(self, directory: Path, supervisor: Supervisor):
         self._path = directory / SUPERVISOR_SOCKET
-        self._scaled, self._orders = scaled, Orders(scaled.counts)
+        self._supervisor, self._orders = supervisor, Orders(supervisor.counts)
         self._tasks = OwnedTasks()
         self._server: asyncio.Server | None = None
 
@@ -101,15 +133,15 @@ class SupervisorSocket:
             request = _decode_request(line)
         except msgspec.DecodeError as exc:
             why = f"not a request: {exc}; accepted: counts, add, remove"
-            return self._orders.refusal(why)
+            return self._orders.reply(why)
         return self._orders.answer(request, self._carry_out)
 
     def _carry_out(self, order: SupervisorOrder) -> None:
         match order:
             case Add():
-                self._scaled.add(order.component)
+                self._supervisor.add(order.component)
             case Remove():
-                self._scaled.retire(order.component, order.lease_id)
+                self._supervisor.retire(order.component, order.lease_id)
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

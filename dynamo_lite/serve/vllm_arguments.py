@@ -4,10 +4,9 @@ Importing them takes seconds, so they run in a process of their own, and their v
 section is kept in a file, for every graph that has an equal section.
 """
 
+import asyncio
 import contextlib
 import json
-import signal
-import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, accepted_keys
-from dynamo_lite.serve.document import Document
-from dynamo_lite.serve.fields import unknown_key
-from dynamo_lite.serve.processes import signal_group
+from dynamo_lite.serve.document import Document, unknown_key
+from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
@@ -93,36 +90,14 @@ def _keep_verdicts(cache: Path, new: dict[str, list[Mistake]]) -> None:
 
 
 def _ask_vllm(question: str) -> list[Mistake]:
-    """Raises StartupError."""
+    """Raises StartupError. An interrupt ends the parsers, too."""
+    failed, command = (
+        "vLLM's argument parser failed",
+        (sys.executable, "-m", "dynamo_lite.vllm.args"),
+    )
+    env = child_environment({})
+    answer = asyncio.run(output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S))
     try:
-        answer = _run_parsers(question)
         return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
-    except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
-        raise StartupError(f"vLLM's argument parser returned no result: {exc}") from exc
-
-
-def _run_parsers(question: str) -> str:
-    """Returns the output of vLLM's parsers. Raises StartupError and TimeoutExpired.
-
-    An interrupt ends the parsers, too.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-m", "dynamo_lite.vllm.args"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment({}),
-        # Ctrl-C in a terminal must reach only this process, which then ends the parsers.
-        start_new_session=True,
-        preexec_fn=death_signal_hook(signal.SIGKILL),
-    ) as parsers:
-        try:
-            answer, errors = parsers.communicate(question, timeout=_VLLM_TIMEOUT_S)
-        except BaseException:
-            signal_group(parsers.pid, signal.SIGKILL)
-            raise
-    if parsers.returncode != 0:
-        last = errors.strip().splitlines()[-1:] or ["no message"]
-        raise StartupError(f"vLLM's argument parser failed: {last[0]}")
-    return answer
+    except (msgspec.DecodeError, KeyError) as exc:
+        raise StartupError(f"{failed}: {exc}") from exc

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.cli.access_text import chosen
-from dynamo_lite.cli.etcd_users import make_users
+from dynamo_lite.cli.access import chosen, make_users
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.embedded import EmbeddedEtcd, program
 

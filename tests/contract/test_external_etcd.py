@@ -76,16 +76,13 @@ async def test_a_certificate_that_is_gone_later_is_named(
                 await second.__aenter__()
 
 
-async def test_etcd_with_a_certificate_for_another_name(
+async def test_etcd_with_a_certificate_for_another_name_or_without_tls(
     tmp_path: Path, certificates: Certificates
 ) -> None:
-    async with etcd(tmp_path, certificates, certificate="misnamed") as server:
+    async with etcd(tmp_path / "a", certificates, certificate="misnamed") as server:
         said = await refusal(EtcdStore(etcd_url(server, certificates.query())))
         assert "its certificate is for another name" in said
-
-
-async def test_etcd_without_tls(tmp_path: Path, certificates: Certificates) -> None:
-    async with EmbeddedEtcd(tmp_path) as server:
+    async with EmbeddedEtcd(tmp_path / "b") as server:
         url = f"https://127.0.0.1:{server.port}{certificates.query()}"
         said = await refusal(EtcdStore(url, connect_timeout_s=0.2))
         assert "write http:// if it has no TLS" in said
@@ -97,6 +94,7 @@ async def test_etcd_asks_for_a_certificate_and_a_password(
     async with etcd(tmp_path, certificates, demand=True, users=True) as server:
         query = certificates.query(client=True)
         await use_store(etcd_url(server, query, LOGIN))
+        await use_store(etcd_url(server, query))  # known by the certificate
         said = await refusal(EtcdStore(etcd_url(server, certificates.query(), LOGIN)))
         assert "it does not accept this client's certificate" in said
         for login in ("me:wrong-s3cret", "nobody:s3cret"):
@@ -104,28 +102,19 @@ async def test_etcd_asks_for_a_certificate_and_a_password(
             assert "it refuses the user name or password" in said
 
 
-async def test_etcd_knows_a_user_by_the_certificate(
+async def test_etcd_wants_a_user_and_a_file_has_the_password(
     tmp_path: Path, certificates: Certificates
 ) -> None:
-    async with etcd(tmp_path, certificates, demand=True, users=True) as server:
-        await use_store(etcd_url(server, certificates.query(client=True)))
-
-
-async def test_etcd_wants_a_user(tmp_path: Path, certificates: Certificates) -> None:
-    async with etcd(tmp_path, certificates, users=True) as server:
-        said = await refusal(EtcdStore(etcd_url(server, certificates.query())))
-        assert "it requires a user name and password" in said
-        async with EtcdStore(etcd_url(server, certificates.query(), LOGIN)) as store:
-            with pytest.raises(StoreUnavailable, match="permission denied"):
-                await store.put("m/foreign", b"")
-
-
-async def test_a_file_has_the_password(tmp_path: Path, certificates: Certificates) -> None:
     login = tmp_path / "login"
     write_private(login, f"me:{PASSWORD}\n".encode())
     async with etcd(tmp_path, certificates, users=True) as server:
+        said = await refusal(EtcdStore(etcd_url(server, certificates.query())))
+        assert "it requires a user name and password" in said
         url = etcd_url(server, f"{certificates.query()}&login={login}")
         await use_store(url)
+        async with EtcdStore(url) as store:
+            with pytest.raises(StoreUnavailable, match="permission denied"):
+                await store.put("m/foreign", b"")
         write_private(login, b"me:wrong-s3cret\n")
         assert "it refuses the user name or password" in await refusal(EtcdStore(url))
 

@@ -102,13 +102,16 @@ async def refusal(opening: NatsMessaging) -> str:
 async def test_nats_over_tls(
     tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with nats(tmp_path, nats_tls(certificates)) as server:
+    async with nats(tmp_path / "a", nats_tls(certificates)) as server:
         await use_broker(nats_url(server, certificates.query()))
         said = await refusal(NatsMessaging(nats_url(server, certificates.query(ca="stranger"))))
         assert said == (
             f"cannot use NATS at tls://localhost:{server.port}: "
             "its certificate is not trusted; name its authority: ?ca=FILE"
         )
+    async with nats(tmp_path / "b", nats_tls(certificates, certificate="misnamed")) as server:
+        said = await refusal(NatsMessaging(nats_url(server, certificates.query())))
+        assert "its certificate is for another name" in said
     assert caplog.messages == []
 
 
@@ -121,14 +124,6 @@ async def test_tls_works_in_the_loop_of_the_children(
     assert caplog.messages == []
 
 
-async def test_nats_with_a_certificate_for_another_name(
-    tmp_path: Path, certificates: Certificates
-) -> None:
-    async with nats(tmp_path, nats_tls(certificates, certificate="misnamed")) as server:
-        said = await refusal(NatsMessaging(nats_url(server, certificates.query())))
-        assert "its certificate is for another name" in said
-
-
 async def test_nats_asks_for_a_certificate_and_a_password(
     tmp_path: Path, certificates: Certificates
 ) -> None:
@@ -139,22 +134,7 @@ async def test_nats_asks_for_a_certificate_and_a_password(
         assert "it requires a client certificate: ?cert=FILE&key=FILE" in said
         for login in ("me:wrong-s3cret", "s3cret-token", ""):
             said = await refusal(NatsMessaging(nats_url(server, query, login)))
-            assert "it refuses the user name, password, token or key" in said
-
-
-async def test_nats_knows_a_user_by_the_certificate(
-    tmp_path: Path, certificates: Certificates
-) -> None:
-    mapped = nats_tls(certificates, demand=True).replace("verify:", "verify_and_map:")
-    async with nats(tmp_path, mapped + "authorization { users: [{ user: me }] }\n") as server:
-        await use_broker(nats_url(server, certificates.query(client=True)))
-
-
-async def test_nats_asks_for_a_token(tmp_path: Path) -> None:
-    async with nats(tmp_path, 'authorization { token: "s3cret/token" }\n') as server:
-        await use_broker(f"nats://s3cret%2Ftoken@127.0.0.1:{server.port}")
-        said = await refusal(NatsMessaging(f"nats://s3cret@127.0.0.1:{server.port}"))
-        assert "it refuses the user name, password, token or key" in said
+            assert REFUSED in said
 
 
 def nkey_user(folder: Path) -> tuple[Path, str]:
@@ -165,13 +145,34 @@ def nkey_user(folder: Path) -> tuple[Path, str]:
     return path, bytes(nkeys.from_seed(bytearray(seed)).public_key).decode()
 
 
-async def test_nats_knows_a_user_by_the_nkey(tmp_path: Path) -> None:
+REFUSED = "it refuses the user name, password, token or key"
+
+
+async def test_nats_knows_a_user_by_certificate_token_password_or_nkey(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    """In the URL, or in a file that it names."""
+    mapped = nats_tls(certificates, demand=True).replace("verify:", "verify_and_map:")
+    async with nats(tmp_path / "a", mapped + "authorization { users: [{ user: me }] }\n") as server:
+        await use_broker(nats_url(server, certificates.query(client=True)))
+    login = tmp_path / "login"
+    async with nats(tmp_path / "b", 'authorization { token: "s3cret/token" }\n') as server:
+        host = f"127.0.0.1:{server.port}"
+        await use_broker(f"nats://s3cret%2Ftoken@{host}")
+        assert REFUSED in await refusal(NatsMessaging(f"nats://s3cret@{host}"))
+        write_private(login, b"s3cret/token")
+        async with NatsMessaging(f"nats://{host}?login={login}"):
+            pass
+    async with nats(tmp_path / "c", USERS) as server:
+        write_private(login, f"me:{PASSWORD}\n".encode())
+        await use_broker(f"nats://127.0.0.1:{server.port}?login={login}")
     path, user = nkey_user(tmp_path)
-    async with nats(tmp_path, f"authorization {{ users: [{{ nkey: {user} }}] }}\n") as server:
+    config = f"authorization {{ users: [{{ nkey: {user} }}] }}\n"
+    async with nats(tmp_path / "d", config) as server:
         await use_broker(f"nats://127.0.0.1:{server.port}?nkey={path}")
         other, _ = nkey_user(tmp_path)
         said = await refusal(NatsMessaging(f"nats://127.0.0.1:{server.port}?nkey={other}"))
-        assert "it refuses the user name, password, token or key" in said
+        assert REFUSED in said
 
 
 async def test_what_a_user_has_no_right_to_is_counted(tmp_path: Path) -> None:
@@ -228,16 +229,6 @@ async def test_a_spoilt_credentials_file_costs_no_more_than_the_connection(
                     await eventually(lambda: error in str(messaging.client.last_error), 20)
                     write_private(creds, good)
                     await back.wait()
-
-
-async def test_a_file_has_the_password_or_token(tmp_path: Path) -> None:
-    login = tmp_path / "login"
-    async with nats(tmp_path / "a", USERS) as server:
-        write_private(login, f"me:{PASSWORD}\n".encode())
-        await use_broker(f"nats://127.0.0.1:{server.port}?login={login}")
-    async with nats(tmp_path / "b", 'authorization { token: "s3cret" }\n') as server:
-        write_private(login, b"s3cret")
-        await use_broker(f"nats://127.0.0.1:{server.port}?login={login}")
 
 
 async def test_no_password_goes_to_a_server_without_tls(

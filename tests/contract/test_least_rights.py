@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo_lite.cli.access_text import user_of
+from dynamo_lite.cli.access import user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DeadlineExceeded, StoreUnavailable
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of

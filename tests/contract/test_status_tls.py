@@ -11,7 +11,7 @@ from dynamo_lite.overview import fetch as fetching
 from dynamo_lite.overview.fetch import fetch_health
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.process.status import StatusServer
-from dynamo_lite.serve.options import GraphOptions
+from dynamo_lite.serve.config import GraphOptions
 from dynamo_lite.serve.startup_checks import check_status_tls
 from tests.external import Certificates
 

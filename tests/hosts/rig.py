@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx
 
-from dynamo_lite.cli.access_text import chosen, nats_account, password_variable, user_of
+from dynamo_lite.cli.access import chosen, nats_account, password_variable, user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from dynamo_lite.cli.access_text import user_of
+from dynamo_lite.cli.access import user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.permissions import inbox_of

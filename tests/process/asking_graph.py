@@ -2,11 +2,10 @@
 prompts to prefill workers: by the shipped decision, through the shipped queue."""
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from prometheus_client import Counter
 
@@ -20,9 +19,8 @@ from dynamo_lite.protocol.options import DecisionThresholds, subset
 from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import VllmWorkerConfig
-from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
 from tests.builders import prefill_job
 from tests.process import null_graph, rights_graph
@@ -43,8 +41,7 @@ class AskingEngine(null_graph.PacedEngine):
     """A request with a remote prefill gets its first token after the prefill's end."""
 
     def __init__(self, step_s: float, host: Host, config: VllmWorkerConfig):
-        super().__init__(step_s)
-        self._token_at = _token_at
+        super().__init__(step_s, _token_at)
         self._host, self._config = host, config
         self._queue_config = replace(QueueConfig.of(config.queue), push_timeout_s=PUSH_TIMEOUT_S)
         self._id = f"e{host.lease.id:x}"
@@ -117,12 +114,10 @@ class AskingBackend(null_graph.NullBackend):
         return AskingEngine(self._step_s, host, config)
 
 
-class AskingWorker(VllmWorker):
-    """Component. config: the fields of `NullWorkerConfig`."""
+class AskingWorker(null_graph.NullWorker):
+    """Component."""
 
-    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
-        own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, AskingBackend(config["step_s"]))
+    backend = AskingBackend
 
 
 _DECODE = Service(

@@ -1,5 +1,7 @@
 """Runs `dynamo-lite` as a person would, in a process of its own."""
 
+import asyncio
+import io
 import json
 import os
 import queue
@@ -9,9 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from dynamo_lite.cli import cli
+from dynamo_lite.protocol.planner import SupervisorReply, SupervisorRequest
+from dynamo_lite.runtime.supervisor_client import SupervisorClient
 
 STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
@@ -40,6 +48,34 @@ def run(
     )
 
 
+def invoke(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `run`, in a thread of this process: for a command that starts no other. env: more
+    variables."""
+    out, errors = io.StringIO(), io.StringIO()
+
+    def body() -> int:
+        try:
+            cli.main()
+        except SystemExit as exc:
+            assert isinstance(exc.code, int | None)
+            return exc.code or 0
+        return 0
+
+    with (
+        mock.patch.object(sys, "argv", ["dynamo-lite", *arguments]),
+        # Handlers can be set in the main thread only.
+        mock.patch.object(cli, "signal"),
+        mock.patch.dict(os.environ, env or {}),
+        redirect_stdout(out),
+        redirect_stderr(errors),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        code = thread.submit(body).result()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
+
+
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
     """Asks until `condition` is true and returns what it gave."""
     deadline = time.monotonic() + timeout_s
@@ -51,17 +87,26 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
         time.sleep(0.02)
 
 
+def _stats() -> Iterator[tuple[int, list[str]]]:
+    """Process id, and state, parent, process group and more, of each process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            yield int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()
+
+
 def group_members(group: int) -> list[int]:
     """Process ids, zombies apart, of a process group."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(int(stat.parent.name))
-    return members
+    return [pid for pid, (state, _, own, *_) in _stats() if int(own) == group and state != "Z"]
+
+
+def children_of(parent: int) -> list[int]:
+    return [pid for pid, (_, its, *_) in _stats() if int(its) == parent]
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`."""
+    found = children_of(pid)
+    return [*found, *(below for child in found for below in descendants(child))]
 
 
 class Serving:
@@ -165,3 +210,24 @@ def serving(
             except ProcessLookupError:
                 continue
         running.end()
+
+
+def ask(graph: Serving, request: SupervisorRequest) -> SupervisorReply:
+    async def once() -> SupervisorReply:
+        async with SupervisorClient(graph.state_dir, timeout_s=20) as client:
+            return await client.ask(request)
+
+    return asyncio.run(once())
+
+
+def variable(pid: int, name: str) -> str | None:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        key, _, value = entry.decode().partition("=")
+        if key == name:
+            return value
+    return None
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    """The lines that a `Caller` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
@@ -42,6 +42,50 @@ class _CountingClient(RemoteGenerateClient):
         self._then(deltas)
 
 
+class Requests:
+    """transport: as of a FailoverClient. members: that are asked, by turns."""
+
+    def __init__(
+        self,
+        transport: Callable[[OnDeltas, OnLost], RemoteGenerateClient],
+        members: Callable[[], Sequence[EndpointRecord]],
+    ):
+        self._tokens: dict[str, list[int]] = {}
+        self._ends: dict[str, asyncio.Future[str]] = {}
+        self.client = FailoverClient(
+            transport,
+            members=members,
+            picker=RoundRobin(),
+            on_deltas=self._on_deltas,
+            on_ended=self._on_ended,
+        )
+
+    async def ask(self, request_id: str, tokens: int, prompt: list[int]) -> tuple[list[int], str]:
+        """The tokens, and the reason of the end. Raises the error with which the request ends."""
+        sampling = msgspec.msgpack.encode({"max_tokens": tokens})
+        request = generate_request(request_id, prompt_token_ids=prompt, sampling=sampling)
+        self._tokens[request_id] = []
+        end = self._ends[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.client.submit(request, movable=Continue(reason="test"))
+            return self._tokens[request_id], await end
+        finally:
+            del self._tokens[request_id], self._ends[request_id]
+
+    async def all_ended(self) -> None:
+        if self._ends:
+            await asyncio.wait(self._ends.values())
+
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self._tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self._ends[delta.request_id].set_result(delta.finish_reason)
+
+    def _on_ended(self, request_id: str, error: DynamoLiteError) -> None:
+        self._ends[request_id].set_exception(error)
+
+
 class Dispatcher:
     """Use `dispatching`."""
 
@@ -49,49 +93,23 @@ class Dispatcher:
         self.roster = roster
         self.answers = 0
         self._numbers = itertools.count()
-        self._tokens: dict[str, list[int]] = {}
-        self._ended: dict[str, asyncio.Future[None]] = {}
-        self.client = FailoverClient(
-            self._transport,
-            members=lambda: roster.members,
-            picker=RoundRobin(),
-            on_deltas=self._on_deltas,
-            on_ended=self._on_ended,
-        )
+        self._requests = Requests(self._transport, lambda: roster.members)
+        self.client = self._requests.client
         roster.on_change(lambda *_: self.client.transport.retain(roster.members))
 
-    async def generate(self) -> None:
-        """One request. Raises the error with which it ends, AssertionError for a wrong answer."""
-        request_id = f"r{next(self._numbers)}"
-        self._tokens[request_id] = []
-        ended = self._ended[request_id] = asyncio.get_running_loop().create_future()
-        request = generate_request(
-            request_id, sampling=msgspec.msgpack.encode({"max_tokens": TOKENS})
-        )
-        await self.client.submit(request, movable=Continue(reason="test"))
-        await ended
-        expected = [FIRST_TOKEN + position % len(LETTERS) for position in range(TOKENS)]
-        assert self._tokens.pop(request_id) == expected
-        self.answers += 1
-
     async def load(self) -> None:
-        """Requests one after another, until it is cancelled."""
-        while True:
-            await self.generate()
+        """Requests one after another, until it is cancelled. Raises the error with which one ends,
+        AssertionError for a wrong answer."""
+        expected = [FIRST_TOKEN + position % len(LETTERS) for position in range(TOKENS)]
+        for number in self._numbers:
+            got, _ = await self._requests.ask(f"r{number}", TOKENS, [1, 2, 3])
+            assert got == expected
+            self.answers += 1
 
     def _transport(self, on_deltas: OnDeltas, on_lost: OnLost) -> RemoteGenerateClient:
         transport = _CountingClient("front", on_deltas, on_lost)
         self.gave = transport.gave
         return transport
-
-    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            self._tokens[delta.request_id] += delta.token_ids
-            if delta.finish_reason is not None:
-                self._ended.pop(delta.request_id).set_result(None)
-
-    def _on_ended(self, request_id: str, error: DynamoLiteError) -> None:
-        self._ended.pop(request_id).set_exception(error)
 
 
 @asynccontextmanager

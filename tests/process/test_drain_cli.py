@@ -3,21 +3,15 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.process.command import Serving, eventually, run, serving
+from tests.process.command import Serving, eventually, invoke, results, run, serving
 
 DECODING = "tests.process.fleet_graph:Decoding"
 PREFILLING = "tests.process.fleet_graph:Prefilling"
-
-
-def results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def ready(graph: Serving) -> dict[str, dict[str, Any]]:
@@ -86,14 +80,14 @@ def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
             ((), "give either LEASE or --pick COMPONENT"),
             (("no lease",), "no lease: not a lease id"),
         ):
-            refused = run("drain", *arguments, *where)
+            refused = invoke("drain", *arguments, *where)
             assert refused.returncode == 2, refused.stdout
             assert message in refused.stderr
-        unknown = run("drain", "1234", *where)
+        unknown = invoke("drain", "1234", *where)
         assert unknown.returncode == 1
         assert "no live process has lease 1234; live: " in unknown.stderr
         assert len(ready(graph)) == 2
-        forced = run("drain", lease, "--force", *where)
+        forced = invoke("drain", lease, "--force", *where)
         assert forced.returncode == 0, forced.stderr
         assert phases(forced.stdout)[-1] == "GONE"
         stopped = graph.when("VllmWorker-0", lambda p: p["state"] == "stopped")
@@ -114,7 +108,7 @@ def test_the_least_busy_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Pat
     options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
     with serving(state, *options, "--Graph.grace-s=1", graph=PREFILLING) as graph:
         graph.wait_line("ready PrefillWorker-0")
-        chosen = run(
+        chosen = invoke(
             "drain", "--pick", "PrefillWorker", "--no-wait", "--json", "--state-dir", str(state)
         )
         assert chosen.returncode == 0, chosen.stderr
@@ -128,7 +122,7 @@ def test_the_least_busy_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Pat
         tell(0, 0)
         graph.when("PrefillWorker-0", lambda p: p["state"] == "stopped")
         # This one does not end within its grace.
-        late = run("drain", "--pick", "PrefillWorker", "--state-dir", str(state))
+        late = invoke("drain", "--pick", "PrefillWorker", "--state-dir", str(state))
         assert late.returncode == 3, late.stderr
         assert phases(late.stdout)[-2:] == ["FORCED", "GONE"]
         assert set(ready(graph)) == {"PrefillWorker-2"}
@@ -149,20 +143,3 @@ def test_scaling_down_removes_the_least_busy_of_this_supervisor(tmp_path: Path):
         assert set(ready(graph)) == {"PrefillWorker-0", "PrefillWorker-2"}
         for file in facts.iterdir():
             file.unlink()
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_the_script_revokes_as_before(tmp_path: Path, wait: bool):
-    with serving(tmp_path, "--Caller.requests=0", graph=DECODING) as graph:
-        graph.wait_line("ready Caller-0")
-        lease = graph.processes()["VllmWorker-0"]["lease"]
-        done = subprocess.run(
-            [sys.executable, "scripts/revoke_lease.py", lease, "--state-dir", str(tmp_path)]
-            + (["--wait"] if wait else []),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [f"revoked {lease}", *(["gone"] if wait else [])]
-        graph.when("VllmWorker-0", lambda p: p["state"] == "stopped")

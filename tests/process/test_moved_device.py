@@ -11,9 +11,7 @@ import pytest
 
 from dynamo_lite.protocol.planner import Counts
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, run, serving
-from tests.process.test_drain_cli import results
-from tests.process.test_scaling import ask, variable
+from tests.process.command import Serving, ask, eventually, results, run, serving, variable
 
 pytestmark = pytest.mark.heavy
 

@@ -1,7 +1,6 @@
 """The wheel: what is in it, and that it serves from an empty folder without a checkout."""
 
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,7 +13,7 @@ import yaml
 
 from dynamo_lite import __version__
 from tests.process.command import ROOT, VLLM_PATIENCE_S, serving
-from tests.process.null_graph import answer
+from tests.process.null_graph import answer, copy_to
 from tests.process.wheels import Installation, build, source
 
 pytestmark = pytest.mark.heavy
@@ -95,7 +94,7 @@ def test_the_packaged_graph_and_file_are_found_from_an_empty_folder(
 def test_it_serves_from_an_empty_folder_and_makes_the_demo_model(
     installed: Installation, tmp_path: Path
 ) -> None:
-    shutil.copy(Path(__file__).parent / "null_graph.py", tmp_path)
+    copy_to(tmp_path)
     with serving(
         tmp_path / "state",
         *("-f", "configs/agg.yaml", "--Frontend.port=0", "--VllmWorker.ServiceArgs.workers=2"),

@@ -16,15 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dynamo_lite.cli.access_text import user_of
-from dynamo_lite.protocol import names
+from dynamo_lite.cli.access import user_of
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.queue.base import PrefillQueue
-from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.run_state import RunState, read_run
 from tests.builders import eventually, graph_secret, prefill_job
 from tests.foreign import Heard, Try, subjects, tries
@@ -223,70 +219,7 @@ async def test_a_forwarder_sends_to_an_engine_that_has_joined(rights: Rights, tm
     assert rights.refusals() == []
 
 
-# What they may not do. These come last: what nats-server refuses is in its log from then on.
-
-
-async def test_nobody_writes_the_keys_of_another_component(rights: Rights):
-    """The planner may delete members' keys, for which etcd demands that it may write them."""
-    known = [name for name in all_permissions(NAMESPACE) if name != "Operator"]
-    own = {name: [names.endpoint_key(NAMESPACE, name, "x", 0x1A)] for name in known}
-    own["VllmWorker"].append(names.nixl_metadata_key(NAMESPACE, "e2"))
-    own["PrefillWorker"].append(names.link_key(NAMESPACE, 0x1A, "e2"))
-    own["Planner"] += [
-        names.planner_target_key(NAMESPACE),
-        names.planner_operation_key(NAMESPACE, 7),
-        names.planner_pause_key(NAMESPACE),
-        names.planner_leader_key(NAMESPACE),
-    ]
-    own["Operator"] = [
-        names.live_options_key(NAMESPACE, name) for name in ("VllmWorker", "Planner")
-    ]
-    for who in known:
-        async with EtcdStore(rights.servers.etcd_url(who)) as store:
-            for whose, keys in own.items():
-                for key in keys:
-                    if whose == who or (who == "Planner" and whose != "Operator"):
-                        continue
-                    with pytest.raises(StoreUnavailable, match="permission denied"):
-                        await store.put(key, b"{}")
-
-
-async def test_nobody_sends_what_another_component_sends(rights: Rights):
-    stream = names.prefill_stream(NAMESPACE)
-    subjects = {
-        "VllmWorker": [
-            names.prefill_jobs_subject(NAMESPACE),
-            names.cancel_subject(NAMESPACE, 0x1A),
-            names.kv_subject(NAMESPACE, "VllmWorker"),
-        ],
-        "PrefillWorker": [
-            names.claim_subject(NAMESPACE, ENGINE),
-            names.first_token_subject(NAMESPACE, ENGINE),
-            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.any",
-        ],
-        "Frontend": [
-            names.endpoint_subject(NAMESPACE, "Router", "pick", 0x1A),
-            names.fates_subject(NAMESPACE, 0x1A),
-        ],
-        "Operator": [
-            names.explain_subject(NAMESPACE, ENGINE),
-            names.endpoint_subject(NAMESPACE, "Planner", "explain", 0x1A),
-        ],
-    }
-    for who in all_permissions(NAMESPACE):
-        async with NatsMessaging(rights.servers.nats_url(who)) as messaging:
-            for whose, sent in subjects.items():
-                for subject in sent if whose != who else ():
-                    await messaging.client.publish(subject, b"x")
-            await messaging.client.flush()
-        for whose, sent in subjects.items():
-            for subject in sent if whose != who else ():
-                await eventually(
-                    lambda subject=subject, who=who: any(
-                        f'"{subject}"' in line and f"{NAMESPACE}-{who}" in line
-                        for line in rights.servers.violations()
-                    )
-                )
+# What nobody may do. This comes last: what nats-server refuses is in its log from then on.
 
 
 async def test_without_the_secret_no_rights_suffice_to_ask_or_end_anything(rights: Rights):

@@ -10,19 +10,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts, SupervisorReply
-from dynamo_lite.protocol.planner import SupervisorRequest as Request
-from dynamo_lite.runtime.supervisor_client import SupervisorClient, short_address
+from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts
+from dynamo_lite.runtime.supervisor_client import short_address
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, run, serving
-
-
-def ask(graph: Serving, request: Request) -> SupervisorReply:
-    async def once() -> SupervisorReply:
-        async with SupervisorClient(graph.state_dir, timeout_s=20) as client:
-            return await client.ask(request)
-
-    return asyncio.run(once())
+from tests.process.command import Serving, ask, eventually, invoke, run, serving, variable
 
 
 def counts(graph: Serving) -> tuple[int, int, int]:
@@ -33,14 +24,6 @@ def counts(graph: Serving) -> tuple[int, int, int]:
 
 def lease_of(entry: Any) -> int:
     return int(entry["lease"], 16)
-
-
-def variable(pid: int, name: str) -> str | None:
-    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        key, _, value = entry.decode().partition("=")
-        if key == name:
-            return value
-    return None
 
 
 def ready(entry: Any) -> bool:
@@ -82,7 +65,7 @@ def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
         graph.wait_line("ready http")
         before = graph.processes()
         broken.touch()
-        done = run("scale", "Back=2", "--state-dir", str(state))
+        done = invoke("scale", "Back=2", "--state-dir", str(state))
         assert done.returncode == 1
         assert "error: Back: 1 of 2 are left: Back-1: told to fail" in done.stderr
         graph.wait_line("the last line of the log")
@@ -90,7 +73,7 @@ def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
         assert failed["error"] == "Back-1: told to fail"
         assert counts(graph) == (0, 1, 0)
         broken.unlink()
-        assert run("scale", "Back=2", "--state-dir", str(state)).returncode == 0
+        assert invoke("scale", "Back=2", "--state-dir", str(state)).returncode == 0
         after = graph.processes()
         assert after["Back-1"]["error"] == ""
         assert all(after[name]["pid"] == before[name]["pid"] for name in before)
@@ -199,7 +182,7 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
         up = run("scale", "Back=3", "--state-dir", str(tmp_path))
         assert up.returncode == 0, up.stderr
         assert up.stdout.splitlines()[-1] == "Back: 3 ready of 3"
-        down = run("scale", "Back=1", "--state-dir", str(tmp_path))
+        down = invoke("scale", "Back=1", "--state-dir", str(tmp_path))
         assert down.returncode == 0, down.stderr
         assert down.stdout.splitlines()[-1] == "Back: 1 ready of 1"
         states = {name: entry["state"] for name, entry in graph.processes().items()}
@@ -209,11 +192,11 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
             (("Front=2",), "Front: this graph has no such service that can be scaled; those: Back"),
             (("Back=0",), "Back=0 would remove the last one; --force does it"),
         ):
-            wrong = run("scale", *arguments, "--state-dir", str(tmp_path))
+            wrong = invoke("scale", *arguments, "--state-dir", str(tmp_path))
             assert wrong.returncode == 2
             assert message in wrong.stderr
         assert counts(graph) == (0, 1, 0)
-    none = run("scale", "Back=2", "--state-dir", str(tmp_path))
+    none = invoke("scale", "Back=2", "--state-dir", str(tmp_path))
     assert none.returncode == 1
     assert "no graph runs on" in none.stderr
 
@@ -227,7 +210,7 @@ def test_one_that_crashes_again_and_again_is_removed_first(tmp_path: Path):
         broken.touch()
         os.kill(before["Back-0"]["pid"], signal.SIGKILL)
         graph.when("Back-0", lambda p: p["state"] == "backoff")
-        down = run("scale", "Back=1", "--state-dir", str(state))
+        down = invoke("scale", "Back=1", "--state-dir", str(state))
         assert down.returncode == 0, down.stderr
         assert "one less: one that does not serve" in down.stdout
         after = graph.processes()

@@ -12,11 +12,10 @@ import pytest
 from tests.process.command import eventually
 
 #: Says what it was asked for. A part ends with the code in PLAIN, WITH_VLLM or ENGINES; with HANGS
-#: it waits for Ctrl-C, and then ends by itself, as pytest does. NO_HOSTS: why hosts cannot be made.
+#: it waits for Ctrl-C, and then ends by itself, as pytest does.
 PYTEST = """#!/usr/bin/env python3
 import os, signal, sys
 if "tests.hosts.network" in sys.argv:
-    print(os.environ.get("NO_HOSTS", ""))
     sys.exit()
 with open("asked", "a") as asked:
     print(*sys.argv[1:], file=asked)
@@ -54,56 +53,25 @@ def asked(script: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("codes", "exit_code", "ends"),
+    ("arguments", "parts", "codes", "ends"),
     [
-        ({}, 0, ("passed in", "passed in", "passed in")),
-        ({"PLAIN": "1"}, 1, ("FAILED after", "passed in", "passed in")),
-        ({"ENGINES": "1"}, 1, ("passed in", "passed in", "FAILED after")),
-        ({"PLAIN": "5", "WITH_VLLM": "2"}, 1, ("FAILED after", "FAILED after", "passed in")),
+        ([], CORE, {}, ("passed in", "passed in", "passed in")),
+        (["--all"], ALL, {"ENGINES": "1"}, ("passed in", "passed in", "FAILED after")),
+        ([], CORE, {"PLAIN": "5", "WITH_VLLM": "2"}, ("FAILED after", "FAILED after", "passed in")),
     ],
 )
-@pytest.mark.parametrize(("arguments", "parts"), [([], CORE), (["--all"], ALL)])
 def test_all_parts_run_and_the_last_lines_say_how_they_ended(
-    script: Path,
-    arguments: list[str],
-    parts: list[str],
-    codes: dict[str, str],
-    exit_code: int,
-    ends: tuple[str, ...],
+    script: Path, arguments: list[str], parts: list[str], codes: dict[str, str], ends: tuple[str]
 ):
-    ran = subprocess.run(
-        [script, *arguments], env={**os.environ, **codes}, capture_output=True, text=True
-    )
+    env = {**os.environ, **codes}
+    ran = subprocess.run([script, *arguments], env=env, capture_output=True, text=True)
     assert asked(script) == parts
-    assert ran.returncode == exit_code
+    assert ran.returncode == (1 if codes else 0)
     names = ("tests without vLLM", "tests of what imports vLLM", "tests with engines")
-    for number, line in enumerate(ran.stdout.splitlines()[-3:]):
-        says = (
-            rf"part {number + 1}, {names[number]}: {ends[number]} \d+ s \(\d+ s of processor time"
-        )
+    lines = ran.stdout.splitlines()[-3:]
+    for number, (line, name, end) in enumerate(zip(lines, names, ends, strict=True), 1):
+        says = rf"part {number}, {name}: {end} \d+ s \(\d+ s of processor time"
         assert re.match(says, line)
-
-
-def test_what_is_skipped_is_said_at_the_end(script: Path):
-    for name in ("get_vllm_rs", "get_routers"):
-        (script.parent / name).write_text('#!/bin/sh\n[ -z "$NO_DOWNLOADS" ]\n')
-        (script.parent / name).chmod(0o755)
-
-    def before_the_ends(*arguments: str, **environment: str) -> list[str]:
-        env = {**os.environ, "NO_DOWNLOADS": "", "NO_HOSTS": "", **environment}
-        ran = subprocess.run([script, *arguments], env=env, capture_output=True, text=True)
-        assert ran.returncode == 0
-        lines = ran.stdout.splitlines()
-        return lines[len(lines) - 1 - lines[::-1].index("") + 1 : -3]
-
-    no_edge = "the tests of the Rust edge are SKIPPED: no vllm-rs"
-    assert before_the_ends() == before_the_ends("--all") == []
-    assert before_the_ends(NO_DOWNLOADS="1", NO_HOSTS="needs root") == [no_edge]
-    assert before_the_ends("--all", NO_DOWNLOADS="1", NO_HOSTS="needs root") == [
-        no_edge,
-        "the comparisons with routers are SKIPPED: no vllm-router, no sglang-router",
-        "tests/hosts is SKIPPED: needs root",
-    ]
 
 
 def test_arguments_go_to_one_run(script: Path):

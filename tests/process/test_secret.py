@@ -1,7 +1,6 @@
 """`dynamo-lite serve` and the secret of its graph."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.serve.run_state import read_run
 from tests.builders import graph_secret
-from tests.process.command import STUB, run, serving
+from tests.process.command import STUB, invoke, run, serving
 
 WITH_OTHERS = "has a secret, and messages without it are dropped"
 
@@ -25,8 +24,6 @@ def test_a_graph_has_a_secret_that_joining_services_need(tmp_path: Path):
         assert state is not None
         secret = Path(state.secret)
         assert secret.stat().st_mode & 0o777 == 0o600 and secret.is_absolute()
-        listed = json.loads(run("ps", "--state-dir", str(tmp_path / "graph"), "--json").stdout)
-        assert listed
         servers = ["--nats-url", state.nats, "--etcd-url", state.etcd]
         joining = ["serve", STUB, "--service-name", "Back", *servers]
         refused = run(*joining, "--state-dir", str(tmp_path / "other"))
@@ -39,9 +36,7 @@ def test_a_graph_has_a_secret_that_joining_services_need(tmp_path: Path):
             joined.wait_line("ready")
 
 
-def test_bad_secrets_and_open_addresses_are_refused(
-    tmp_path: Path, nats_url: str, etcd_url: str, namespace: str
-):
+def test_bad_secrets_and_open_addresses_are_refused(tmp_path: Path, etcd_url: str, namespace: str):
     state = ["--state-dir", str(tmp_path / "state"), "--namespace", namespace]
     broken = tmp_path / "broken"
     broken.write_text("secret words")
@@ -49,9 +44,6 @@ def test_bad_secrets_and_open_addresses_are_refused(
     result = run("serve", STUB, *state, "--secret-file", str(broken))
     assert result.returncode == 1 and "64 hexadecimal" in result.stderr
     assert "secret words" not in result.stderr
-    servers = ["--nats-url", nats_url, "--etcd-url", etcd_url]
-    result = run("serve", STUB, *state, *servers, "--Graph.bind-host=0.0.0.0")
-    assert result.returncode == 2 and "openssl rand -hex 32" in result.stderr
     # Refused before anything is asked of that host, which need not exist.
     elsewhere = ["--nats-url", "tls://nats.invalid:4222", "--etcd-url", etcd_url]
     result = run("serve", STUB, *state, *elsewhere)
@@ -76,6 +68,6 @@ async def test_commands_use_the_graphs_secret(
         async with messaging.serve(names.explain_subject(namespace, "e1"), answer):
             options = ["--secret-file", str(path)] if known else []
             where = ["--nats-url", nats_url, "--etcd-url", etcd_url, "--namespace", namespace]
-            result = await asyncio.to_thread(run, "explain", "--last", "3", *where, *options)
+            result = await asyncio.to_thread(invoke, "explain", "--last", "3", *where, *options)
     assert result.returncode == 0, result.stderr
     assert ("e1 does not respond" in result.stderr) is not known

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, run, serving
+from tests.process.command import Serving, eventually, invoke, serving
 
 SERVERS = ("nats-server", "etcd")
 
@@ -31,7 +31,7 @@ def restarted(graph: Serving, name: str, times: int) -> dict[str, Any]:
 
 def listing(state_dir: Path) -> dict[str, int]:
     """What `ps` shows: pids by lease."""
-    shown = run("ps", "--json", "--state-dir", str(state_dir))
+    shown = invoke("ps", "--json", "--state-dir", str(state_dir))
     assert shown.returncode == 0, shown.stderr
     return {row["lease"]: row["pid"] for row in json.loads(shown.stdout)}
 

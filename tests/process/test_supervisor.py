@@ -58,7 +58,7 @@ def test_a_callee_drains_when_its_callers_have_but_need_not_wait_for_their_end(t
     release, closed = tmp_path / "release", tmp_path / "closed"
     with serving(tmp_path, f"--Front.release={release}", f"--Front.closed={closed}") as graph:
         graph.wait_line("ready http")
-        graph.signal(signal.SIGINT)
+        graph.signal(signal.SIGTERM)
         graph.when("Front-0", lambda p: p["state"] == "draining")
         assert graph.processes()["Back-0"]["state"] == "ready"
         release.touch()
@@ -94,7 +94,7 @@ async def known(graph: Serving, lease: str) -> bool:
     return any(key.endswith(lease) for key in keys)
 
 
-def test_does_not_restart_what_left_in_order(tmp_path: Path):
+def test_does_not_restart_what_left_in_order_and_ends_when_everything_has(tmp_path: Path):
     with serving(tmp_path, "--Back.ServiceArgs.workers=2") as graph:
         graph.wait_line("ready http")
         os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
@@ -102,13 +102,8 @@ def test_does_not_restart_what_left_in_order(tmp_path: Path):
         entry = graph.processes()["Back-0"]
         assert (entry["state"], entry["restarts"]) == ("stopped", 0)
         assert graph.processes()["Back-1"]["state"] == "ready"
-
-
-def test_ends_when_everything_has_left(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
-        for entry in graph.processes().values():
-            os.kill(entry["pid"], signal.SIGTERM)
+        for name in ("Front-0", "Back-1"):
+            os.kill(graph.processes()[name]["pid"], signal.SIGTERM)
         assert graph.end() == 0
 
 
@@ -154,17 +149,6 @@ def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
         process.wait()
 
 
-def test_a_drain_waits_for_what_runs(tmp_path: Path):
-    release = tmp_path / "release"
-    with serving(tmp_path / "state", f"--Front.release={release}") as graph:
-        graph.wait_line("ready http")
-        graph.signal(signal.SIGTERM)
-        graph.wait_line("Front-0          draining")
-        assert graph.processes()["Back-0"]["state"] == "ready"
-        release.touch()
-        assert graph.end() == 0
-
-
 def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
     """Its last lines are in the log all the same."""
     with serving(tmp_path, "--Back.linger=true", "--log-format=json") as graph:
@@ -181,26 +165,18 @@ def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["start", "crash"])
-def test_a_failed_start_ends_everything(tmp_path: Path, how: str):
-    with serving(tmp_path, f"--Back.fail={how}") as graph:
+@pytest.mark.parametrize("where", ["files", "stderr"])
+def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
+    with serving(tmp_path, f"--Back.fail={how}", "--log-to", where) as graph:
         assert graph.end() == 1
         text = "".join(graph.output)
-        if how == "start":
-            assert "error: Back-0: told to fail" in text
-            assert "the last line of the log" in text
-        else:
-            assert "error: Back-0: ended before it was ready (signal 9)" in text
-        assert "Traceback" not in text
-        assert not (tmp_path / "run.json").exists()
-
-
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
-        pids = [entry["pid"] for entry in graph.processes().values()]
-        graph.signal(signal.SIGKILL)
-        graph.process.wait()
-        eventually(lambda: not any(is_alive(pid) for pid in pids), "children end with it")
+    why = "told to fail" if how == "start" else "ended before it was ready (signal 9)"
+    assert f"error: Back-0: {why}" in text and "Traceback" not in text
+    assert ("its log is above" in text) is (where == "stderr")
+    if how == "start":
+        said, error = text.index("the last line of the log"), text.index("error: Back-0:")
+        assert (said < error) is (where == "stderr")
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
@@ -212,11 +188,3 @@ def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
         assert {line["component"] for line in lines} == {"Front", "Back"}
         assert any("draining" in line["message"] for line in lines)
     assert not list((tmp_path / "logs").iterdir())
-
-
-def test_a_failed_start_says_that_its_log_is_above(tmp_path: Path):
-    with serving(tmp_path, "--log-to", "stderr", "--Back.fail=start") as graph:
-        assert graph.end() == 1
-        text = "".join(graph.output)
-    assert text.index("the last line of the log") < text.index("Back-0: told to fail")
-    assert "its log is above" in text

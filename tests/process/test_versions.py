@@ -5,7 +5,6 @@ The other releases are wheels of this checkout, installed and patched to another
 
 import asyncio
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from dynamo_lite.protocol.codec import WIRE_VERSION
 from tests.builders import eventually
 from tests.process.command import Serving, run, serving
 from tests.process.dispatcher import dispatching
+from tests.process.null_graph import copy_to
 from tests.process.wheels import Installation, build, source
 
 pytestmark = pytest.mark.heavy
@@ -73,7 +73,7 @@ def folder_of(installation: Installation) -> Path:
     """An empty folder with the graph."""
     folder = installation.folder.with_name(f"{installation.folder.name}-cwd")
     folder.mkdir()
-    shutil.copy(Path(__file__).parent / "null_graph.py", folder)
+    copy_to(folder)
     return folder
 
 

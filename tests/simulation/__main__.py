@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 
-from dynamo_lite.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from dynamo_lite.cli.arguments import EXIT_FAILED, EXIT_INTERRUPTED
 from tests.simulation.draw import draw
 from tests.simulation.loop.trace import Trace
 from tests.simulation.mutants import MUTANTS

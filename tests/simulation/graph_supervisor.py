@@ -17,8 +17,8 @@ from dynamo_lite.protocol.planner import (
     SupervisorOrder,
     SupervisorRequest,
 )
-from dynamo_lite.runtime.supervisor_orders import Orders
 from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.serve.supervisor_socket import Orders
 from tests.simulation.network.network import Network
 from tests.simulation.supervisor import Slot
 

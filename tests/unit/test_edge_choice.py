@@ -136,15 +136,20 @@ def test_auto_takes_rust_where_it_can_and_says_why_not(tmp_path: Path):
         config, note, document = settled("--Frontend.edge=auto", binary, option)
         assert (edge_of(config), document.mistakes) == ("python", [])
         assert "auto takes Python" in note and reason in note
+    # Each difference is told where Rust is asked for.
+    different = ("--Graph.otlp-endpoint=http://127.0.0.1:1", "--Frontend.host=0.0.0.0")
+    config, note, _ = settled("--Frontend.edge=rust", binary, *different)
+    host, traces = note.splitlines()
+    assert edge_of(config) == "rust"
+    assert host.startswith("Frontend.edge: rust: Frontend.host: clients of 0.0.0.0 could send")
+    assert traces.startswith("Frontend.edge: rust: Graph.otlp-endpoint: a client's traceparent is")
 
 
 @pytest.mark.parametrize(
     "limit",
     [
         "--Frontend.max-in-flight-requests=100",
-        "--Frontend.max-queued-tokens=100000",
         "--Frontend.default-request-timeout-s=60",
-        "--VllmWorker.max-in-flight-requests=100",
         "--VllmWorker.max-queued-tokens=100000",
     ],
 )
@@ -159,22 +164,6 @@ def test_auto_takes_python_for_a_limit_whose_refusals_rust_answers_with_500(
     config, note, document = settled("--Frontend.edge=rust", binary, limit)
     assert (edge_of(config), document.mistakes) == ("rust", [])
     assert note.startswith(f"Frontend.edge: rust: {key}: what it refuses gets ")
-
-
-def test_each_difference_is_told_where_rust_is_asked_for(tmp_path: Path):
-    config, note, _ = settled(
-        "--Frontend.edge=rust",
-        f"--Frontend.edge-binary={program(tmp_path)}",
-        "--Graph.otlp-endpoint=http://127.0.0.1:1",
-        "--Frontend.host=0.0.0.0",
-    )
-    assert edge_of(config) == "rust"
-    first, second = note.splitlines()
-    assert first.startswith("Frontend.edge: rust: Frontend.host: clients of 0.0.0.0 could send")
-    assert (
-        second
-        == "Frontend.edge: rust: Graph.otlp-endpoint: a client's traceparent is not continued"
-    )
 
 
 def test_limits_at_their_defaults_leave_auto_the_rust_edge(tmp_path: Path):
@@ -201,15 +190,6 @@ def test_a_parser_that_the_program_does_not_have_is_an_obstacle(tmp_path: Path, 
     assert (edge_of(config), note) == ("rust", "")
 
 
-def test_a_missing_program_is_named_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("dynamo_lite.serve.edge.find_program", lambda given: None)
-    _, _, document = settled("--Frontend.edge=rust")
-    [mistake] = document.mistakes
-    assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake
-
-
 def test_a_host_without_a_frontend_needs_no_program(tmp_path: Path):
     document = read_document(
         ROOT / "configs" / "agg.yaml",
@@ -222,12 +202,18 @@ def test_a_host_without_a_frontend_needs_no_program(tmp_path: Path):
     assert len(document.mistakes) == 1
 
 
-def test_the_environment_names_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_environment_names_the_program_and_a_missing_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = program(tmp_path)
     monkeypatch.setenv("DYNAMO_LITE_VLLM_RS", str(path))
     config, _, _ = settled("--Frontend.edge=rust")
     frontend = config.get("Frontend")
     assert frontend is not None and frontend.options["edge_binary"] == str(path)
+    monkeypatch.setattr("dynamo_lite.serve.edge.find_program", lambda given: None)
+    _, _, document = settled("--Frontend.edge=rust")
+    [mistake] = document.mistakes
+    assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake
 
 
 def wheel(folder: Path, content: bytes, recorded: bytes) -> Path:

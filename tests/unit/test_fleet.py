@@ -1,6 +1,7 @@
 """Which processes may be added, and which device each of them gets."""
 
 import asyncio
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,3 +108,33 @@ def test_what_is_refused_changes_nothing():
     with pytest.raises(Refused, match="PrefillWorker: its files cannot be written"):
         world.fleet.add(P)
     assert world.fleet.counts() == before
+
+
+def test_devices_are_handed_out_in_order_and_a_number_is_only_counted():
+    devices = Devices((0, "GPU-b", 2))
+    first = devices.take(2)
+    assert first == ("0", "GPU-b")
+    assert devices.environment(first) == {"CUDA_VISIBLE_DEVICES": "0,GPU-b"}
+    assert (devices.take(2), devices.free) == (None, 1)
+    # One that needs none sees all that the host has.
+    assert devices.take(0) == () and devices.environment(()) == {}
+    devices.put_back(first)
+    assert devices.take(3) == ("0", "GPU-b", "2")
+    counted = Devices(2)
+    taken = counted.take(1)
+    assert taken is not None and counted.environment(taken) == {}
+    assert (counted.free, counted.take(2)) == (1, None)
+
+
+def test_no_device_is_handed_out_twice_or_lost():
+    rng = random.Random(5)
+    devices = Devices(range(8))
+    held: list[tuple[str, ...]] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            devices.put_back(held.pop(rng.randrange(len(held))))
+        elif (taken := devices.take(rng.randrange(4))) is not None:
+            held.append(taken)
+        names = [name for taken in held for name in taken]
+        assert len(set(names)) == len(names)
+        assert devices.free == 8 - len(names)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.policy.routing.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverStats
-from dynamo_lite.runtime.process.metrics import add_gauges
+from dynamo_lite.runtime.process.host import add_gauges
 from dynamo_lite.services.metrics import (
     DECODE_GAUGES,
     RequestMetrics,

@@ -6,38 +6,17 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.runtime.process.held_keys import HeldKeys
 from dynamo_lite.runtime.store import Delete, Lease, Put
 from dynamo_lite.runtime.tasks import OwnedTasks
-from tests.simulation.servers.memory_store import MemoryStore
+from tests.builders import eventually
+from tests.unit.process_run import RefusingStore
 
-KEY = "n/one"
-
-
-class SlowStore(MemoryStore):
-    """Puts `slow` only when `go` is set; deletes nothing while `away`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slow: bytes | None = None
-        self.asked, self.go = asyncio.Event(), asyncio.Event()
-        self.away = False
-
-    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
-        if value == self.slow:
-            self.asked.set()
-            await self.go.wait()
-        await super().put(key, value, lease=lease)
-
-    async def delete(self, key: str) -> bool:
-        if self.away:
-            raise StoreUnavailable("away")
-        return await super().delete(key)
+KEY, OTHER = "n/one", "n/other"
 
 
 class Rig:
-    def __init__(self, store: SlowStore, lease: Lease, tasks: OwnedTasks):
+    def __init__(self, store: RefusingStore, lease: Lease, tasks: OwnedTasks):
         def spawn(coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
             return tasks.start(coro, name=name)
 
@@ -46,7 +25,7 @@ class Rig:
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    async with SlowStore() as store, store.lease(30.0) as lease, OwnedTasks() as tasks:
+    async with RefusingStore() as store, store.lease(30.0) as lease, OwnedTasks() as tasks:
         yield Rig(store, lease, tasks)
 
 
@@ -89,14 +68,32 @@ async def test_a_key_that_was_never_held_is_deleted_too(rig: Rig) -> None:
     assert await rig.store.get(KEY) is None
 
 
-async def test_a_key_whose_delete_failed_is_deleted_when_the_store_is_back(rig: Rig) -> None:
+async def test_each_released_key_is_deleted_when_the_store_is_back_and_one_held_again_stays(
+    rig: Rig,
+) -> None:
     await rig.keys.hold(KEY, b"1")
-    async with rig.store.watch(KEY) as events, asyncio.timeout(5):
+    await rig.keys.hold(OTHER, b"2")
+    rig.store.deletes = 2
+    assert not await rig.keys.release(KEY, OTHER)
+    assert rig.keys.held() == []
+    await rig.keys.hold(KEY, b"again")
+
+    async def deleted() -> bool:
+        return await rig.store.get(OTHER) is None
+
+    await eventually(deleted)
+    assert await rig.store.get(KEY) == b"again"
+    assert (rig.store.deleted.count(KEY), rig.store.deleted.count(OTHER)) == (1, 2)
+
+
+@pytest.mark.parametrize("released", [KEY, OTHER])
+async def test_a_lost_key_comes_back_whichever_was_released_before(rig: Rig, released: str) -> None:
+    await rig.keys.hold(KEY, b"1")
+    await rig.keys.hold(OTHER, b"1")
+    await rig.keys.release(released)
+    [left] = rig.keys.held()
+    async with rig.store.watch(left) as events, asyncio.timeout(5):
         await anext(events)
-        rig.store.away = True
-        assert not await rig.keys.release(KEY)
-        assert rig.keys.held() == []
-        await rig.store.put(KEY, b"2")
-        assert await anext(events) == Put(KEY, b"2")
-        rig.store.away = False
-        assert await anext(events) == Delete(KEY)
+        await rig.store.delete(left)
+        assert await anext(events) == Delete(left)
+        assert await anext(events) == Put(left, b"1")

@@ -2,114 +2,29 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
 import textwrap
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
 
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
-from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
+from dynamo_lite.runtime.process.host import ProcessEnvironment
+from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory import MemoryStore
+from tests.unit.process_run import RefusingStore, Run, get
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-
-class Worker:
-    """A component that notes its calls; hooks make it misbehave."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.host: Host | None = None
-        self.on_start: Callable[[Host], Any] | None = None
-        self.on_drain: Callable[[], Any] | None = None
-        self.on_close: Callable[[], Any] | None = None
-        self.healthy = True
-
-    async def start(self, host: Host) -> dict[str, Any]:
-        self.calls.append("start")
-        self.host = host
-        if self.on_start:
-            await self.on_start(host)
-        await host.register("generate", stream="127.0.0.1:9", model="m")
-        return {"url": "http://here"}
-
-    async def drain(self, grace_s: float) -> None:
-        self.calls.append(f"drain {grace_s:g}")
-        if self.on_drain:
-            await self.on_drain()
-
-    async def close(self) -> None:
-        self.calls.append("close")
-        if self.on_close:
-            await self.on_close()
-
-    def health(self) -> dict[str, Any]:
-        return {"ok": self.healthy, "jobs": 3}
-
-
-class Run:
-    """A process under test: its reports, and its exit code."""
-
-    def __init__(self, store: MemoryStore | None = None, **spec: Any):
-        self.store = store or MemoryStore()
-        self.messaging = MemoryMessaging()
-        self.worker = Worker()
-        self.reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        options = {"nats_url": "nats://x", "etcd_url": "http://x", "lease_ttl_s": 5.0} | spec
-        self.spec = ProcessSpec(
-            namespace="n", component="Worker", instance=0, state_dir="/nowhere", **options
-        )
-
-    def start(self) -> asyncio.Task[int]:
-        return asyncio.create_task(
-            run_process(
-                self.spec,
-                self.worker,
-                self.reports.put_nowait,
-                ProcessEnvironment(
-                    open_store=lambda _: contextlib.nullcontext(self.store),
-                    open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
-                ),
-            )
-        )
-
-    async def until(self, state: str) -> dict[str, Any]:
-        async with asyncio.timeout(15):
-            while (report := await self.reports.get())["state"] != state:
-                pass
-        return report
-
-
-async def get(url: str) -> tuple[int, bytes]:
-    def fetch() -> tuple[int, bytes]:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as response:
-                return response.status, response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
-
-    return await asyncio.to_thread(fetch)
-
-
-def test_a_spec_survives_json() -> None:
-    spec = Run(config={"a": [1]}, engine_args=["--model", "m"], inner={"P": {"b": 1}}).spec
-    assert msgspec.json.decode(msgspec.json.encode(spec), type=ProcessSpec) == spec
 
 
 async def test_sigterm_drains() -> None:
@@ -139,35 +54,20 @@ async def test_sigterm_drains() -> None:
 
 async def test_status_is_served() -> None:
     run = Run()
-    exit_code = run.start()
-    url = (await run.until("ready"))["status_url"]
-    status, body = await get(f"{url}/health")
-    facts = msgspec.json.decode(body)
-    assert (status, facts["ok"], facts["state"], facts["jobs"]) == (200, True, "ready", 3)
-    status, body = await get(f"{url}/metrics")
-    assert status == 200
-    assert b"dynamo_lite_nats_connected 1.0" in body
-    run.worker.healthy = False
-    assert (await get(f"{url}/health"))[0] == 503
-    run.worker.healthy = True
-    run.messaging.set_connected(False)
-    assert (await get(f"{url}/health"))[0] == 503
-    run.messaging.set_connected(True)
-    _, body = await get(f"{url}/metrics")
-    assert b"dynamo_lite_nats_reconnects_total 1.0" in body
-    assert run.worker.host
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
-
-
-async def test_a_revoked_lease_drains_and_exits_0() -> None:
-    run = Run(lease_ttl_s=60.0)
-    exit_code = run.start()
-    lease_id = int((await run.until("ready"))["lease"], 16)
-    await run.store.revoke(lease_id)
-    assert (await run.until("draining"))["reason"] == "lease revoked"
-    assert await exit_code == 0
-    assert run.worker.calls == ["start", "drain 30", "close"]
+    async with run.ready() as report:
+        url = report["status_url"]
+        status, body = await get(f"{url}/health")
+        facts = msgspec.json.decode(body)
+        assert (status, facts["ok"], facts["state"], facts["jobs"]) == (200, True, "ready", 3)
+        status, body = await get(f"{url}/metrics")
+        assert status == 200 and b"dynamo_lite_nats_connected 1.0" in body
+        run.worker.healthy = False
+        assert (await get(f"{url}/health"))[0] == 503
+        run.worker.healthy = True
+        run.messaging.set_connected(False)
+        assert (await get(f"{url}/health"))[0] == 503
+        run.messaging.set_connected(True)
+        assert b"dynamo_lite_nats_reconnects_total 1.0" in (await get(f"{url}/metrics"))[1]
 
 
 class KeysFirst(MemoryStore):
@@ -188,12 +88,14 @@ class KeysFirst(MemoryStore):
         return True
 
 
-async def test_a_revocation_is_noticed_though_its_keys_vanish_first() -> None:
-    run = Run(store=KeysFirst(), lease_ttl_s=60.0)
+@pytest.mark.parametrize("store", [MemoryStore, KeysFirst])
+async def test_a_revoked_lease_drains_and_exits_0(store: type[MemoryStore]) -> None:
+    run = Run(store=store(), lease_ttl_s=60.0)
     exit_code = run.start()
     await run.store.revoke(int((await run.until("ready"))["lease"], 16))
     assert (await run.until("draining"))["reason"] == "lease revoked"
     assert await exit_code == 0
+    assert run.worker.calls == ["start", "drain 30", "close"]
 
 
 async def test_an_expired_lease_exits_75() -> None:
@@ -205,44 +107,9 @@ async def test_an_expired_lease_exits_75() -> None:
     assert await exit_code == 75
 
 
-async def test_a_deleted_key_is_put_back() -> None:
-    run = Run()
-    exit_code = run.start()
-    await run.until("ready")
-    (key,) = await run.store.get_prefix("n/")
-    async with run.store.watch(key) as events:
-        await anext(events)
-        await run.store.delete(key)
-        async with asyncio.timeout(5):
-            await anext(events)
-            await anext(events)
-    assert await run.store.get(key)
-    assert run.worker.host
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
-    assert await run.store.get_prefix("n/") == {}
-
-
-class Refusals(MemoryStore):
-    """Deletes nothing for so many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refusals = 0
-        self.deletes: list[str] = []
-
-    async def delete(self, key: str) -> bool:
-        self.deletes.append(key)
-        if self.refusals:
-            self.refusals -= 1
-            raise StoreUnavailable("its server was just killed")
-        return await super().delete(key)
-
-
 async def test_a_registration_that_was_not_deleted_is_deleted_while_it_drains() -> None:
-    store = Refusals()
+    store = RefusingStore()
     run = Run(store)
-    store.refusals = 3
     seen: list[bool] = []
 
     async def until_gone() -> None:
@@ -254,124 +121,35 @@ async def test_a_registration_that_was_not_deleted_is_deleted_while_it_drains() 
         seen.append(True)
 
     run.worker.on_drain = until_gone
-    exit_code = run.start()
-    await run.until("ready")
-    assert run.worker.host
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
+    async with run.ready():
+        store.deletes = 3
     assert seen == [False, True]
 
 
-async def test_each_released_key_is_deleted_and_one_that_is_held_again_stays() -> None:
-    store = Refusals()
-    run = Run(store)
-
-    async def hold_two(host: Host) -> None:
-        await host.keys.hold("n/one", b"1")
-        await host.keys.hold("n/two", b"2")
-
-    run.worker.on_start = hold_two
-    exit_code = run.start()
-    await run.until("ready")
-    host = run.worker.host
-    assert host
-    store.refusals = 2
-    assert not await host.keys.release("n/one", "n/two")
-    await host.keys.hold("n/one", b"again")
-
-    async def deleted() -> bool:
-        return await store.get("n/two") is None
-
-    await eventually(deleted)
-    host.stop("enough")
-    assert await exit_code == 0
-    assert (store.deletes.count("n/one"), store.deletes.count("n/two")) == (1, 2)
-
-
-async def hold_another(host: Host) -> None:
-    await host.keys.hold("n/other", b"1")
-
-
-async def test_all_keys_come_back_to_a_store_that_was_wiped() -> None:
-    run = Run(lease_ttl_s=60.0)
-    run.worker.on_start = hold_another
-    exit_code = run.start()
-    await run.until("ready")
-    before = await run.store.get_prefix("n/")
-    assert len(before) == 2
-    async with run.store.watch("n/") as events, asyncio.timeout(5):
-        assert await anext(events) == Snapshot(before)
-        run.store.set_available(False)
-        run.store.wipe()
-        run.store.set_available(True)
-        assert await anext(events) == Snapshot({}, lost_data=True)
-        assert {(await anext(events)).key for _ in before} == set(before)
-    assert await run.store.get_prefix("n/") == before
-    assert run.worker.host
-    await run.worker.host.keys.release("n/other")
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
-    assert await run.store.get_prefix("n/") == {}
-
-
-@pytest.mark.parametrize("released", [0, 1])
-async def test_keys_come_back_whichever_was_released_before(released: int) -> None:
-    run = Run(lease_ttl_s=60.0)
-    run.worker.on_start = hold_another
-    exit_code = run.start()
-    await run.until("ready")
-    host = run.worker.host
-    assert host is not None
-    gone = host.keys.held()[released]
-    await host.keys.release(gone)
-    (left,) = await run.store.get_prefix("n/")
-    async with run.store.watch(left) as events, asyncio.timeout(5):
-        await anext(events)
-        await run.store.delete(left)
-        assert await anext(events) == Delete(left)
-        assert isinstance(await anext(events), Put)
-    host.stop("enough")
-    assert await exit_code == 0
-
-
 async def test_a_start_survives_a_store_that_is_away_for_a_moment() -> None:
-    store = Refusing()
-    run = Run(store=store)
-    store.refusals = 2
-    exit_code = run.start()
-    await run.until("ready")
-    assert store.refusals == 0 and await store.get_prefix("n/")
-    assert run.worker.host
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
+    store = RefusingStore()
+    store.puts = 2
+    async with Run(store).ready():
+        assert store.puts == 0 and await store.get_prefix("n/")
 
 
-async def test_keys_come_back_though_the_store_dies_again_meanwhile() -> None:
-    store = Refusing()
-    run = Run(store=store, lease_ttl_s=60.0)
-    exit_code = run.start()
-    await run.until("ready")
-    store.refusals = 2
-    store.wipe()
-    async with asyncio.timeout(5), store.watch("n/") as events:
-        while not await store.get_prefix("n/"):
-            await anext(events)
-    assert store.refusals == 0
-    assert run.worker.host
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
-
-
-class Refusing(MemoryStore):
-    """refusals: how many puts still fail."""
-
-    refusals = 0
-
-    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise StoreUnavailable("not now")
-        await super().put(key, value, lease=lease)
+async def test_all_keys_come_back_to_a_store_that_was_wiped_and_dies_again() -> None:
+    store = RefusingStore()
+    run = Run(store, lease_ttl_s=60.0)
+    async with run.ready():
+        await run.host.keys.hold("n/other", b"1")
+        before = await store.get_prefix("n/")
+        store.set_available(False)
+        store.wipe()
+        store.puts = 2
+        store.set_available(True)
+        async with asyncio.timeout(5), store.watch("n/") as events:
+            while await store.get_prefix("n/") != before:
+                await anext(events)
+        assert len(before) == 2 and store.puts == 0
+        assert run.host.lease.loss is None
+        await run.host.keys.release("n/other")
+    assert await store.get_prefix("n/") == {}
 
 
 @pytest.mark.parametrize("error", [StartupError("no model"), KeyError("bug")])
@@ -444,8 +222,7 @@ async def test_a_failing_drain_still_closes() -> None:
     run.worker.on_drain = fail
     exit_code = run.start()
     await run.until("ready")
-    assert run.worker.host
-    run.worker.host.stop("enough", 3)
+    run.host.stop("enough", 3)
     assert await exit_code == 3
     assert run.worker.calls[-1] == "close"
 
@@ -462,8 +239,7 @@ async def test_a_cancel_while_it_closes_ends_its_tasks() -> None:
     run.worker.on_start, run.worker.on_close = endless, close
     process = run.start()
     await run.until("ready")
-    assert run.worker.host is not None
-    run.worker.host.stop("a test")
+    run.host.stop("a test")
     await closing.wait()
     process.cancel()
     await asyncio.wait([process], timeout=5)
@@ -479,10 +255,8 @@ async def test_a_missing_server_is_a_failed_start() -> None:
         raise StartupError("cannot use etcd at http://x")
         yield
 
-    code = await run_process(
-        run.spec, run.worker, run.reports.put_nowait, ProcessEnvironment(open_store=missing)
-    )
-    assert code == 1
+    run.environment = ProcessEnvironment(open_store=missing)
+    assert await run.start() == 1
     assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"
     assert run.worker.calls == []
 
@@ -490,64 +264,19 @@ async def test_a_missing_server_is_a_failed_start() -> None:
 async def test_a_revoke_by_another_client_is_noticed_fast(
     nats_url: str, etcd_url: str, namespace: str
 ) -> None:
-    worker = Worker()
-    reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    noticed = 0.0
-
-    def report(line: dict[str, Any]) -> None:
-        nonlocal noticed
-        if line["state"] == "draining":
-            noticed = time.monotonic()
-        reports.put_nowait(line)
-
-    spec = ProcessSpec(
-        namespace=namespace,
-        component="Worker",
-        instance=0,
-        nats_url=nats_url,
-        etcd_url=etcd_url,
-        state_dir="/nowhere",
-    )
-    exit_code = asyncio.create_task(run_process(spec, worker, report))
+    run = Run(nats_url=nats_url, etcd_url=etcd_url, lease_ttl_s=30.0)
+    run.spec = dataclasses.replace(run.spec, namespace=namespace)
+    run.environment = ProcessEnvironment()
+    exit_code = run.start()
+    lease = int((await run.until("ready"))["lease"], 16)
     async with asyncio.timeout(15), EtcdStore(etcd_url) as other:
-        line = await reports.get()
-        while line["state"] != "ready":
-            line = await reports.get()
         assert list(await other.get_prefix(components_prefix(namespace)))
         started = time.monotonic()
-        assert await other.revoke(int(line["lease"], 16))
+        assert await other.revoke(lease)
+        await run.until("draining")
+        noticed = time.monotonic()
         assert await exit_code == 0
     assert noticed - started < 0.5
-
-
-async def test_an_etcd_outage_longer_than_the_lease_exits_75(nats_url: str, etcd_server) -> None:
-    run = Run(nats_url=nats_url, etcd_url=etcd_server.url, lease_ttl_s=2.0)
-    exit_code = asyncio.create_task(run_process(run.spec, run.worker, run.reports.put_nowait))
-    await run.until("ready")
-    await etcd_server.kill()
-    assert (await run.until("draining"))["reason"] == "lease expired"
-    assert await exit_code == 75
-
-
-async def test_an_etcd_that_was_wiped_costs_no_process_its_life(nats_url: str, etcd_server) -> None:
-    run = Run(nats_url=nats_url, etcd_url=etcd_server.url, lease_ttl_s=10.0)
-    run.worker.on_start = hold_another
-    exit_code = asyncio.create_task(run_process(run.spec, run.worker, run.reports.put_nowait))
-    await run.until("ready")
-    async with EtcdStore(etcd_server.url) as other:
-        before = await other.get_prefix("n/")
-    await etcd_server.kill()
-    await etcd_server.restart(wiped=True)
-    async with asyncio.timeout(5), EtcdStore(etcd_server.url) as other:
-        async with other.watch("n/") as events:
-            while await other.get_prefix("n/") != before:
-                await anext(events)
-    assert len(before) == 2
-    assert run.worker.host
-    assert run.worker.host.lease.loss is None
-    await run.worker.host.keys.release("n/other")
-    run.worker.host.stop("enough")
-    assert await exit_code == 0
 
 
 async def test_a_second_signal_ends_the_process_at_once() -> None:

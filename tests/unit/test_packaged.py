@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.packaged import config_file, configs, example, graphs, packaged_file
+from dynamo_lite.serve.graphs import (
+    config_file,
+    configs,
+    example,
+    graphs,
+    load_graph,
+    packaged_file,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

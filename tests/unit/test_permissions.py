@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_lite.cli.access_text import chosen, etcd_commands, nats_configuration
+from dynamo_lite.cli.access import chosen, etcd_commands, nats_configuration
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions
@@ -92,26 +92,53 @@ def test_permissions_end_with_the_namespace():
         assert all(prefix.startswith(f"{NAMESPACE}/") for prefix in (*one.read, *one.write))
 
 
-def test_what_each_must_not_do():
-    def may(component: str, subject: str) -> bool:
-        return any(matches(pattern, subject) for pattern in ALL[component].publish)
+STREAM = names.prefill_stream(NAMESPACE)
 
-    claim = names.claim_subject(NAMESPACE, "e1")
-    assert [who for who in ALL if may(who, claim)] == ["PrefillWorker"]
-    cancel = names.cancel_subject(NAMESPACE, 0x1A)
-    assert [who for who in ALL if may(who, cancel)] == ["VllmWorker"]
-    pull = f"$JS.API.CONSUMER.MSG.NEXT.{names.prefill_stream(NAMESPACE)}.prefill_workers"
-    assert [who for who in ALL if may(who, pull)] == ["PrefillWorker"]
+
+@pytest.mark.parametrize(
+    ("subject", "senders"),
+    [
+        (names.prefill_jobs_subject(NAMESPACE), ["VllmWorker"]),
+        (names.cancel_subject(NAMESPACE, 0x1A), ["VllmWorker"]),
+        (names.kv_subject(NAMESPACE, "VllmWorker"), ["VllmWorker"]),
+        (names.claim_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
+        (names.first_token_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
+        (f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.any", ["PrefillWorker"]),
+        (names.endpoint_subject(NAMESPACE, "Router", "pick", 0x1A), ["Frontend"]),
+        (names.fates_subject(NAMESPACE, 0x1A), ["Frontend"]),
+        (names.explain_subject(NAMESPACE, "e1"), ["Operator"]),
+        (names.endpoint_subject(NAMESPACE, "Planner", "explain", 0x1A), ["Operator"]),
+    ],
+)
+def test_nobody_sends_what_another_component_sends(subject: str, senders: list[str]):
+    may = [who for who, one in ALL.items() if any(matches(p, subject) for p in one.publish)]
+    assert may == senders
+
+
+def test_nobody_writes_the_keys_of_another_component():
+    """The planner may delete members' keys, for which etcd demands that it may write them."""
+
+    def writers(key: str) -> list[str]:
+        return holders(lambda one: any(key.startswith(prefix) for prefix in one.write))
+
     metadata = names.nixl_metadata_key(NAMESPACE, "e1")
     assert holders(lambda one: any(metadata.startswith(p) for p in (*one.read, *one.write))) == [
         "VllmWorker",
         "PrefillWorker",
         "Planner",
     ]
-    assert holders(lambda one: any(metadata.startswith(p) for p in one.write)) == [
-        "VllmWorker",
-        "Planner",
-    ]
+    assert writers(metadata) == ["VllmWorker", "Planner"]
+    assert writers(names.link_key(NAMESPACE, 0x1A, "e2")) == ["PrefillWorker", "Planner"]
+    for key in (
+        names.planner_target_key(NAMESPACE),
+        names.planner_operation_key(NAMESPACE, 7),
+        names.planner_pause_key(NAMESPACE),
+        names.planner_leader_key(NAMESPACE),
+    ):
+        assert writers(key) == ["Planner"]
+    for name in (name for name in ALL if name not in ("Operator", "Planner")):
+        own = [name, *(["Frontend"] if name == "Processor" else []), "Planner"]
+        assert set(writers(names.endpoint_key(NAMESPACE, name, "x", 0x1A))) == set(own)
 
 
 def test_an_unknown_component_is_refused_with_the_known_ones():

@@ -15,9 +15,9 @@ from dynamo_lite.services.engine_probe import NOT_LOADED
 from dynamo_lite.services.frontend.frontend import Frontend
 from dynamo_lite.services.frontend.http import Probed
 from tests.simulation.servers.memory import MemoryMessaging
+from tests.unit.process_run import Run, get
 from tests.unit.test_engine_probe import Engine
 from tests.unit.test_engine_probe import Worker as Probing
-from tests.unit.test_host import Run, get
 from tests.unit.virtual import virtual
 
 WELL = {"ok": True, "dead": "", "checks": {"model": "", "engine": ""}}
@@ -163,14 +163,9 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
     assert client.post("/ready").status_code == client.get("/health").status_code == 418
 
 
-def test_a_frontend_needs_one_worker_that_responds() -> None:
+def test_a_frontend_needs_one_worker_that_responds_and_an_edge_that_answers() -> None:
     spec = ProcessSpec(
-        namespace="n",
-        component="Frontend",
-        instance=0,
-        nats_url="",
-        etcd_url="",
-        state_dir="",
+        namespace="n", component="Frontend", instance=0, nats_url="", etcd_url="", state_dir=""
     )
     frontend = Frontend({}, spec)
 
@@ -185,13 +180,6 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
     dispatcher._workers = Members("b")
     assert trouble() == ""
     assert "not loaded yet" in frontend.health()["checks"]["model"]
-
-
-def test_a_frontend_needs_an_edge_that_answers() -> None:
-    spec = ProcessSpec(
-        namespace="n", component="Frontend", instance=0, nats_url="", etcd_url="", state_dir=""
-    )
-    frontend = Frontend({}, spec)
     assert "edge" not in frontend.health()["checks"]
     edge = Edge()
     frontend._app = frontend._rust = edge  # type: ignore[assignment]

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 from dynamo_lite.serve import secret_file
-from dynamo_lite.serve.embedded_folders import check_folders, folder_of, mark
+from dynamo_lite.serve.embedded import check_folders
 from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.serve.secret_file import (
     given_secret,
     made_secret,
-    note_secrets,
     running_secret,
 )
 from tests.builders import ManualClock, graph_secret
@@ -50,11 +49,8 @@ def test_a_changed_bit_another_context_and_another_secret_are_refused(
     for short in (b"", protected[: TAG_BYTES - 1]):
         with pytest.raises(ProtocolError):
             secret.open(b"here", short)
-
-
-def test_a_context_cannot_pass_for_a_part_of_the_message(secret: GraphSecret):
-    tag = secret.tag(b"ab", b"c")
-    assert not secret.verify(b"a", tag, b"bc")
+    # Nor does a context pass for a part of the message.
+    assert not secret.verify(b"a", secret.tag(b"ab", b"c"), b"bc")
 
 
 def test_a_key_is_replaced_while_both_ends_run(tmp_path: Path):
@@ -103,43 +99,50 @@ def test_a_spoilt_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    "content", ["", "ab", "zz" * 32, "00" * 31, "\n".join(["00" * 32] * 3), "00" * 32 + " 11"]
+    ("content", "mode", "complaint"),
+    [
+        *(
+            (content, 0o600, "64 hexadecimal")
+            for content in (
+                "",
+                "ab",
+                "zz" * 32,
+                "00" * 31,
+                "\n".join(["00" * 32] * 3),
+                "00" * 32 + " 11",
+            )
+        ),
+        ("00" * 32, 0o640, "chmod 600"),
+        (None, 0, "cannot read"),
+    ],
 )
-def test_files_that_are_no_secret_are_refused(content: str, tmp_path: Path):
+def test_files_that_are_no_secret_are_refused(
+    content: str | None, mode: int, complaint: str, tmp_path: Path
+):
     path = tmp_path / "secret"
-    path.write_text(content)
-    path.chmod(0o600)
-    with pytest.raises(StartupError, match="64 hexadecimal") as caught:
+    if content is not None:
+        path.write_text(content)
+        path.chmod(mode)
+    with pytest.raises(StartupError, match=complaint) as caught:
         GraphSecret(path)
     assert not content or content not in str(caught.value)
 
 
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path):
-    path = tmp_path / "secret"
-    graph_secret(path)
-    path.chmod(0o640)
-    with pytest.raises(StartupError, match="chmod 600"):
-        GraphSecret(path)
-    with pytest.raises(StartupError, match="cannot read"):
-        GraphSecret(tmp_path / "none")
-
-
-def test_a_made_secret_is_private_and_new_each_time(tmp_path: Path):
+def test_a_made_secret_is_private_and_new_unless_records_outlive_the_graph(
+    tmp_path: Path,
+):
     path = made_secret(tmp_path)
     first = path.read_bytes()
     assert os.stat(path).st_mode & 0o777 == 0o600
-    assert made_secret(tmp_path).read_bytes() != first
-
-
-def test_a_made_secret_is_kept_where_records_outlive_the_graph(tmp_path: Path):
-    path = made_secret(tmp_path, keep=True)
-    first = path.read_bytes()
     assert made_secret(tmp_path, keep=True).read_bytes() == first
+    assert made_secret(tmp_path).read_bytes() != first
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
-    "content", [b"", b"password\n", b"00" * 32 + b"\nrest", b"\xff" * 65], ids=range(4)
+    "content",
+    [b"", b"password\n", b"00" * 32 + b"\nrest", b"\xff" * 65],
+    ids=range(4),
 )
 def test_a_file_that_no_start_has_made_is_not_overwritten(
     tmp_path: Path, content: bytes, keep: bool
@@ -153,59 +156,17 @@ def test_a_file_that_no_start_has_made_is_not_overwritten(
 
 
 def test_a_secret_that_an_operator_made_is_not_overwritten(tmp_path: Path):
-    """`openssl rand -hex 32 > secret`, and then a start with `--state-dir .`."""
+    """`openssl rand -hex 32 > secret`, and then a start with `--state-dir .`; also after a start
+    with a store of its own has used it."""
     path = tmp_path / "secret"
     graph_secret(path, OLD)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="has no marker file"):
+        with pytest.raises(ConfigError, match="was put there"):
             made_secret(tmp_path)
         assert path.read_text() == OLD.hex() + "\n"
         assert list(tmp_path.iterdir()) == [path]
-    # It is a secret all the same.
-    assert made_secret(tmp_path, keep=True) == path
-
-
-def test_a_secret_of_two_keys_is_not_overwritten(tmp_path: Path):
-    path = made_secret(tmp_path)
-    graph_secret(path, OLD, NEW)
-    with pytest.raises(ConfigError, match="it has been changed"):
-        made_secret(tmp_path)
-    assert path.read_text().split() == [OLD.hex(), NEW.hex()]
-
-
-def release_before(state_dir: Path) -> Path:
-    """A secret that was made before starts recorded them."""
-    path = made_secret(state_dir)
-    (state_dir / "embedded" / "made-secrets").unlink()
-    return path
-
-
-def test_a_secret_of_the_release_before_is_replaced_and_kept(tmp_path: Path):
-    path = release_before(tmp_path)
-    first = path.read_bytes()
-    assert made_secret(tmp_path, keep=True).read_bytes() == first
-    assert made_secret(tmp_path).read_bytes() != first
-    release_before(tmp_path)
-    graph_secret(path, OLD, NEW)
-    with pytest.raises(ConfigError, match="does not have one line"):
-        made_secret(tmp_path)
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_secret_that_an_operator_made_is_not_overwritten_after_it_was_used(
-    tmp_path: Path, named: bool
-):
-    """By name, or with a store of its own; both starts have a nats-server."""
-    path = tmp_path / "secret"
-    graph_secret(path, OLD)
-    if named:
-        note_secrets(tmp_path)
-    else:
+        # It is a secret all the same.
         assert made_secret(tmp_path, keep=True) == path
-    mark(folder_of(tmp_path, "nats"))
-    with pytest.raises(ConfigError, match="was put there"):
-        made_secret(tmp_path)
-    assert path.read_text() == OLD.hex() + "\n"
 
 
 def test_a_start_that_ended_before_its_secret_was_written_costs_nothing(
@@ -234,13 +195,20 @@ def test_a_folder_that_cannot_be_looked_into_is_named(
     def denied(_path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "is_file", denied)
+    monkeypatch.setattr(Path, "iterdir", denied)
     with pytest.raises(StartupError, match=f"folder {tmp_path}.*Permission denied"):
         check_folders([tmp_path])
 
 
-def test_links_and_folders_are_not_overwritten(tmp_path: Path):
+def test_links_folders_and_files_of_other_users_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = made_secret(tmp_path)
+    with monkeypatch.context() as patched:
+        owner = path.stat().st_uid
+        patched.setattr(os, "geteuid", lambda: owner + 1)
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            made_secret(tmp_path)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to("elsewhere")
     with pytest.raises(ConfigError, match="no regular file"):
@@ -250,14 +218,6 @@ def test_links_and_folders_are_not_overwritten(tmp_path: Path):
     path.mkdir()
     with pytest.raises(ConfigError, match="no regular file"):
         made_secret(tmp_path, keep=True)
-
-
-def test_another_user_s_secret_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = made_secret(tmp_path)
-    owner = path.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(ConfigError, match="belongs to another user"):
-        made_secret(tmp_path)
 
 
 def test_a_lone_service_takes_the_secret_of_the_graph_beside_it_only():

@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.serve.config import resolve
+from dynamo_lite.serve.document import read_document
+from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.secret_file import check_exposure
-from dynamo_lite.serve.startup_checks import readable_by_others
+from dynamo_lite.serve.startup_checks import check_planner_budget, readable_by_others
+
+FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
+LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
+TWO_EACH = [f"--{name}.ServiceArgs.devices=2" for name in ("VllmWorker", "PrefillWorker")]
+MANY = "--PrefillWorker.ServiceArgs.workers=4"
 
 
 @pytest.mark.parametrize(
@@ -25,11 +33,7 @@ def test_servers_of_other_hosts_without_tls_are_warned_of(
     warnings = readable_by_others(nats, etcd)
     assert [warning.split()[1] for warning in warnings] == named
     assert all("without TLS" in warning for warning in warnings)
-
-
-def test_a_warning_does_not_show_a_password():
-    [warning] = readable_by_others("nats://me:hidden@nats:4222", None)
-    assert "hidden" not in warning
+    assert "hidden" not in readable_by_others("nats://me:hidden@nats:4222", None)[0]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def test_a_warning_does_not_show_a_password():
         ("0.0.0.0", None, ["Graph.bind-host"]),
         ("node-1", None, ["Graph.bind-host"]),
         ("::", None, ["Graph.bind-host"]),
-        ("10.0.0.9", "nats://nats", ["Graph.bind-host", "--nats-url"]),
+        ("10.0.0.9", "nats://me:hidden@nats", ["Graph.bind-host", "--nats-url"]),
     ],
 )
 def test_what_others_reach_needs_a_secret(bind_host: str, nats: str | None, named: list[str]):
@@ -55,9 +59,44 @@ def test_what_others_reach_needs_a_secret(bind_host: str, nats: str | None, name
         check_exposure(bind_host, nats, None)
     assert [mistake.partition(":")[0] for mistake in refused.value.mistakes] == named
     assert all("--secret-file FILE" in mistake for mistake in refused.value.mistakes)
-
-
-def test_a_refusal_does_not_show_a_password():
-    with pytest.raises(ConfigError) as refused:
-        check_exposure("127.0.0.1", "nats://me:hidden@nats:4222", None)
     assert "hidden" not in str(refused.value)
+
+
+def over_budget(*overrides: str, only: str | None = None) -> list[str]:
+    """Of the packaged configuration, whose budget is 4."""
+    document = read_document(FILE, ["--Graph.devices=32", *overrides])
+    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document, only=only)
+    assert document.mistakes == []
+    check_planner_budget(config, document, only=only)
+    return document.mistakes
+
+
+@pytest.mark.parametrize("overrides", [[], TWO_EACH, ["--PrefillWorker.ServiceArgs.workers=3"]])
+def test_a_budget_for_the_graph_s_own_workers_is_enough(overrides: list[str]):
+    assert over_budget(*overrides) == []
+
+
+def test_a_budget_below_the_workers_that_start_is_refused():
+    assert over_budget(MANY, "--VllmWorker.ServiceArgs.devices=2") == [
+        f"{FILE}:{LINE}: Planner.budget-devices: 4, but the workers that the graph starts need 6"
+        " devices: PrefillWorker 4 * 1, VllmWorker 1 * 2 (a worker without a device counts as"
+        " one); raise the budget, or start fewer workers (ServiceArgs.workers)"
+    ]
+    [flag] = over_budget(*TWO_EACH, "--Planner.budget-devices=3", "--Planner.decode-min=1")[1:]
+    assert flag.startswith("--Planner.budget-devices: 3, but the workers")
+
+
+def test_a_budget_below_the_minima_is_refused_by_their_devices():
+    assert over_budget(*TWO_EACH, "--Planner.decode-min=2") == [
+        f"{FILE}:{LINE}: Planner.budget-devices: prefill-min (1 * 2) and decode-min (2 * 2) need 6"
+        " devices together, more than budget-devices, 4"
+    ]
+
+
+def test_only_what_starts_here_is_compared():
+    assert over_budget(MANY, only="PrefillWorker") == []
+    assert over_budget(MANY, only="Planner") == []
+    assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
+    assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
+    pods = "--Planner.kubernetes.decode=deployments/decode"
+    assert over_budget(MANY, "--Planner.connector=kubernetes", pods) == []

@@ -52,6 +52,11 @@ async def test_a_lost_cancel_is_repeated_until_the_task_has_ended(lost: int):
     await end_tasks(task)
     assert task.cancelled()
     assert loop_time() - began == pytest.approx(lost * CANCEL_AGAIN_S)
+    # Ended tasks and no tasks need no wait.
+    began = loop_time()
+    await end_tasks(task)
+    await end_tasks()
+    assert loop_time() == began
 
 
 @virtual
@@ -111,7 +116,6 @@ async def test_leaving_the_context_ends_what_still_runs():
         short = tasks.start(asyncio.sleep(0, "result"), name="short")
         assert await short == "result"
         assert len(tasks) == 2
-        assert repr(tasks) == "OwnedTasks(['long', 'stubborn'])"
     assert long.cancelled() and stubborn.cancelled()
     assert len(tasks) == 0
 

@@ -12,89 +12,61 @@ from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
 
-def test_a_cache_that_cannot_be_written_is_no_trouble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked: list[str] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What vLLM's parsers are asked, which take any seed but x."""
+    questions: list[dict[str, Any]] = []
 
     def ask(question: str) -> list[Any]:
-        asked.append(question)
-        return [{"section": "Back", "key": "model", "message": "too large"}]
-
-    monkeypatch.setattr(vllm_arguments, "_ask_vllm", ask)
-    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
-    service = SimpleNamespace(service=SimpleNamespace(name="Back", flags="engine"), flags={})
-    config: Any = SimpleNamespace(services=[service])
-    (tmp_path / "file").touch()
-    document = Document(source="x.yaml")
-    check_vllm_arguments(config, document, tmp_path / "file" / "cache" / "verdicts.json")
-    assert len(asked) == 1
-    assert document.mistakes == ["x.yaml: Back.model: too large"]
-
-
-def test_each_section_is_judged_once_for_all_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked: list[dict[str, Any]] = []
-
-    def ask(question: str) -> list[Any]:
-        asked.append(json.loads(question))
+        questions.append(json.loads(question))
         return [
             {"section": name, "key": "seed", "message": "no number", "nearest": []}
-            for name, section in asked[-1].items()
-            if section["args"]["seed"] == "x"
+            for name, section in questions[-1].items()
+            if section["args"].get("seed") == "x"
         ]
 
     monkeypatch.setattr(vllm_arguments, "_ask_vllm", ask)
     monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
-
-    def mistakes(**seeds: Any) -> list[str]:
-        """Of a graph with these services."""
-        config: Any = SimpleNamespace(
-            services=[
-                SimpleNamespace(service=SimpleNamespace(name=name, flags="engine"), flags=flags)
-                for name, flags in ((name, {"seed": seed}) for name, seed in seeds.items())
-            ]
-        )
-        document = Document(source="x.yaml")
-        check_vllm_arguments(config, document, tmp_path / "verdicts.json")
-        return document.mistakes
-
-    assert mistakes(Back=1, Front=2) == []
-    assert mistakes(Front=2) == mistakes(Other=1, Back=2) == []
-    assert [list(question) for question in asked] == [["Back", "Front"]]
-    assert mistakes(Back=1, Front="x") == ["x.yaml: Front.seed: no number"]
-    assert [list(question) for question in asked[1:]] == [["Front"]]
-    assert mistakes(Other="x", Back=1) == ["x.yaml: Other.seed: no number"]
-    assert len(asked) == 2
+    return questions
 
 
-def test_many_graphs_of_one_folder_find_their_verdicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked: list[str] = []
-
-    def ask(question: str) -> list[Any]:
-        asked.append(question)
-        return []
-
-    monkeypatch.setattr(vllm_arguments, "_ask_vllm", ask)
-    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
-    for seed in [*range(100)] * 2:
-        service = SimpleNamespace(
-            service=SimpleNamespace(name="Back", flags="engine"), flags={"seed": seed}
-        )
-        config: Any = SimpleNamespace(services=[service])
-        check_vllm_arguments(config, Document(source="x.yaml"), tmp_path / "verdicts.json")
-    assert len(asked) == 100
-
-
-def test_a_mapping_may_have_keys_that_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vllm_arguments, "_ask_vllm", lambda question: [])
-    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
-    flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
-    service = SimpleNamespace(service=SimpleNamespace(name="Back", flags="engine"), flags=flags)
-    config: Any = SimpleNamespace(services=[service])
+def mistakes(cache: Path, **flags: dict[str, Any]) -> list[str]:
+    """Of a graph with these services."""
+    services = [
+        SimpleNamespace(service=SimpleNamespace(name=name, flags="engine"), flags=given)
+        for name, given in flags.items()
+    ]
+    config: Any = SimpleNamespace(services=services)
     document = Document(source="x.yaml")
-    check_vllm_arguments(config, document, tmp_path / "verdicts.json")
-    assert document.mistakes == []
+    check_vllm_arguments(config, document, cache)
+    return document.mistakes
+
+
+def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path: Path, asked: list[Any]):
+    (tmp_path / "file").touch()
+    found = mistakes(tmp_path / "file" / "verdicts.json", Back={"seed": "x"})
+    assert found == ["x.yaml: Back.seed: no number"]
+    assert len(asked) == 1
+
+
+def test_each_section_is_judged_once_for_all_graphs(tmp_path: Path, asked: list[Any]):
+    def judged(**seeds: Any) -> list[str]:
+        flags = {name: {"seed": seed} for name, seed in seeds.items()}
+        return mistakes(tmp_path / "verdicts.json", **flags)
+
+    assert judged(Back=1, Front=2) == []
+    assert judged(Front=2) == judged(Other=1, Back=2) == []
+    assert [list(question) for question in asked] == [["Back", "Front"]]
+    assert judged(Back=1, Front="x") == ["x.yaml: Front.seed: no number"]
+    assert [list(question) for question in asked[1:]] == [["Front"]]
+    assert judged(Other="x", Back=1) == ["x.yaml: Other.seed: no number"]
+    assert len(asked) == 2
+    # Many graphs of one folder find theirs.
+    for seed in [*range(3, 100)] * 2:
+        judged(Back=seed)
+    assert len(asked) == 99
+
+
+def test_a_mapping_may_have_keys_that_are_numbers(tmp_path: Path, asked: list[Any]):
+    flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
+    assert mistakes(tmp_path / "verdicts.json", Back=flags) == []

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from dynamo_lite.cli.access_environment import etcd_environment
+from dynamo_lite.cli.access import etcd_environment
 from dynamo_lite.runtime.address import is_loopback
 from tests.vllm.asking import ask
 from tests.vllm.graph import Graph

@@ -1,6 +1,7 @@
 """Opens the messaging of a graph."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
@@ -10,14 +11,14 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.secret import GraphSecret
 
 
-def open_messaging(
+@asynccontextmanager
+async def open_messaging(
     url: str, secret_file: str | Path | None, on_drop: OnDrop = uncounted
-) -> AbstractAsyncContextManager[Messaging]:
-    """A context. secret_file: None if messages are not authenticated.
+) -> AsyncIterator[Messaging]:
+    """secret_file: None if messages are not authenticated.
 
     Raises StartupError for a secret file that cannot be used.
     """
-    messaging = NatsMessaging(url, on_drop=on_drop)
-    if secret_file is None:
-        return messaging
-    return AuthenticatedMessaging(messaging, GraphSecret(Path(secret_file)), on_drop)
+    secret = None if secret_file is None else GraphSecret(Path(secret_file))
+    async with NatsMessaging(url, on_drop=on_drop) as messaging:
+        yield messaging if secret is None else AuthenticatedMessaging(messaging, secret, on_drop)

@@ -137,10 +137,6 @@ class Host:
         #: What the process stores under its lease.
         self.keys = HeldKeys(store, lease, self.spawn)
 
-    def __repr__(self) -> str:
-        name = f"{self.spec.namespace}/{self.spec.component}[{self.spec.instance}]"
-        return f"Host({name}, endpoints={len(self._endpoints)}, tasks={len(self._tasks)})"
-
     async def register(
         self,
         endpoint: str,

@@ -35,10 +35,6 @@ class HeldKeys:
         self._guard: asyncio.Task[None] | None = None
         self._deleter: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        held = len(self.held())
-        return f"HeldKeys({held} held, {len(self._keys) - held} to be deleted)"
-
     def held(self) -> list[str]:
         """Oldest first."""
         return [key for key, one in self._keys.items() if one.value is not None]

@@ -4,12 +4,19 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from prometheus_client import REGISTRY, CollectorRegistry, ProcessCollector
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    ProcessCollector,
+)
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -20,7 +27,6 @@ from dynamo_lite.runtime.messaging import Messaging, NoBroker
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
-from dynamo_lite.runtime.process.metrics import add_gauges, count_reconnects
 from dynamo_lite.runtime.process.readiness import ProbeBody, Probes, liveness, readiness
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import (
@@ -33,7 +39,7 @@ from dynamo_lite.runtime.process.stop import (
 )
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.runtime.store import Store
+from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
 
@@ -158,7 +164,7 @@ class _Process:
         self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
         if self._spec.nats_url:
-            stack.enter_context(count_reconnects(registry, messaging))
+            stack.enter_context(_count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
             environment.open_status(self._spec, self._health, probes, registry, drops)
         )
@@ -295,3 +301,40 @@ class _Process:
         """0 before the drain."""
         since = self._draining_since
         return 0.0 if since is None else self.host.clock.monotonic() - since
+
+
+def add_gauges(
+    registry: CollectorRegistry, spec: ProcessSpec, lease: Lease, messaging: Messaging
+) -> None:
+    """Registers the metrics that are read from `lease` and `messaging` when they are asked for."""
+    # Prometheus adds its own labels to all metrics of a target; these can be joined with them.
+    whose = Info("dynamo_lite_process", "Which process this is.", registry=registry)
+    whose.info({"dynamo_namespace": spec.namespace, "dynamo_component": spec.component})
+    remaining = Gauge(
+        "dynamo_lite_lease_remaining_seconds",
+        "Seconds until this process's lease may expire.",
+        registry=registry,
+    )
+    remaining.set_function(lease.remaining_s)
+    if not spec.nats_url:
+        return
+    connected = Gauge("dynamo_lite_nats_connected", "1 while NATS is connected.", registry=registry)
+    connected.set_function(lambda: float(messaging.connected))
+
+
+def _count_reconnects(
+    registry: CollectorRegistry, messaging: Messaging
+) -> AbstractContextManager[None]:
+    """Counts reconnects while the context lasts. The gauge `dynamo_lite_nats_connected` misses
+    outages between two scrapes."""
+    reconnects = Counter(
+        "dynamo_lite_nats_reconnects",
+        "How often the connection to NATS was lost and established again.",
+        registry=registry,
+    )
+
+    def on_connection(connected: bool) -> None:
+        if connected:
+            reconnects.inc()
+
+    return messaging.watch_connection(on_connection)

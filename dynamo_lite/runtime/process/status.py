@@ -61,9 +61,6 @@ class StatusServer:
         self._server: _Server | None = None
         self._listener: socket.socket | None = None
 
-    def __repr__(self) -> str:
-        return f"StatusServer({self.url})"
-
     @property
     def url(self) -> str:
         scheme = "https" if self._tls else "http"

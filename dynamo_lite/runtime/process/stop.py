@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -16,8 +16,6 @@ EXIT_START_FAILED = 1
 EXIT_OWNED_TASK_FAILED = 70
 EXIT_LEASE_EXPIRED = 75
 EXIT_FORCED = 130
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def loss_exit_code(loss: LeaseLoss) -> int:
@@ -37,9 +35,6 @@ class StopRequest:
         self.code = EXIT_STOPPED
         self._event = asyncio.Event()
         self._on_set: Callable[[], object] = lambda: None
-
-    def __repr__(self) -> str:
-        return f"StopRequest({self.reason!r}, {self.code})" if self.is_set else "StopRequest()"
 
     @property
     def is_set(self) -> bool:
@@ -74,20 +69,24 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """The first SIGTERM or SIGINT requests a drain, the second ends the process at once."""
+def stop_on_signals(
+    stop: StopRequest,
+    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+    again: Callable[[], object] = lambda: os._exit(EXIT_FORCED),
+) -> Iterator[None]:
+    """The first signal requests a drain, the second one calls `again`: the process ends at once."""
     loop = asyncio.get_running_loop()
     seen = False
 
     def on_signal(number: signal.Signals) -> None:
         nonlocal seen
         if seen:
-            os._exit(EXIT_FORCED)
+            again()
         seen = True
         stop.set(number.name, EXIT_STOPPED)
 
     installed: list[signal.Signals] = []
-    for number in _SIGNALS:
+    for number in kinds:
         # Only the main thread's loop can handle signals; elsewhere the owner calls `stop`.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
             loop.add_signal_handler(number, on_signal, number)

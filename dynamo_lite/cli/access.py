@@ -1,0 +1,338 @@
+"""`dynamo-lite access`: who may use NATS and etcd, and with which credentials.
+
+Prints users with the least rights, as nats-server's configuration and as commands of etcdctl, and
+makes those of etcd; and prints variables with which etcdctl and `nats` reach a graph's servers.
+"""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.cli.listing import checked_namespace, find_broker, find_place
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
+from dynamo_lite.runtime.address import (
+    ServerAddress,
+    host_port,
+    parse_etcd_url,
+    parse_nats_url,
+    redact,
+)
+from dynamo_lite.runtime.credentials import BadCredentials, read_login
+from dynamo_lite.runtime.tls import TlsFiles
+
+_ROOT = "root"
+#: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
+_ANSWER_S, _TIMEOUT_S = 30, 60.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Users of NATS and etcd: those for your own servers, and the credentials of a graph.
+
+    \b
+    dynamo-lite access nats --namespace dynamo > users.conf
+    dynamo-lite access etcd --namespace dynamo --component PrefillWorker
+    eval "$(dynamo-lite access etcd --env)"; etcdctl get --prefix dynamo
+    eval "$(dynamo-lite access nats --env)"; nats sub 'dynamo_health.>'
+    """,
+)
+
+_Env = Annotated[
+    bool,
+    typer.Option(
+        "--env",
+        help="Print instead, as variables for a shell, the address of the server that the graph"
+        " here uses and the credentials. The output may have passwords.",
+    ),
+]
+_Components = Annotated[
+    list[str] | None,
+    typer.Option("--component", help="Only the user of this one; may be repeated."),
+]
+
+
+@app.command("etcd")
+def etcd(
+    component: _Components = None,
+    namespace: Namespace = None,
+    env: _Env = False,
+    make: Annotated[
+        Path | None,
+        typer.Option(
+            help="Make the users at --etcd-url and turn authentication on, with the passwords of"
+            " this folder: a file USER:PASSWORD named as each user, and one named `root`. The"
+            " command may be run again.",
+        ),
+    ] = None,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Print the commands of `etcdctl` that make a user with the least rights for each component.
+
+    A user may read and change only the keys that its component needs. `Operator` is for the
+    commands of `dynamo-lite`. With --make the users are made at once, with `etcdctl`.
+    """
+    if make is not None and (env or etcd_url is None):
+        raise ConfigError(["--make needs --etcd-url, and goes without --env"])
+    if env:
+        _check_alone(component, namespace)
+        print(_as_shell(etcd_environment(find_place(state_dir, etcd_url, None).etcd_url)))
+        return
+    name = _named(namespace)
+    permissions = chosen(name, component or ())
+    if make is not None and etcd_url is not None:
+        make_users(etcd_url, name, permissions, make)
+        print(f"{len(permissions)} users of namespace {name}; authentication is on")
+    else:
+        print(etcd_commands(name, permissions), end="")
+
+
+@app.command("nats")
+def nats(
+    component: _Components = None,
+    namespace: Namespace = None,
+    env: _Env = False,
+    nats_url: NatsUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+) -> None:
+    """Print a part of nats-server's configuration: a user with the least rights per component.
+
+    A user may publish and subscribe only to the subjects that its component needs, and to an
+    inbox of its own, which `?inbox=` in the component's NATS URL names. `Operator` is for the
+    commands of `dynamo-lite`.
+    """
+    if env:
+        _check_alone(component, namespace)
+        print(_as_shell(_nats_environment(find_broker(state_dir, nats_url, None).nats_url)))
+    else:
+        name = _named(namespace)
+        print(nats_configuration(name, chosen(name, component or ())), end="")
+
+
+def _check_alone(component: list[str] | None, namespace: str | None) -> None:
+    if component or namespace:
+        raise ConfigError(["--env prints the credentials as they are, without other options"])
+
+
+def _named(namespace: str | None) -> str:
+    if namespace is None:
+        raise ConfigError(["name the graph's --namespace (`dynamo` unless you chose another)"])
+    return checked_namespace(namespace)
+
+
+def etcd_environment(url: str) -> dict[str, str]:
+    """Of `etcdctl`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
+    address = parse_etcd_url(url)
+    tls = address.tls or TlsFiles()
+    variables = {
+        "DYNAMO_LITE_ETCD_URL": url,
+        "ETCDCTL_API": "3",
+        "ETCDCTL_ENDPOINTS": _servers(address, "https" if address.tls else "http"),
+        "ETCDCTL_USER": address.user,
+        "ETCDCTL_PASSWORD": address.password,
+        "ETCDCTL_CACERT": tls.ca,
+        "ETCDCTL_CERT": tls.cert,
+        "ETCDCTL_KEY": tls.key,
+    }
+    return {name: str(value) for name, value in variables.items() if value}
+
+
+def _nats_environment(url: str) -> dict[str, str]:
+    """Of `nats`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
+    address = parse_nats_url(url)
+    tls = address.tls or TlsFiles()
+    variables = {
+        "DYNAMO_LITE_NATS_URL": url,
+        "NATS_URL": _servers(address, "tls" if address.tls else "nats"),
+        # That command takes a user without a password as a token.
+        "NATS_USER": address.user or address.token,
+        "NATS_PASSWORD": address.password,
+        "NATS_CREDS": address.creds,
+        "NATS_NKEY": address.nkey,
+        "NATS_INBOX_PREFIX": address.inbox,
+        "NATS_CA": tls.ca,
+        "NATS_CERT": tls.cert,
+        "NATS_KEY": tls.key,
+    }
+    return {name: str(value) for name, value in variables.items() if value}
+
+
+def _servers(address: ServerAddress, scheme: str) -> str:
+    return ",".join(f"{scheme}://{host_port(*host)}" for host in address.hosts)
+
+
+def _as_shell(variables: Mapping[str, str]) -> str:
+    """A line for each, to be evaluated by a shell."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def chosen(namespace: str, components: Iterable[str]) -> list[Permissions]:
+    """The permissions of these components; of all if none is named. Raises ConfigError."""
+    known = all_permissions(namespace)
+    wanted = list(components)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(
+            [f"--component {name}: choose from {', '.join(known)}" for name in unknown]
+        )
+    return [known[name] for name in wanted or known]
+
+
+def user_of(namespace: str, component: str) -> str:
+    """The name of a component's user, of NATS and of etcd."""
+    return f"{namespace}-{component}"
+
+
+def password_variable(user: str) -> str:
+    """The environment variable of nats-server that has the password of `user`."""
+    return re.sub(r"\W", "_", user).upper() + "_PASSWORD"
+
+
+def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> str:
+    """A file to be included into nats-server's configuration.
+
+    The graph has an account of its own: decode and prefill workers may make a stream, and in the
+    same account a stream may record the messages of every graph, whatever its maker may read.
+    """
+    return f"accounts {{\n{nats_account(namespace, permissions)}}}\n"
+
+
+def nats_account(namespace: str, permissions: Sequence[Permissions]) -> str:
+    """The graph's entry in `accounts`."""
+    users = "".join(_nats_user(namespace, one) for one in permissions)
+    return (
+        "  # nats-server reads the passwords from the variables that are named here. For an NKey\n"
+        "  # write `nkey: U...` in place of user and password; for a certificate `user` alone.\n"
+        f'  "{namespace}": {{ jetstream: enabled, users: [\n{users}  ] }}\n'
+    )
+
+
+def _nats_user(namespace: str, permissions: Permissions) -> str:
+    user = user_of(namespace, permissions.component)
+    inbox = inbox_of(user)
+    publish, subscribe = permissions.publish, (*permissions.subscribe, f"{inbox}.>")
+    return (
+        f"    # NATS URL: nats://HOST:4222?login=FILE&inbox={inbox}\n"
+        f'    {{ user: "{user}", password: ${password_variable(user)}, permissions: {{\n'
+        f"        publish: {_rule(publish)}\n"
+        f"        subscribe: {_rule(subscribe)}\n"
+        "        allow_responses: true\n"
+        "    } }\n"
+    )
+
+
+def _rule(subjects: Sequence[str]) -> str:
+    if not subjects:
+        return '{ deny: [">"] }'
+    lines = "".join(f'          "{subject}"\n' for subject in subjects)
+    return f"{{ allow: [\n{lines}        ] }}"
+
+
+def etcd_commands(namespace: str, permissions: Sequence[Permissions]) -> str:
+    """Lines for a shell in which etcdctl reaches etcd as its administrator."""
+    lines = [
+        "# etcdctl asks for each user's password. Afterwards, if etcd has no users yet:",
+        "# etcdctl user add root; etcdctl user grant-role root root; etcdctl auth enable",
+        *(" ".join(["etcdctl", *step]) for step in _etcd_steps(namespace, permissions)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list[str]]:
+    """The arguments of etcdctl, a list for each call. It asks for the passwords."""
+    steps: list[list[str]] = []
+    for one in permissions:
+        user = user_of(namespace, one.component)
+        steps.append(["role", "add", user])
+        for kind, prefixes in (("read", one.read), ("readwrite", one.write)):
+            steps += [
+                ["role", "grant-permission", "--prefix", user, kind, prefix] for prefix in prefixes
+            ]
+        steps += [["user", "add", user], ["user", "grant-role", user, user]]
+    return steps
+
+
+def make_users(
+    etcd_url: str, namespace: str, permissions: Sequence[Permissions], logins: Path
+) -> None:
+    """Makes a user for each component, and `root`, and turns authentication on.
+
+    May be repeated, also when an earlier call ended halfway: what exists stays, a password that
+    differs from its file is changed. logins: a folder with a file USER:PASSWORD for each user,
+    named as the user.
+
+    Raises ConfigError for a file or URL that cannot be used, StartupError when etcd refuses.
+    """
+    users = [_ROOT, *(user_of(namespace, each.component) for each in permissions)]
+    etcdctl = _EtcdCtl(etcd_url, {user: _password(logins / user, user) for user in users})
+    first = [["user", "add", _ROOT], ["user", "grant-role", _ROOT, _ROOT]]
+    for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
+        etcdctl.run(step)
+
+
+class _EtcdCtl:
+    """etcdctl as `root`. While authentication is off, etcd ignores who asks."""
+
+    def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
+        from dynamo_lite.serve.child_environment import child_environment
+        from dynamo_lite.serve.embedded import program
+
+        self._passwords = passwords
+        self._environment = child_environment(etcd_environment(etcd_url))
+        self._program = program("etcdctl")
+        self._failure = f"cannot make the users of etcd at {redact(etcd_url)}"
+
+    def run(self, words: Sequence[str]) -> None:
+        """What exists stays, but a user gets the password of its file."""
+        user = words[2] if words[:2] == ["user", "add"] else ""
+        done = self._call(words, typed=user)
+        if "already exists" in done.stderr:
+            if not user or self._has_password(user):
+                return
+            done = self._call(["user", "passwd", user], typed=user)
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            command = " ".join(done.args[3:5])
+            raise StartupError(f"{self._failure}: `etcdctl {command}` failed: {redact(reason)}")
+
+    def _has_password(self, user: str) -> bool:
+        """While authentication is off, etcd takes any password for right: False."""
+        if "Status: false" in self._call(["auth", "status"]).stdout:
+            return False
+        return self._call(["user", "get", user], as_user=user).returncode == 0
+
+    def _call(
+        self, words: Sequence[str], *, as_user: str = _ROOT, typed: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """typed: the user whose password is the input. No argument has a password."""
+        login = {"ETCDCTL_USER": as_user, "ETCDCTL_PASSWORD": self._passwords[as_user]}
+        limits = (f"--command-timeout={_ANSWER_S}s", "--dial-timeout=10s")
+        try:
+            return subprocess.run(
+                [self._program, *limits, *words, *(["--interactive=false"] if typed else [])],
+                env={**self._environment, **login},
+                input=f"{self._passwords[typed]}\n" if typed else "",
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise StartupError(f"{self._failure}: no answer within {_TIMEOUT_S:g} s") from exc
+
+
+def _password(path: Path, user: str) -> str:
+    """Raises ConfigError."""
+    try:
+        name, password = read_login(path)
+    except BadCredentials as exc:
+        raise ConfigError([f"--make: {exc}"]) from exc
+    if name != user or not password:
+        raise ConfigError([f"--make: {path} is not the login of {user}: write {user}:PASSWORD"])
+    if any(character.isspace() for character in password):
+        raise ConfigError([f"--make: {path}: etcdctl reads a password to its first blank only"])
+    return password
