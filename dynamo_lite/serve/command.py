@@ -162,6 +162,10 @@ async def _connect(
         etcd = await stack.enter_async_context(EmbeddedEtcd(etcd_folder, private=True))
         etcd_url = etcd.url
         servers.append(etcd)
+        etcdctl = request.state_dir / "etcdctl"
+        etcd.write_etcdctl(etcdctl)
+        stack.callback(etcdctl.unlink, missing_ok=True)
+        progress.line("serve", f"to look into etcd: {etcdctl} get --prefix {namespace}")
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
     state = RunState(
         pid=os.getpid(),

@@ -7,6 +7,7 @@ start on the same directory and port finds the data of the first.
 
 import asyncio
 import importlib.util
+import shlex
 import shutil
 import signal
 import ssl
@@ -252,6 +253,17 @@ class EmbeddedEtcd(EmbeddedServer):
                 write_private(path, content)
             self._context = TlsFiles(cert, cert, key).context()
         return await super().__aenter__()
+
+    def write_etcdctl(self, path: Path) -> None:
+        """Writes a script that runs `etcdctl` on this server. Only its owner can read the key."""
+        client = {"ENDPOINTS": self.listening}
+        if self._private:
+            cert, key = map(str, self._files)
+            client |= {"CACERT": cert, "CERT": cert, "KEY": key}
+        words = [f"ETCDCTL_{name}={value}" for name, value in client.items()]
+        command = shlex.join(["env", *words, program("etcdctl")])
+        write_private(path, f'#!/bin/sh\nexec {command} "$@"\n'.encode())
+        path.chmod(0o700)
 
     def _command(self) -> list[str]:
         # Other members would need no key. So etcd has no port for them, but a socket in its

@@ -37,6 +37,11 @@ def test_etcdctl_is_given_the_key_and_the_token_is_told(tmp_path: Path):
         listed = etcdctl("get", "--prefix", "dynamo", env=shown.stdout)
         assert "dynamo/components/Back/" in listed.stdout, listed.stderr
         assert not any("key.pem" in line for line in graph.output)
+        (line,) = [line for line in graph.output if "to look into etcd: " in line]
+        told = line.partition("etcd: ")[2].split()
+        same = subprocess.run(told, capture_output=True, text=True, timeout=60)
+        assert same.stdout == listed.stdout, same.stderr
         broker = invoke("access", "nats", "--env", "--state-dir", str(tmp_path))
         token = parse_nats_url(state.nats).token
         assert f"export NATS_USER={token}" in broker.stdout
+    assert not (tmp_path / "etcdctl").exists()
