@@ -16,7 +16,6 @@ from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
 from tests.hosts.rig import NULL, VLLM, Rig, same_clocks
 from tests.hosts.scenarios import SCENARIOS, play
-from tests.hosts.wall import no_compiler
 
 
 async def run(wanted: list[str], directory: Path) -> int:
@@ -83,7 +82,7 @@ def main() -> int:
     wanted = options.scenario or known
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--scenario {unknown[0]}: unknown; known: {', '.join(known)}")
-    for why in filter(None, (no_compiler(), same_clocks())):
+    if why := same_clocks():
         print(f"note: {why}; they are the same here", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
         directory = options.directory or Path(temporary)

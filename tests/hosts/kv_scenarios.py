@@ -8,11 +8,7 @@ from dynamo_lite.protocol import names
 from tests.builders import eventually
 from tests.hosts.kv import AGAIN_S, Scenario, Streams, in_order, prefilled_remotely
 from tests.hosts.network import Host
-from tests.hosts.ports_tried import kv_ports, try_every_port
 from tests.hosts.rig import LEASE_TTL_S, NAMESPACE, Rig
-from tests.hosts.subjects import restarts, try_every_subject
-from tests.hosts.ucx import speak_ucx
-from tests.hosts.wires import tap_every_wire
 
 #: Longer than a lease, and shorter.
 _PARTED_S, _SHORT_S = LEASE_TTL_S + 2.0, 4.0
@@ -26,15 +22,14 @@ Cut = Callable[[Rig], AbstractContextManager[None]]
 
 
 def _parted_for_long(cut: Cut, for_s: float = _PARTED_S) -> Scenario:
-    """Longer than a lease, where no lease ends and no process: prefill workers from decode
-    workers."""
+    """Longer than a lease, where no lease ends and no process."""
 
     async def play(rig: Rig, streams: Streams) -> None:
-        before = restarts(rig), await rig.leases()
+        before = await rig.standing()
         with cut(rig):
             await asyncio.gather(asyncio.sleep(for_s), streams.more(_FEW))
         await in_order(rig, streams)
-        assert (restarts(rig), await rig.leases()) == before
+        assert await rig.standing() == before
 
     return play
 
@@ -43,26 +38,13 @@ def _shortly(*cuts: Cut) -> Scenario:
     """One after the other: nobody ends, nobody leaves."""
 
     async def play(rig: Rig, streams: Streams) -> None:
-        before = restarts(rig), await rig.leases()
+        before = await rig.standing()
         for cut in cuts:
             await rig.refreshed()
             with cut(rig):
                 await asyncio.sleep(_SHORT_S)
             await streams.more(1)
-        assert (restarts(rig), await rig.leases()) == before
-
-    return play
-
-
-def _silent(cut: Cut) -> Scenario:
-    """Longer than a lease, and nobody loses it: the workers are only silent to the others."""
-
-    async def play(rig: Rig, streams: Streams) -> None:
-        before = restarts(rig), await rig.leases()
-        with cut(rig):
-            await asyncio.sleep(_PARTED_S)
-            await streams.more(_FEW)
-        assert (restarts(rig), await rig.leases()) == before
+        assert await rig.standing() == before
 
     return play
 
@@ -72,7 +54,7 @@ def _until_gone(service: str, number: int, cut: Cut, *, remote: bool = False) ->
     every decode engine."""
 
     async def play(rig: Rig, streams: Streams) -> None:
-        workers, before = rig.services[service][:number], restarts(rig)
+        workers, before = rig.services[service][:number], rig.restarts
         lost = {rig.lease_of(program) for program in workers}
 
         async def gone() -> bool:
@@ -95,7 +77,7 @@ def _until_one_is_gone(cut: Cut) -> Scenario:
 async def _revoked_while_cut_off(rig: Rig, streams: Streams) -> None:
     """Its lease is revoked long before its fence closes, and it is back soon after that."""
     victim = rig.services["PrefillWorker"][0]
-    lease, before = rig.lease_of(victim), restarts(rig)
+    lease, before = rig.lease_of(victim), rig.restarts
     with rig.unplugged(victim.host):
         await rig.revoke(lease)
         remote = prefilled_remotely(rig)
@@ -104,70 +86,16 @@ async def _revoked_while_cut_off(rig: Rig, streams: Streams) -> None:
     await streams.more(_FEW)
 
 
-async def _nats_leader_killed(rig: Rig, streams: Streams) -> None:
-    stream = names.prefill_stream(NAMESPACE)
-    member = rig.nats.members[await rig.nats.leader(stream)]
-    await member.kill()
-    await streams.more(_FEW)
-    await rig.nats.leader(stream)  # another one
-    member.start()
-    await rig.nats.current(stream)
-
-
-async def _etcd_leader_killed(rig: Rig, streams: Streams) -> None:
-    member = rig.etcd.members[await rig.etcd.leader()]
-    await member.kill()
-    await streams.more(_FEW)
-    await rig.etcd.leader()  # another one
-    member.start()
-    await rig.etcd.healthy()
-
-
 async def _rolling_restart(rig: Rig, streams: Streams) -> None:
-    """Every server, then every worker and Frontend, in order, to a new release."""
+    """Every server, then every worker and Frontend, in order."""
     await rig.servers_restarted(names.prefill_stream(NAMESPACE))
-    release = await rig.next_release()
     for worker in (*rig.services["PrefillWorker"], *rig.services["VllmWorker"]):
-        await worker.upgrade(release)
+        await worker.restart()
     for number, frontend in enumerate(rig.services["Frontend"]):
         with streams.elsewhere(number):
             await asyncio.sleep(_ARRIVES_S)
-            await frontend.upgrade(release)
+            await frontend.restart()
         await streams.more(_FEW)
-    assert await rig.versions() == {release.version}
-
-
-async def _stranger(rig: Rig, streams: Streams) -> None:
-    """It gets no token, no metadata and no KV, cancels nothing, and ends nothing."""
-    await try_every_port(rig)
-    await try_every_subject(rig)
-    await streams.more(_FEW)
-
-
-async def _stranger_speaks_ucx(rig: Rig, streams: Streams) -> None:
-    """The engines of a decode and a prefill worker die of it, as of any other cause: their requests
-    go on, and the workers come back."""
-    victims = [rig.services[service][0] for service in rig.kind.kv]
-    before = restarts(rig)
-    places = [(one.host.address, port) for one, port in await kv_ports(rig) if one in victims]
-    await asyncio.to_thread(speak_ucx, rig.stranger, places)
-    await eventually(lambda: all(one.restarts > before[one.name] for one in victims), AGAIN_S)
-    await streams.more(_FEW)
-
-
-async def _every_wire_tapped(rig: Rig, streams: Streams) -> None:
-    """KV is not encrypted. Prompts, jobs and metadata are."""
-
-    async def leaders_killed() -> None:
-        await _nats_leader_killed(rig, streams)
-        await _etcd_leader_killed(rig, streams)
-        await prefilled_remotely(rig)
-
-    hidden = {
-        "a subject in NATS": names.prefill_jobs_subject(NAMESPACE).encode(),
-        "a key of metadata": names.nixl_metadata_prefix(NAMESPACE).encode(),
-    }
-    await tap_every_wire(rig, streams.prompts, hidden, leaders_killed)
 
 
 def _hosts(rig: Rig, service: str) -> list[Host]:
@@ -198,24 +126,13 @@ def _prefill_hears_no_decode(rig: Rig) -> AbstractContextManager[None]:
     return rig.deaf(_prefill(rig), _decode(rig))
 
 
-def _workers(rig: Rig) -> list[Host]:
-    """One of each kind."""
-    return [_decode(rig)[0], _prefill(rig)[0]]
-
-
 SCENARIOS: dict[str, Scenario] = {
     "one-decode-parted-from-one-prefill": _parted_for_long(_one_parted),
     "decode-parted-from-prefill-shortly": _shortly(
         _parted, _decode_hears_no_prefill, _prefill_hears_no_decode
     ),
-    "workers-parted-from-servers-shortly": _shortly(
-        lambda rig: rig.parted(_workers(rig), rig.server_hosts),
-        lambda rig: rig.deaf(_workers(rig), rig.server_hosts),
-        lambda rig: rig.deaf(rig.server_hosts, _workers(rig)),
-    ),
     "decode-parted-from-prefill": _parted_for_long(_parted),
     "decode-hears-no-prefill": _parted_for_long(_decode_hears_no_prefill),
-    "prefill-hears-no-decode": _parted_for_long(_prefill_hears_no_decode),
     "prefill-hears-no-decode-for-long": _parted_for_long(_prefill_hears_no_decode, 2 * _PARTED_S),
     "prefill-parted-from-servers": _until_gone(
         "PrefillWorker", 2, lambda rig: rig.parted(_prefill(rig), rig.server_hosts)
@@ -226,25 +143,13 @@ SCENARIOS: dict[str, Scenario] = {
     "prefill-hears-no-server": _until_one_is_gone(
         lambda rig: rig.deaf(_prefill(rig)[:1], rig.server_hosts)
     ),
-    "prefill-reaches-no-server": _until_one_is_gone(
-        lambda rig: rig.deaf(rig.server_hosts, _prefill(rig)[:1])
+    "workers-parted-from-nats": _parted_for_long(
+        lambda rig: rig.parted([_decode(rig)[0], _prefill(rig)[0]], rig.nats_hosts)
     ),
-    "prefill-parted-from-etcd": _until_one_is_gone(
-        lambda rig: rig.parted(_prefill(rig)[:1], rig.etcd_hosts)
-    ),
-    "decode-parted-from-etcd": _until_gone(
-        "VllmWorker", 1, lambda rig: rig.parted(_decode(rig)[:1], rig.etcd_hosts)
-    ),
-    "workers-parted-from-nats": _silent(lambda rig: rig.parted(_workers(rig), rig.nats_hosts)),
     "prefill-host-vanishes": _until_one_is_gone(lambda rig: rig.unplugged(_prefill(rig)[0])),
     "prefill-host-vanishes-and-is-revoked": _revoked_while_cut_off,
     "decode-host-vanishes": _until_gone(
         "VllmWorker", 1, lambda rig: rig.unplugged(_decode(rig)[0])
     ),
-    "nats-leader-killed": _nats_leader_killed,
-    "etcd-leader-killed": _etcd_leader_killed,
-    "stranger-tries-everything": _stranger,
-    "every-wire-tapped": _every_wire_tapped,
-    "stranger-speaks-ucx": _stranger_speaks_ucx,
     "rolling-restart": _rolling_restart,
 }

@@ -11,12 +11,8 @@ from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S
 from tests.builders import eventually
 from tests.hosts.load import Clients, Jobs, Known
 from tests.hosts.network import Host
-from tests.hosts.ports_tried import stream_ports, try_every_port
 from tests.hosts.program import Program
-from tests.hosts.release import Release
 from tests.hosts.rig import HTTP_PORT, LEASE_TTL_S, Rig
-from tests.hosts.subjects import restarts, try_every_subject
-from tests.hosts.wires import tap_every_wire
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
 _AGAIN_S = 120.0
@@ -101,13 +97,13 @@ async def _until_the_worker_is_gone(stage: Stage, cut: AbstractContextManager[No
 
 async def _for_less_than_a_lease(stage: Stage, *cuts: AbstractContextManager[None]) -> None:
     """One after the other: nobody ends, nobody leaves."""
-    before = restarts(stage.rig), await stage.rig.leases()
+    before = await stage.rig.standing()
     for cut in cuts:
         await stage.rig.refreshed()
         with cut:
             await stage.half_a_lease()
         await stage.goes_on()
-        assert (restarts(stage.rig), await stage.rig.leases()) == before
+        assert await stage.rig.standing() == before
 
 
 async def frontend_host_vanishes(stage: Stage) -> None:
@@ -115,7 +111,7 @@ async def frontend_host_vanishes(stage: Stage) -> None:
     time, notice that nothing is acknowledged; the other Frontend's clients notice nothing."""
     gone = stage.clients[0]
     host = gone.frontend.host
-    ports = await stream_ports(stage.rig)
+    ports = await stage.rig.stream_ports()
 
     async def connected() -> bool:
         """A worker that is a member is connected to a moment later."""
@@ -186,11 +182,11 @@ async def worker_parted_from_etcd_shortly(stage: Stage) -> None:
 
 async def worker_parted_from_nats(stage: Stage) -> None:
     """Longer than a lease, which lives on in etcd: it is silent to the others, and nobody ends."""
-    before = restarts(stage.rig), await stage.rig.leases()
+    before = await stage.rig.standing()
     with stage.rig.parted([stage.worker.host], stage.rig.nats_hosts):
         await stage.outlast_lease()
         await stage.goes_on()
-    assert (restarts(stage.rig), await stage.rig.leases()) == before
+    assert await stage.rig.standing() == before
 
 
 async def worker_hears_no_server(stage: Stage) -> None:
@@ -245,54 +241,25 @@ async def etcd_leader_killed(stage: Stage) -> None:
 
 
 async def rolling_restart(stage: Stage) -> None:
-    """Every server, then every worker and Frontend, in order, to a new release."""
+    """Every server, then every worker and Frontend, in order."""
     await stage.rig.servers_restarted(names.prefill_stream("jobs"))
-    release = await stage.rig.next_release()
     for worker in stage.rig.services["VllmWorker"]:
-        await worker.upgrade(release)
+        await worker.restart()
         await stage.goes_on()
     one, other = stage.clients
-    await _frontend_upgraded(stage, one, other.frontend, release)
-    await _frontend_upgraded(stage, other, one.frontend, release)
-    assert await stage.rig.versions() == {release.version}
+    await _frontend_restarted(stage, one, other.frontend)
+    await _frontend_restarted(stage, other, one.frontend)
 
 
-async def _frontend_upgraded(
-    stage: Stage, clients: Clients, other: Program, release: Release
-) -> None:
+async def _frontend_restarted(stage: Stage, clients: Clients, other: Program) -> None:
     """Its clients use the other one meanwhile. It gives the answers that it has begun."""
     frontend = clients.frontend
     clients.turn_to(other)
     await asyncio.sleep(_ARRIVES_S)
     assert frontend.host.serves(HTTP_PORT), "it ends without a stream"
-    await frontend.upgrade(release)
+    await frontend.restart()
     clients.turn_to(frontend)
     await stage.goes_on()
-
-
-async def stranger_tries_every_port(stage: Stage) -> None:
-    await try_every_port(stage.rig)
-    await stage.goes_on()
-
-
-async def stranger_tries_every_subject(stage: Stage) -> None:
-    await try_every_subject(stage.rig)
-    await stage.goes_on()
-
-
-async def every_wire_tapped(stage: Stage) -> None:
-    """While clients of the servers that are killed introduce themselves to the others."""
-
-    async def leaders_killed() -> None:
-        await nats_leader_killed(stage)
-        await etcd_leader_killed(stage)
-
-    prompts = [question.body["prompt"] for question in stage.known.asked]
-    hidden = {
-        "a job": stage.jobs.prefix.encode(),
-        "a subject in NATS": names.prefill_jobs_subject("jobs").encode(),
-    }
-    await tap_every_wire(stage.rig, prompts, hidden, leaders_killed)
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -314,9 +281,6 @@ SCENARIOS: dict[str, Scenario] = {
         etcd_leader_killed,
         server_hosts_vanish,
         server_hosts_vanish_shortly,
-        stranger_tries_every_port,
-        stranger_tries_every_subject,
-        every_wire_tapped,
         rolling_restart,
     )
 }
