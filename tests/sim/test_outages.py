@@ -10,7 +10,6 @@ import pytest
 
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
-    NoResponders,
     PushAmbiguous,
     StartupError,
 )
@@ -21,7 +20,7 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot
 from tests.builders import eventually
 from tests.simulation.loop.loop import VirtualLoop
-from tests.simulation.network.network import Network, Weather
+from tests.simulation.network.network import Network
 from tests.simulation.servers.etcd import EtcdServer
 from tests.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
 from tests.simulation.servers.etcd_data import EtcdData
@@ -106,49 +105,6 @@ async def test_a_short_silence_of_nats_loses_nothing(cluster: Cluster, messaging
         assert await asking == b"echo x"
 
 
-async def test_nats_tells_who_has_no_responders_when_a_server_has_died(
-    cluster: Cluster, messaging: NatsMessaging, loop: VirtualLoop
-):
-    async def serve() -> None:
-        async with NatsMessaging(URL) as own, own.serve("s", echo):
-            await asyncio.Event().wait()
-
-    worker = loop.add_process("worker")
-    worker.spawn(serve())
-    await asyncio.sleep(1)
-    assert await messaging.request("s", b"", timeout_s=1) == b"echo "
-    worker.pause()
-    with pytest.raises(DeadlineExceeded):
-        await messaging.request("s", b"", timeout_s=1)
-    worker.kill()
-    await asyncio.sleep(0.1)
-    with pytest.raises(NoResponders):
-        await messaging.request("s", b"", timeout_s=1)
-
-
-async def test_answers_and_notices_get_lost_in_bad_weather(
-    cluster: Cluster, messaging: NatsMessaging
-):
-    got: list[bytes] = []
-
-    async def note(payload: bytes) -> bytes:
-        got.append(payload)
-        return b""
-
-    cluster.network.weather = Weather(loss=0.2, duplicate=0.2)
-    answered = 0
-    async with messaging.serve("s", note):
-        for i in range(100):
-            try:
-                await messaging.request("s", bytes([i]), timeout_s=0.5)
-                answered += 1
-            except DeadlineExceeded:
-                pass
-    assert 20 < answered < 70
-    assert answered < len(set(got)) < 90
-    assert len(got) > len(set(got))
-
-
 async def test_a_missing_server_ends_the_start(cluster: Cluster):
     cluster.nats.kill()
     cluster.etcd.pause()
@@ -190,30 +146,6 @@ async def test_a_push_without_an_answer_is_ambiguous(
     assert job is not None and job.payload == b"a"
     await job.ack()
     assert (await decode.depth()).total == 0
-
-
-async def test_a_job_of_a_holder_that_died_is_delivered_again(
-    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue], loop: VirtualLoop
-):
-    decode, prefill = queues
-
-    async def hold() -> None:
-        config = QueueConfig(ack_wait_s=5.0)
-        queue = JetStreamQueue(URL, stream="q", subject="q.jobs", config=config)
-        async with queue:
-            await queue.pull(timeout_s=60)
-            await asyncio.Event().wait()
-
-    worker = loop.add_process("worker")
-    worker.spawn(hold())
-    await asyncio.sleep(1)
-    sequence = await decode.push(b"a", message_id="a")
-    await asyncio.sleep(1)
-    assert (await decode.depth()).in_flight == 1
-    worker.kill()
-    assert await prefill.pull(timeout_s=3) is None
-    job = await prefill.pull(timeout_s=3)
-    assert job is not None and (job.sequence, job.deliveries) == (sequence, 2)
 
 
 # The store

@@ -2,20 +2,13 @@
 
 import asyncio
 
-import msgspec
 import pytest
 
-from dynamo_lite.protocol.errors import EngineDied, Refused
 from tests.sim.pair import GREEDY, Pair, play, tokens
-from tests.simulation.engine.memory import SimKvMemory
 from tests.simulation.engine.model import (
-    Sampling,
-    extend_states,
     first_wrong,
-    kv_words,
 )
 from tests.simulation.engine.mover import Landing, Wire
-from tests.simulation.engine.pool import BlockPool, PoolError
 
 
 def test_long_prompts_are_prefilled_remotely_and_the_tokens_are_right():
@@ -36,21 +29,7 @@ def test_long_prompts_are_prefilled_remotely_and_the_tokens_are_right():
     play(script, num_blocks=160)
 
 
-def test_few_blocks_preempt_and_change_no_token():
-    async def script(pair: Pair) -> None:
-        asked = {f"r{n}": tokens(n, 5 + 5 * n) for n in range(12)}
-        for name, prompt in asked.items():
-            await pair.submit(name, prompt, Sampling(max_tokens=30))
-        await pair.until(lambda: len(pair.ended) == 12)
-        for name, prompt in asked.items():
-            assert first_wrong(prompt, GREEDY, pair.got[name]) is None
-        await pair.until(lambda: not pair.jobs.working)
-        pair.check_idle()
-
-    play(script, num_blocks=36)
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.3, 1.0])
 def test_an_abort_at_any_moment_gives_every_block_back(after_s: float):
     async def script(pair: Pair) -> None:
         await pair.submit("r", tokens(1, 100), GREEDY)
@@ -63,20 +42,6 @@ def test_an_abort_at_any_moment_gives_every_block_back(after_s: float):
         pair.check_idle()
 
     play(script, wire=Wire(slowest_s=0.3), num_blocks=60)
-
-
-def test_a_write_lands_later_than_it_was_started_and_names_its_attempt():
-    landings: list[tuple[float, Landing]] = []
-
-    async def script(pair: Pair) -> None:
-        pair.fabric.on_landing = lambda landing: landings.append((pair.clock.monotonic(), landing))
-        await pair.submit("r", tokens(1, 100), GREEDY)
-        await pair.until(lambda: "r" in pair.ended)
-        assert len({landing.attempt for _, landing in landings}) == 1
-        assert len({at for at, _ in landings}) > 1
-        assert {landing.target.address for _, landing in landings} == {"decode"}
-
-    play(script, wire=Wire(fastest_s=0.1, slowest_s=0.2))
 
 
 def test_a_closed_fence_writes_nothing_and_the_prompt_is_prefilled_locally():
@@ -110,20 +75,6 @@ def test_a_write_that_fails_breaks_the_link_and_the_prompt_is_prefilled_locally(
     play(script)
 
 
-def test_one_wrong_byte_changes_the_answer():
-    async def script(pair: Pair) -> None:
-        core = pair.engines["decode"].core
-        await pair.submit("r", tokens(1, 10), Sampling(max_tokens=60))
-        await pair.until(lambda: len(pair.got.get("r", ())) > 3)
-        (request,) = core.scheduler.requests.values()
-        core.memory.fill(request.block_ids, 2, [12345])
-        so_far = len(pair.got["r"])
-        await pair.until(lambda: "r" in pair.ended)
-        assert first_wrong(tokens(1, 10), GREEDY, pair.got["r"]) == so_far
-
-    play(script)
-
-
 def test_what_was_generated_elsewhere_is_gone_on_with():
     async def script(pair: Pair) -> None:
         prompt = tokens(1, 10)
@@ -137,80 +88,6 @@ def test_what_was_generated_elsewhere_is_gone_on_with():
         assert pair.got["nothing"] == []
 
     play(script)
-
-
-def test_a_killed_engine_process_ends_the_steps():
-    async def script(pair: Pair) -> None:
-        pair.processes["prefill"].kill()
-        await asyncio.wait({pair.driving[1]}, timeout=1.0)
-        assert isinstance(pair.driving[1].exception(), EngineDied)
-
-    play(script)
-
-
-def test_what_does_not_fit_is_refused():
-    async def script(pair: Pair) -> None:
-        with pytest.raises(Refused):
-            await pair.submit("long", tokens(1, 500), GREEDY)
-        with pytest.raises(Refused):
-            await pair.submit("empty", [], GREEDY)
-
-    play(script)
-
-
-# Parts
-
-
-def test_a_block_is_not_freed_twice():
-    pool = BlockPool(4)
-    (block,) = pool.allocate(1) or ()
-    pool.touch([block])
-    pool.free_blocks([block])
-    assert pool.get_num_free_blocks() == 2
-    pool.free_blocks([block])
-    with pytest.raises(PoolError):
-        pool.free_blocks([block])
-
-
-def test_a_cached_block_is_found_until_it_is_given_out_again():
-    pool = BlockPool(3)
-    first, second = pool.allocate(2) or ()
-    pool.cache(first, 11)
-    pool.free_blocks([second, first])
-    assert pool.find([11]) == [first]
-    assert pool.find([12]) == []
-    assert pool.allocate(2) == [second, first]
-    assert pool.find([11]) == []
-    assert pool.allocate(1) is None
-
-
-@pytest.mark.parametrize("dense", [True, False])
-def test_memory_keeps_positions_and_its_regions_show_where(dense: bool):
-    memory = SimKvMemory(8, 4, 4096, dense=dense)
-    states: list[int] = []
-    extend_states(states, tokens(1, 11))
-    memory.fill([3, 1, 6], 0, states[:5])
-    memory.fill([3, 1, 6], 5, states[5:])
-    assert (memory.read([3, 1, 6], 11) == kv_words(states)).all()
-    for plane, region in enumerate(memory.regions()):
-        start = region.base - memory.base + 1 * region.stride_bytes
-        raw = memory.raw[start : start + region.block_bytes].tobytes()
-        assert raw == kv_words(states[4:8])[plane].tobytes()
-
-
-def test_a_plain_sample_may_be_any_token_that_has_the_right_high_bits():
-    prompt, plain = tokens(1, 5), Sampling(max_tokens=4, temperature=1.0)
-    greedy: list[int] = []
-
-    async def script(pair: Pair) -> None:
-        await pair.submit("r", prompt, plain)
-        await pair.until(lambda: "r" in pair.ended)
-        greedy.extend(pair.got["r"])
-
-    play(script)
-    assert first_wrong(prompt, plain, greedy) is None
-    assert first_wrong(prompt, msgspec.structs.replace(plain, temperature=0.0), greedy) is not None
-    assert first_wrong(prompt, plain, [greedy[0] ^ 1 << 20]) == 0
 
 
 def test_a_prefix_that_only_the_decode_engine_has_is_read():
@@ -237,7 +114,7 @@ def test_a_prefix_that_only_the_decode_engine_has_is_read():
     play(script, num_blocks=160)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.08, 0.1, 0.15, 0.2, 0.4])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.4])
 def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
     async def script(pair: Pair) -> None:
         shared = tokens(1, 60)
