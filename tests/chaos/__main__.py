@@ -8,7 +8,6 @@ order, and the report covers what was done until then.
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -18,12 +17,18 @@ import time
 from pathlib import Path
 
 from tests.chaos.arena import Belongings, Say, open_arena, reference
+from tests.chaos.cancels import CANCELS
+from tests.chaos.delays import DELAYS
 from tests.chaos.forward_storm import forward_storm, right_answers
+from tests.chaos.outages import OUTAGES
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
-from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.storm import storm
+from tests.chaos.zombie import ZOMBIE
 from tests.vllm.stock import CONNECTORS
+
+#: In the order in which `--scenario all` plays them.
+SCENARIOS = (*DELAYS, *OUTAGES, CANCELS, ZOMBIE)
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
 _SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)
@@ -46,7 +51,6 @@ def _arguments() -> argparse.Namespace:
         help="of --forwarder and its engines (nixl)",
     )
     parser.add_argument("--list", action="store_true", help="the scenarios")
-    parser.add_argument("--json", type=Path, help="write the report there")
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
     args = parser.parse_args()
     known = [scenario.name for scenario in SCENARIOS]
@@ -151,14 +155,7 @@ def main() -> int:
         reports = asyncio.run(_all_of(args, directory, say))
     for report in reports:
         print(f"\n{report.as_text()}")
-    if args.json and reports:
-        _write(reports, args.json)
     return 0 if reports and not any(report.failures for report in reports) else 1
-
-
-def _write(reports: list[Report], path: Path) -> None:
-    content = [report.as_json() for report in reports]
-    path.write_text(json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ engine is down at a time, so no request may fail of which the client has had not
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections import Counter
@@ -75,33 +76,6 @@ KILLS = (
 Known = tuple[list[Question], dict[str, Answer]]
 
 
-class Turns:
-    """Which kill comes next. Each role goes through `KILLS` in order, again and again. A role that
-    has finished a round waits for the other one, whose engines then start sooner.
-
-    counts: how often each was done. A kill whose moment did not come is missed; it is tried again
-    after the others of its round.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter({kill.name: 0 for kill in KILLS})
-        self._missed: Counter[str] = Counter()
-
-    def next(self, role: Role) -> Kill | None:
-        """None: not before the other role has finished the round."""
-        round_ = self._round(role)
-        if any(self._round(kill.role) < round_ for kill in KILLS):
-            return None
-        due = [kill for kill in KILLS if kill.role == role and self.counts[kill.name] == round_]
-        return min(due, key=lambda kill: self._missed[kill.name])
-
-    def missed(self, kill: Kill) -> None:
-        self._missed[kill.name] += 1
-
-    def _round(self, role: Role) -> int:
-        return min(self.counts[kill.name] for kill in KILLS if kill.role == role)
-
-
 def greedy_questions() -> list[Question]:
     """vLLM's CPU build crashes on seeded prompts that it computes in chunks. Answers are so short
     that one engine, on cores that others use, gives them within a client's patience."""
@@ -132,13 +106,14 @@ async def right_answers(
 
 
 class ForwardStorm:
-    """Kills engines by turns until `stop`; what is down then comes back first.
+    """Kills engines until `stop`, of each role in the order of `KILLS`, again and again; what is
+    down then comes back first.
 
-    trouble: engines that have not come back.
+    counts: how often each kill was done. trouble: engines that have not come back.
     """
 
     def __init__(self, cluster: StockCluster, *, seed: int, say: Say):
-        self.turns = Turns()
+        self.counts: Counter[str] = Counter({kill.name: 0 for kill in KILLS})
         self.trouble: list[str] = []
         self._cluster, self._say = cluster, say
         self._rng = random.Random(seed)
@@ -153,12 +128,11 @@ class ForwardStorm:
                 lanes.create_task(self._lane(role), name=f"lane {role}")
 
     async def strike(self, kill: Kill) -> None:
-        """One kill, until the engine is used again."""
+        """One kill, if its moment comes, until the engine is used again."""
         cluster = self._cluster
         able = cluster.running.prefill if kill.role == "prefill" else cluster.running.decode
         first = self._rng.choice(able)
         if not await cluster.when(first, kill.moment, _MOMENT_S):
-            self.turns.missed(kill)
             return self._say(f"{kill.name}: no such moment")
         struck = able if kill.all else [first]
         for engine in struck:
@@ -166,7 +140,7 @@ class ForwardStorm:
         if kill.role == "decode":
             # What is under way there may also end a moment later, with the server.
             cluster.kills.append(time.monotonic() + (_DOWN_S if kill.core else 0.0))
-        self.turns.counts[kill.name] += 1
+        self.counts[kill.name] += 1
         self._say(f"killed {kill.name} ({', '.join(engine.url[7:] for engine in struck)})")
         await self._pause(self._rng.uniform(0, _DOWN_S))
         # All at once: a machine with few cores starts two engines in the time of one.
@@ -181,11 +155,11 @@ class ForwardStorm:
             self.trouble.append(str(exc))
 
     async def _lane(self, role: Role) -> None:
-        while not self._stop.is_set() and not self.trouble:
+        for kill in itertools.cycle(kill for kill in KILLS if kill.role == role):
             await self._pause(self._rng.uniform(*_PAUSE_S))
-            kill = self.turns.next(role)
-            if kill is not None and not self._stop.is_set():
-                await self.strike(kill)
+            if self._stop.is_set() or self.trouble:
+                return
+            await self.strike(kill)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -260,7 +234,7 @@ async def under_load(
     report.facts["open files of the Forwarder"] = f"{files} → {now}"
     if now > files + _SPARE_FILES:
         report.trouble.append(f"the Forwarder has {now} open files, and had {files}")
-    report.blows, report.trouble = dict(storm.turns.counts), storm.trouble + report.trouble
+    report.blows, report.trouble = dict(storm.counts), storm.trouble + report.trouble
     report.seconds = time.monotonic() - began
     return report
 
