@@ -138,12 +138,12 @@ class Rig:
         await self._stack.aclose()
 
     @property
-    def frontends(self) -> list[str]:
-        return [f"http://{one.host.address}:{HTTP_PORT}" for one in self.services["Frontend"]]
-
-    @property
     def programs(self) -> list[Program]:
         return [one for group in self.services.values() for one in group]
+
+    @property
+    def workers(self) -> list[Program]:
+        return [one for one in self.programs if one not in self.services["Frontend"]]
 
     @property
     def nats_hosts(self) -> list[Host]:

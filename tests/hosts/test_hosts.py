@@ -7,7 +7,7 @@ import pytest
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
 from tests.hosts.rig import NULL, Rig
-from tests.hosts.scenarios import frontend_host_vanishes, play, worker_host_vanishes
+from tests.hosts.scenarios import SCENARIOS, play
 from tests.lacking import lacking
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("no_leaked_tasks")]
@@ -20,5 +20,5 @@ async def test_a_worker_host_and_a_frontend_host_vanish(tmp_path: Path) -> None:
         lacking(why)
     known = told_questions()
     async with Rig(tmp_path, NULL) as rig:
-        for scenario in (worker_host_vanishes, frontend_host_vanishes):
-            assert await play(rig, scenario, known, print) == []
+        for name in ("worker-host-vanishes", "frontend-host-vanishes"):
+            assert await play(rig, SCENARIOS[name], known, print) == []
