@@ -37,68 +37,23 @@ from dynamo_lite.protocol.codec import (
     encode_sealed,
 )
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
-from dynamo_lite.protocol.generate import (
-    Accepted,
-    Cancel,
-    Deltas,
-    GenerateRequest,
-    Hello,
-    LogprobRows,
-    PrefillCounts,
-    RequestRefused,
-    Submit,
-    SubmitReply,
-    TokenDelta,
-    Welcome,
-)
-from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.options import DecisionThresholds
-from dynamo_lite.protocol.prefill import (
-    CancelAttempt,
-    Claim,
-    ClaimRefused,
-    Committed,
-    EngineStatus,
-    FirstToken,
-    FirstTokenSampling,
-    FirstTokenWanted,
-    Granted,
-    Landed,
-    Leave,
-    Part,
-    RemotePrefillRequest,
-    StayAccepted,
-    StayRefused,
-    WriterDone,
-    WriterStays,
-)
-from dynamo_lite.protocol.records import (
-    EndpointRecord,
-    EndpointTransport,
-    EngineMetadata,
-    EngineRecord,
-    KvArray,
-    KvRegion,
-    LinkRecord,
-    RankMetadata,
-    StockEngine,
-)
 
 LEASE = 0x694D967DA694EA1A
 
-ENGINE = EngineMetadata(
+ENGINE = records.EngineMetadata(
     engine_id="e1",
     lease_id=LEASE,
     fingerprint={"dtype": "bf16"},
     block_size_tokens=32,
     num_blocks=64,
     ranks=(
-        RankMetadata(
+        records.RankMetadata(
             agent=b"nixl\x00\xff",
             memory="DRAM",
             device=0,
             regions=(
-                KvRegion(
+                records.KvRegion(
                     layer="model.layers.0",
                     plane=0,
                     base=1 << 46,
@@ -106,7 +61,7 @@ ENGINE = EngineMetadata(
                     block_bytes=4096,
                     tokens=32,
                     arrays=(
-                        KvArray(
+                        records.KvArray(
                             offset=0,
                             head_stride=4096,
                             group_stride=128,
@@ -122,14 +77,14 @@ ENGINE = EngineMetadata(
     ),
 )
 
-REQUEST = GenerateRequest(
+REQUEST = generate.GenerateRequest(
     request_id="r1",
     client_id="c1",
     prompt_token_ids=[1, 2, 70000],
     sampling=b"\x81",
     arrival_time=1.5,
 )
-FULL_REQUEST = GenerateRequest(
+FULL_REQUEST = generate.GenerateRequest(
     request_id="r1",
     client_id="c1",
     prompt_token_ids=[],
@@ -146,32 +101,32 @@ FULL_REQUEST = GenerateRequest(
     session="t",
     wire_version=8,
 )
-DELTAS = Deltas(
+DELTAS = generate.Deltas(
     deltas=[
-        TokenDelta(request_id="r1", token_ids=[7]),
-        TokenDelta(request_id="r2", token_ids=[], finish_reason="stop", stop_reason=2),
+        generate.TokenDelta(request_id="r1", token_ids=[7]),
+        generate.TokenDelta(request_id="r2", token_ids=[], finish_reason="stop", stop_reason=2),
     ]
 )
-FULL_DELTAS = Deltas(
+FULL_DELTAS = generate.Deltas(
     deltas=[
-        TokenDelta(
+        generate.TokenDelta(
             request_id="r1",
             token_ids=[7],
             finish_reason="stop",
             stop_reason="END",
-            prefill=PrefillCounts(
+            prefill=generate.PrefillCounts(
                 prompt_tokens=9,
                 local_cached_tokens=3,
                 external_cached_tokens=5,
                 waited_s=0.5,
                 prefill_s=0.25,
             ),
-            logprobs=LogprobRows(1, 1, b"\x07" + bytes(7), bytes(4), b"\x01" + bytes(7)),
-            prompt_logprobs=LogprobRows(0, 0, b"", b"", b""),
+            logprobs=generate.LogprobRows(1, 1, b"\x07" + bytes(7), bytes(4), b"\x01" + bytes(7)),
+            prompt_logprobs=generate.LogprobRows(0, 0, b"", b"", b""),
         )
     ]
 )
-JOB = RemotePrefillRequest(
+JOB = prefill.RemotePrefillRequest(
     engine_id="e1",
     request_id="r1",
     attempt="a1",
@@ -181,7 +136,7 @@ JOB = RemotePrefillRequest(
     prefix_block_ids=[3],
     deadline=2.5,
 )
-FULL_JOB = RemotePrefillRequest(
+FULL_JOB = prefill.RemotePrefillRequest(
     engine_id="e1",
     request_id="r1",
     attempt="a1",
@@ -192,14 +147,14 @@ FULL_JOB = RemotePrefillRequest(
     priority=3,
     cache_salt="s",
     trace_headers={"t": "0"},
-    first_token=FirstTokenWanted(
-        sampling=FirstTokenSampling(temperature=0.5, top_k=5, min_p=0.25, seed=-8),
+    first_token=prefill.FirstTokenWanted(
+        sampling=prefill.FirstTokenSampling(temperature=0.5, top_k=5, min_p=0.25, seed=-8),
         last_token_id=9,
         cached_tokens=32,
     ),
     wire_version=8,
 )
-STATUS = EngineStatus(
+STATUS = prefill.EngineStatus(
     metadata=ENGINE,
     free_blocks=60,
     total_blocks=64,
@@ -334,24 +289,32 @@ MESSAGES = [
     (health.Heartbeat(lease_id=10, number=3, ok=False, detail="stuck"), health.decode_heartbeat),
     (REQUEST, generate.decode_generate_request),
     (FULL_REQUEST, generate.decode_generate_request),
-    (Hello(client_id="c1"), generate.decode_client_frame),
-    (Welcome(), generate.decode_worker_frame),
-    (Submit(request_id="r1", request=b"\x8f"), generate.decode_client_frame),
-    (SubmitReply(request_id="r1", reply=Accepted()), generate.decode_worker_frame),
+    (generate.Hello(client_id="c1"), generate.decode_client_frame),
+    (generate.Welcome(), generate.decode_worker_frame),
+    (generate.Submit(request_id="r1", request=b"\x8f"), generate.decode_client_frame),
     (
-        SubmitReply(request_id="r1", reply=RequestRefused(reason="full", elsewhere=True)),
+        generate.SubmitReply(request_id="r1", reply=generate.Accepted()),
         generate.decode_worker_frame,
     ),
-    (Cancel(request_ids=["r1", "r2"]), generate.decode_client_frame),
+    (
+        generate.SubmitReply(
+            request_id="r1", reply=generate.RequestRefused(reason="full", elsewhere=True)
+        ),
+        generate.decode_worker_frame,
+    ),
+    (generate.Cancel(request_ids=["r1", "r2"]), generate.decode_client_frame),
     (DELTAS, generate.decode_worker_frame),
     (FULL_DELTAS, generate.decode_worker_frame),
     (JOB, prefill.decode_job),
     (FULL_JOB, prefill.decode_job),
-    (Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3), prefill.decode_claim),
     (
-        Granted(
+        prefill.Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),
+        prefill.decode_claim,
+    ),
+    (
+        prefill.Granted(
             granted_at=0.5,
-            grant=Grant(
+            grant=grant.Grant(
                 id=7,
                 engine_id="e1",
                 attempt="a1",
@@ -364,37 +327,44 @@ MESSAGES = [
         ),
         prefill.decode_claim_reply,
     ),
-    (ClaimRefused(reason="withdrawn"), prefill.decode_claim_reply),
+    (prefill.ClaimRefused(reason="withdrawn"), prefill.decode_claim_reply),
     (
-        WriterDone(attempt="a1", outcome="failed", detail="why", writer_lease_id=31, number=3),
+        prefill.WriterDone(
+            attempt="a1", outcome="failed", detail="why", writer_lease_id=31, number=3
+        ),
         prefill.decode_writer_done,
     ),
     (
-        FirstToken(request_id="r1", attempt="a1", token_id=7, cached_tokens=32),
+        prefill.FirstToken(request_id="r1", attempt="a1", token_id=7, cached_tokens=32),
         prefill.decode_first_token,
     ),
     (
-        WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=7),
+        prefill.WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=7),
         prefill.decode_writer_stays,
     ),
-    (StayAccepted(), prefill.decode_stay_reply),
-    (StayRefused(reason="not claimed"), prefill.decode_stay_reply),
-    (CancelAttempt(attempt="a1", engine_id="e1"), prefill.decode_cancel_attempt),
-    (Leave(lease_id=31), prefill.decode_leave),
+    (prefill.StayAccepted(), prefill.decode_stay_reply),
+    (prefill.StayRefused(reason="not claimed"), prefill.decode_stay_reply),
+    (prefill.CancelAttempt(attempt="a1", engine_id="e1"), prefill.decode_cancel_attempt),
+    (prefill.Leave(lease_id=31), prefill.decode_leave),
     (
-        Committed(
-            attempt="a1", rank=1, num_blocks=63, writers=2, parts=[Part(0, 4, 64, 128)], grant=7
+        prefill.Committed(
+            attempt="a1",
+            rank=1,
+            num_blocks=63,
+            writers=2,
+            parts=[prefill.Part(0, 4, 64, 128)],
+            grant=7,
         ),
         prefill.decode_notice,
     ),
     (
-        Landed(
+        prefill.Landed(
             attempt="a1",
             rank=1,
             first=16,
             num_blocks=8,
             writers=2,
-            parts=[Part(0, 4, 64, 128)],
+            parts=[prefill.Part(0, 4, 64, 128)],
             grant=7,
         ),
         prefill.decode_notice,
@@ -404,35 +374,35 @@ MESSAGES = [
 
 RECORDS_SENT = [
     ENGINE,
-    LinkRecord(
+    records.LinkRecord(
         prefill_lease_id=31, engine_id="e1", decode_lease_id=32, detail="reset", next_try=1.5
     ),
-    EndpointRecord(
+    records.EndpointRecord(
         component="VllmWorker",
         endpoint="generate",
         namespace="dynamo",
         lease_id=31,
-        transport=EndpointTransport(nats_tcp="s.generate-1f", stream="10.0.0.1:4000"),
+        transport=records.EndpointTransport(nats_tcp="s.generate-1f", stream="10.0.0.1:4000"),
         pid=7,
         host="h",
         status_url="http://h:1",
         started_at=1.5,
         model="m",
     ),
-    EndpointRecord(
+    records.EndpointRecord(
         component="PrefillWorker",
         endpoint="prefill",
         namespace="dynamo",
         lease_id=31,
-        transport=EndpointTransport(nats_tcp="s"),
+        transport=records.EndpointTransport(nats_tcp="s"),
     ),
-    EndpointRecord(
+    records.EndpointRecord(
         component="PrefillEngine",
         endpoint="http",
         namespace="dynamo",
         lease_id=31,
-        transport=EndpointTransport(nats_tcp="s", stream="10.0.0.1:8100"),
-        engine=StockEngine(
+        transport=records.EndpointTransport(nats_tcp="s", stream="10.0.0.1:8100"),
+        engine=records.StockEngine(
             url="http://10.0.0.1:8100",
             role="prefill",
             protocol="moriio-read",
@@ -441,7 +411,7 @@ RECORDS_SENT = [
             notify_port=61005,
         ),
     ),
-    EngineRecord(checksum="00ff", metadata=msgspec.Raw(b'{"engine_id":"e1"}')),
+    records.EngineRecord(checksum="00ff", metadata=msgspec.Raw(b'{"engine_id":"e1"}')),
 ]
 
 _SAID = [
@@ -487,7 +457,7 @@ def test_messages_are_these_bytes_and_come_back(message, decode, golden):
 
 def test_a_seal_is_these_bytes():
     seal = bytes.fromhex("dead292ee10d7215")
-    assert encode_sealed(Leave(lease_id=31)) == seal + b"\x81\xa8lease_id\x1f"
+    assert encode_sealed(prefill.Leave(lease_id=31)) == seal + b"\x81\xa8lease_id\x1f"
 
 
 SEALED = [(message, decode) for message, decode, _ in GOLDEN if isinstance(decode, SealedDecoder)]
@@ -627,14 +597,22 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
         (generate.decode_generate_request, REQUEST, {"prompt_token_ids": [1 << 31]}),
         (generate.decode_generate_request, REQUEST, {"prompt_token_ids": [1.5]}),
         (generate.decode_generate_request, REQUEST, {"prompt_token_ids": None}),
-        (generate.decode_client_frame, Hello(client_id="c"), {"client_id": ""}),
-        (generate.decode_client_frame, Hello(client_id="c"), {"client_id": "c" * 129}),
-        (generate.decode_client_frame, Cancel(request_ids=["r"]), {"request_ids": [""]}),
-        (generate.decode_client_frame, Submit(request_id="r", request=b""), {"request_id": ""}),
-        (generate.decode_client_frame, Submit(request_id="r", request=b""), {"request": 1}),
+        (generate.decode_client_frame, generate.Hello(client_id="c"), {"client_id": ""}),
+        (generate.decode_client_frame, generate.Hello(client_id="c"), {"client_id": "c" * 129}),
+        (generate.decode_client_frame, generate.Cancel(request_ids=["r"]), {"request_ids": [""]}),
+        (
+            generate.decode_client_frame,
+            generate.Submit(request_id="r", request=b""),
+            {"request_id": ""},
+        ),
+        (
+            generate.decode_client_frame,
+            generate.Submit(request_id="r", request=b""),
+            {"request": 1},
+        ),
         (
             generate.decode_worker_frame,
-            SubmitReply(request_id="r", reply=Accepted()),
+            generate.SubmitReply(request_id="r", reply=generate.Accepted()),
             {"reply": {"type": "Welcome"}},
         ),
         (prefill.decode_job, JOB, {"attempt": ""}),
@@ -646,35 +624,39 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
         (prefill.decode_job, JOB, {"deadline": "soon"}),
         (
             prefill.decode_writer_done,
-            WriterDone(attempt="a", outcome="written"),
+            prefill.WriterDone(attempt="a", outcome="written"),
             {"outcome": "perhaps"},
         ),
         (
             prefill.decode_first_token,
-            FirstToken(request_id="r", attempt="a", token_id=1),
+            prefill.FirstToken(request_id="r", attempt="a", token_id=1),
             {"token_id": -1},
         ),
         (
             prefill.decode_first_token,
-            FirstToken(request_id="r", attempt="a", token_id=1),
+            prefill.FirstToken(request_id="r", attempt="a", token_id=1),
             {"cached_tokens": 1 << 31},
         ),
         (prefill.decode_job, FULL_JOB, {"first_token": {"last_token_id": 1}}),
         (
             prefill.decode_writer_stays,
-            WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
+            prefill.WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
             {"for_s": 0.0},
         ),
         (
             prefill.decode_writer_stays,
-            WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
+            prefill.WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
             {"for_s": 61.0},
         ),
-        (prefill.decode_notice, Committed(attempt="a", rank=0, num_blocks=1), {"rank": -1}),
-        (prefill.decode_notice, Committed(attempt="a", rank=0, num_blocks=1), {"writers": 0}),
+        (prefill.decode_notice, prefill.Committed(attempt="a", rank=0, num_blocks=1), {"rank": -1}),
         (
             prefill.decode_notice,
-            Committed(attempt="a", rank=0, num_blocks=1),
+            prefill.Committed(attempt="a", rank=0, num_blocks=1),
+            {"writers": 0},
+        ),
+        (
+            prefill.decode_notice,
+            prefill.Committed(attempt="a", rank=0, num_blocks=1),
             {"parts": [[0, 0, 0, 64]]},
         ),
     ],
@@ -698,13 +680,13 @@ def test_values_out_of_range_are_refused(decode, message, change):
 def test_records_out_of_range_are_refused(change):
     fields = msgspec.json.decode(encode_json(ENGINE)) | change
     with pytest.raises(ProtocolError, match="malformed record"):
-        decode_json(msgspec.json.encode(fields), EngineMetadata)
+        decode_json(msgspec.json.encode(fields), records.EngineMetadata)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.binary(max_size=100) | st.text(max_size=100).map(str.encode))
 def test_foreign_records_are_refused(data):
-    for record_type in (EngineMetadata, EndpointRecord):
+    for record_type in (records.EngineMetadata, records.EndpointRecord):
         with pytest.raises(ProtocolError):
             decode_json(data, record_type)
 
@@ -712,37 +694,18 @@ def test_foreign_records_are_refused(data):
 def test_a_record_nested_without_end_is_refused():
     for data in (b"[" * 100_000, b'{"component":' * 100_000):
         with pytest.raises(ProtocolError):
-            decode_json(data, EndpointRecord)
+            decode_json(data, records.EndpointRecord)
 
 
 def test_fields_of_a_newer_peer_are_ignored():
     newer = msgspec.msgpack.decode(encode(JOB)) | {"colour": "blue"}
     assert prefill.decode_job(wire(prefill.decode_job, msgspec.msgpack.encode(newer))) == JOB
     newer = msgspec.json.decode(encode_json(ENGINE)) | {"colour": "blue"}
-    assert decode_json(msgspec.json.encode(newer), EngineMetadata) == ENGINE
+    assert decode_json(msgspec.json.encode(newer), records.EngineMetadata) == ENGINE
 
 
-@pytest.mark.parametrize("message", [REQUEST, JOB, Hello(client_id="c")])
+@pytest.mark.parametrize("message", [REQUEST, JOB, generate.Hello(client_id="c")])
 def test_a_peer_of_another_version_sees_ours(message):
     """Left out as a default, the version would be read as the reader's own."""
     assert message.wire_version == WIRE_VERSION
     assert msgspec.msgpack.decode(encode(message))["wire_version"] == WIRE_VERSION
-
-
-def test_what_earlier_versions_say_of_claims_and_promises_can_be_read():
-    promise = b"\x83\xa7attempt\xa2a1\xafwriter_lease_id\x1f\xa5for_s\xcb@\x08\0\0\0\0\0\0"
-    stays = prefill.decode_writer_stays(wire(prefill.decode_writer_stays, promise))
-    assert stays == WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=0)
-    assert prefill.decode_claim_reply(b"\x81\xa4type\xa7Granted") == Granted()
-
-
-def test_a_job_of_an_earlier_version_asks_for_no_first_token():
-    fields = msgspec.msgpack.decode(encode(FULL_JOB))
-    del fields["first_token"]
-    old = wire(prefill.decode_job, msgspec.msgpack.encode(fields))
-    assert prefill.decode_job(old) == msgspec.structs.replace(FULL_JOB, first_token=None)
-
-
-def test_the_empty_answer_of_earlier_versions_is_no_accepted_promise():
-    with pytest.raises(ProtocolError):
-        prefill.decode_stay_reply(b"")
