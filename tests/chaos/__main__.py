@@ -16,15 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.arena import Belongings, Say, open_arena, reference
+from tests.chaos.arena import Say, children, left, open_arena
 from tests.chaos.cancels import CANCELS
+from tests.chaos.cluster import CONFIG
 from tests.chaos.delays import DELAYS
-from tests.chaos.forward_storm import forward_storm, right_answers
+from tests.chaos.forward_storm import forward_storm, greedy_questions
 from tests.chaos.outages import OUTAGES
+from tests.chaos.questions import questions, right_answers
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.storm import storm
 from tests.chaos.zombie import ZOMBIE
+from tests.vllm.graph import DISAGG
 from tests.vllm.stock import CONNECTORS
 
 #: In the order in which `--scenario all` plays them.
@@ -70,11 +73,11 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     stop = asyncio.Event()
     _on_interrupt(stop, say)
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
-    had = Belongings.now()
+    had = children()
     reports: list[Report] = []
     if args.forwarder:
         return [await _forwarder(args, directory, seed, say, stop, had)]
-    known = await reference(directory, say)
+    known = await right_answers(directory, questions(), CONFIG, say)
     chosen = _chosen(args.scenario or [])
     try:
         async with open_arena(
@@ -90,7 +93,7 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
         reports = reports or [Report(what="start", seed=seed)]
         reports[-1].left.append(str(exc))
     if reports:
-        reports[-1].left += await had.left()
+        reports[-1].left += await left(had)
     return reports
 
 
@@ -100,10 +103,10 @@ async def _forwarder(
     seed: int,
     say: Say,
     stop: asyncio.Event,
-    had: Belongings,
+    had: set[int],
 ) -> Report:
     try:
-        known = await right_answers(directory, say)
+        known = await right_answers(directory, greedy_questions(), DISAGG, say)
         report = await forward_storm(
             directory,
             known,
@@ -116,7 +119,7 @@ async def _forwarder(
         )
     except AssertionError as exc:
         report = Report(what="start", seed=seed, trouble=[str(exc)], of_a_graph=False)
-    report.left += await had.left()
+    report.left += await left(had)
     return report
 
 

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.client import Answer
-from tests.chaos.cluster import CONFIG, DECODE, FRONTEND, PREFILL, Cluster
+from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, Cluster
 from tests.chaos.load import Load
 from tests.chaos.meters import Meters
-from tests.chaos.questions import Question, answers, questions
+from tests.chaos.questions import Known, Question
 from tests.chaos.report import Report
 from tests.chaos.standing import at_rest, open_files
-from tests.ports import reservations
-from tests.vllm.graph import PlainServer, descendants_of
+from tests.vllm.graph import descendants_of
 
 _EXIT = re.compile(r"(\w+)-\w+ +(?:\| )?ended \(((?:exit|signal) -?\d+)\)")
 _NEWS_S = 5.0
-_TASKS_END_S = 2.0
+_END_S = 2.0
 
 Say = Callable[[str], None]
 
@@ -96,23 +95,10 @@ class Arena:
             )
 
 
-async def reference(directory: Path, say: Say) -> tuple[list[Question], dict[str, Answer]]:
-    """The questions, and what one plain engine answers."""
-    asked = questions()
-    say(f"{len(asked)} questions to a plain vLLM server")
-    server = PlainServer(directory / "plain", CONFIG)
-    server.start()
-    try:
-        await asyncio.to_thread(server.wait_until, server.is_ready, 180.0)
-        return asked, await answers(server.url, asked)
-    finally:
-        await asyncio.to_thread(server.end)
-
-
 @asynccontextmanager
 async def open_arena(
     directory: Path,
-    known: tuple[list[Question], dict[str, Answer]],
+    known: Known,
     say: Say,
     options: Sequence[str] = (),
 ) -> AsyncIterator[Arena]:
@@ -133,36 +119,14 @@ async def open_arena(
         raise AssertionError("; ".join(cluster.unclean))
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """Of this process: what may be there at the end as at the beginning. besides: child processes
-    that are of no concern."""
+def children(besides: Iterable[int] = ()) -> set[int]:
+    """The processes below this one, without `besides`."""
+    return set(descendants_of(os.getpid())) - set(besides)
 
-    files: int
-    children: frozenset[int]
-    tasks: frozenset[asyncio.Task[object]]
 
-    @classmethod
-    def now(cls, besides: Iterable[int] = ()) -> "Belongings":
-        return cls(
-            len(os.listdir("/proc/self/fd")) - reservations(),
-            frozenset(descendants_of(os.getpid())) - frozenset(besides),
-            frozenset(asyncio.all_tasks()),
-        )
-
-    async def left(self, besides: Iterable[int] = ()) -> list[str]:
-        """What is more than before. Tasks that are just ending are waited for."""
-        deadline = time.monotonic() + _TASKS_END_S
-        while (more := self._more(besides)) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        return more
-
-    def _more(self, besides: Iterable[int]) -> list[str]:
-        now = Belongings.now(besides)
-        newer = now.tasks - self.tasks - {asyncio.current_task()}
-        tasks = [task.get_name() for task in newer if not task.done()]
-        return [
-            *(f"process {pid} is left" for pid in sorted(now.children - self.children)),
-            *(f"task {name} is left" for name in tasks),
-            *([f"{now.files - self.files} files are left"] if now.files > self.files else []),
-        ]
+async def left(had: set[int], besides: Iterable[int] = ()) -> list[str]:
+    """The processes that are there besides `had`. Those that are just ending are waited for."""
+    deadline = time.monotonic() + _END_S
+    while (more := children(besides) - had) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return [f"process {pid} is left" for pid in sorted(more)]

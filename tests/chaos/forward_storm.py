@@ -13,25 +13,22 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.arena import Say
-from tests.chaos.client import Answer
 from tests.chaos.load import Load
-from tests.chaos.questions import Question, answers, questions
+from tests.chaos.questions import Known, Question, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
 from tests.chaos.storm import rage
-from tests.vllm.graph import DISAGG, PlainServer
 from tests.vllm.stock import Protocol, Role, StockEngine, forwarded
 
 #: Of the prefill engines: how long they keep blocks that no decode engine reads.
-LEASE_S = 20.0
-_REST_S = LEASE_S + 40.0
+_LEASE_S = 20.0
+_REST_S = _LEASE_S + 40.0
 _BACK_S = 300.0
 _MOMENT_S = 10.0
 _DOWN_S = 4.0
@@ -73,8 +70,6 @@ KILLS = (
     Kill("decode: its engine process", "decode", "runs", core=True),
 )
 
-Known = tuple[list[Question], dict[str, Answer]]
-
 
 def greedy_questions() -> list[Question]:
     """vLLM's CPU build crashes on seeded prompts that it computes in chunks. Answers are so short
@@ -84,25 +79,6 @@ def greedy_questions() -> list[Question]:
         for one in questions()
         if "seed" not in one.body
     ]
-
-
-async def right_answers(
-    directory: Path,
-    say: Say,
-    asked: list[Question] | None = None,
-    graph: tuple[str, str] = DISAGG,
-) -> Known:
-    """The questions, and what one plain engine answers that is configured as `graph`'s. asked:
-    other questions than `greedy_questions()`."""
-    asked = greedy_questions() if asked is None else asked
-    say(f"{len(asked)} questions to a plain vLLM server")
-    server = PlainServer(directory / "plain", graph)
-    server.start()
-    try:
-        await asyncio.to_thread(server.wait_until, server.is_ready, _BACK_S)
-        return asked, await answers(server.url, asked)
-    finally:
-        await asyncio.to_thread(server.end)
 
 
 class ForwardStorm:
@@ -166,30 +142,6 @@ class ForwardStorm:
             await asyncio.wait_for(self._stop.wait(), seconds)
 
 
-@asynccontextmanager
-async def stock_cluster(
-    directory: Path,
-    *,
-    protocol: Protocol = "nixl",
-    prefill: int = 2,
-    decode: int = 2,
-    lease_s: float = LEASE_S,
-) -> AsyncIterator[StockCluster]:
-    """Ready engines behind a ready Forwarder."""
-    with forwarded(
-        directory,
-        protocol=protocol,
-        prefill=prefill,
-        decode=decode,
-        lease_s=lease_s,
-        flags=_FLAGS[protocol],
-    ) as running:
-        async with StockCluster(running, protocol) as cluster:
-            for engine in cluster.engines:
-                await cluster.back(engine, _BACK_S)
-            yield cluster
-
-
 async def under_load(
     cluster: StockCluster,
     known: Known,
@@ -245,15 +197,25 @@ async def forward_storm(
 ) -> Report:  # fmt: skip
     """Two prefill and two decode engines for a while, or until `stop` is set."""
     say(f"starting two prefill engines, two decode engines and a Forwarder: {protocol}")
-    async with stock_cluster(directory / "engines", protocol=protocol) as cluster:
+    with forwarded(
+        directory / "engines",
+        protocol=protocol,
+        prefill=2,
+        decode=2,
+        lease_s=_LEASE_S,
+        flags=_FLAGS[protocol],
+    ) as running:
+        async with StockCluster(running, protocol) as cluster:
+            for engine in cluster.engines:
+                await cluster.back(engine, _BACK_S)
 
-        async def body(storm: ForwardStorm) -> None:
-            await rage(storm, minutes, stop, say)
+            async def body(storm: ForwardStorm) -> None:
+                await rage(storm, minutes, stop, say)
 
-        what = f"a Forwarder ({protocol}) for {minutes:g} minutes"
-        return await under_load(
-            cluster, known, body, what=what, seed=seed, clients=clients, say=say
-        )
+            what = f"a Forwarder ({protocol}) for {minutes:g} minutes"
+            return await under_load(
+                cluster, known, body, what=what, seed=seed, clients=clients, say=say
+            )
 
 
 async def _tell(load: Load, say: Say) -> None:

@@ -41,9 +41,9 @@ from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.sealed_records import UNSEALED
 from tests.chaos.cluster import DECODE, PREFILL
-from tests.chaos.forward_storm import Known, greedy_questions, right_answers
+from tests.chaos.forward_storm import greedy_questions
 from tests.chaos.load import Load, Tally
-from tests.chaos.questions import Question
+from tests.chaos.questions import Known, Question, right_answers
 from tests.vllm.graph import NAMESPACE, Graph
 
 _PLANNER, _ROLES = "Planner", (DECODE, PREFILL)
@@ -234,7 +234,7 @@ def _questions() -> list[Question]:
 
 async def _check(directory: Path) -> list[str]:
     """What was violated."""
-    known = await right_answers(directory, _say, _questions(), _GRAPH)
+    known = await right_answers(directory, _questions(), _GRAPH, _say)
     _say("starting the graph")
     graph = Graph(directory / "graph", _GRAPH, _OPTIONS)
     check, trouble = Check(graph, known), list[str]()

@@ -10,16 +10,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.kv import Kv, plain_answers
+from tests.chaos.questions import right_answers
+from tests.hosts.kv import Kv, questions
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
-from tests.hosts.rig import NULL, VLLM, Rig, same_clocks
+from tests.hosts.rig import NULL, VLLM, VLLM_CONFIG, Rig, same_clocks
 from tests.hosts.scenarios import KV_SCENARIOS, SCENARIOS, play_all
 
 
 async def run(wanted: list[str], directory: Path, *, engines: bool) -> int:
     """Returns how many scenarios failed."""
-    known = await plain_answers(directory) if engines else told_questions()
+    known = told_questions()
+    if engines:
+        known = await right_answers(directory, questions(), (VLLM.graph, VLLM_CONFIG), _say)
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(Rig(directory, VLLM if engines else NULL))
         kv = await stack.enter_async_context(Kv(rig)) if engines else None

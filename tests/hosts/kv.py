@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Self
 
 from dynamo_lite.protocol import names
@@ -16,10 +15,9 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
 from tests.builders import eventually
 from tests.chaos.meters import Meters
-from tests.chaos.questions import answers
-from tests.hosts.load import Known, question
-from tests.hosts.rig import NAMESPACE, VLLM, VLLM_CONFIG, Rig
-from tests.vllm.graph import PlainServer
+from tests.chaos.questions import Question
+from tests.hosts.load import question
+from tests.hosts.rig import NAMESPACE, Rig
 
 #: How long until all is in order again, on a machine that is busy with other things.
 _AGAIN_S = 240.0
@@ -119,9 +117,6 @@ class Kv:
             return await messaging.request(subject, payload, timeout_s=5.0)
 
 
-async def plain_answers(directory: Path) -> Known:
-    """Prompts, most of which are long, and what one plain vLLM server answers, before the hosts are
-    made."""
-    asked = [question(length, length, _TOKENS) for length in (40, 400, 900, 1500, 700)]
-    with PlainServer(directory / "plain", (VLLM.graph, VLLM_CONFIG)) as plain:
-        return Known(asked, await answers(await asyncio.to_thread(lambda: plain.url), asked))
+def questions() -> list[Question]:
+    """Prompts, most of which are long."""
+    return [question(length, length, _TOKENS) for length in (40, 400, 900, 1500, 700)]

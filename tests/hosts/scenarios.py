@@ -10,8 +10,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S
 from tests.builders import eventually
+from tests.chaos.questions import Known
 from tests.hosts.kv import Kv
-from tests.hosts.load import Clients, Jobs, Known
+from tests.hosts.load import Clients, Jobs
 from tests.hosts.network import Host
 from tests.hosts.rig import HTTP_PORT, LEASE_TTL_S, Rig
 
