@@ -9,7 +9,7 @@ import httpx
 
 from tests.chaos.cluster import FRONTEND, PREFILL
 from tests.chaos.questions import Question
-from tests.chaos.scenario import Scenario, Scene
+from tests.chaos.scenario import Scenario, Scene, until_it_works
 
 _CLIENTS = 6
 #: Longer prompts are prefilled remotely (`max-local-prefill-length` in configs/chaos.yaml).
@@ -46,11 +46,9 @@ async def _prefill_killed(scene: Scene) -> None:
     scene.blows.rng.shuffle(asked)
     calm = await _longest(scene, asked)
     victim = scene.blows.pick(PREFILL)
-    async with httpx.AsyncClient(timeout=5) as http, asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(_longest(scene, asked))
-        async with asyncio.timeout(30):
-            while not (await http.get(f"{victim.state.status_url}/health")).json().get("jobs"):
-                await asyncio.sleep(0.005)
+        await until_it_works(victim.state.status_url)
         await scene.blows.kill(victim, f"kill {PREFILL}")
     hit = asking.result()
     await scene.blows.back(victim)
