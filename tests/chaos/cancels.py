@@ -95,11 +95,13 @@ async def _leave_amid_work(scene: Scene, url: str, number: int) -> float:
     prompt = prompt_ids(_LONG_TOKENS, seed=rng.getrandbits(30))
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": True}
     asking = asyncio.create_task(ask(scene.arena.cluster.port, body))
-    await until_it_works(url)
+    working = asyncio.create_task(until_it_works(url))
+    await asyncio.wait({asking, working}, return_when=asyncio.FIRST_COMPLETED)
+    working.cancel()
     await asyncio.sleep(rng.uniform(0.02, 0.3))
     asking.cancel()
     left = time.monotonic()
-    await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.gather(asking, working, return_exceptions=True)
     return left
 
 
