@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo_lite.runtime.tasks import running
 from tests.chaos.client import Answer
 from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, Cluster
-from tests.chaos.load import Load
+from tests.chaos.load import Load, telling
 from tests.chaos.meters import Meters
 from tests.chaos.questions import Known, Question
 from tests.chaos.report import Report
@@ -20,7 +21,6 @@ from tests.chaos.standing import at_rest, open_files
 from tests.vllm.graph import descendants_of
 
 _EXIT = re.compile(r"(\w+)-\w+ +(?:\| )?ended \(((?:exit|signal) -?\d+)\)")
-_NEWS_S = 5.0
 _END_S = 2.0
 
 Say = Callable[[str], None]
@@ -60,16 +60,14 @@ class Arena:
             excuse=lambda began, _: cluster.excuse(began),
         )
         report.tally = load.tally
-        telling = asyncio.create_task(self._tell(load), name="news")
         try:
-            async with load:
-                await body(load)
-            self.say("the load has ended; waiting for rest")
-            standing, trouble = await at_rest(cluster, self.free_blocks)
-            report.trouble += [f"afterwards: {trouble}"] if trouble else []
+            async with running(telling(load.tally, self.say, self._news), name="news"):
+                async with load:
+                    await body(load)
+                self.say("the load has ended; waiting for rest")
+                standing, trouble = await at_rest(cluster, self.free_blocks)
+                report.trouble += [f"afterwards: {trouble}"] if trouble else []
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
             await self.meters.ask()
             report.after(standing, open_files(cluster))
             report.meter(self.meters.totals() - counted)
@@ -81,18 +79,9 @@ class Arena:
         said = "\n".join(graph.output for graph in self.cluster.graphs)
         return Counter(f"{service} {how}" for service, how in _EXIT.findall(said))
 
-    async def _tell(self, load: Load) -> None:
-        while True:
-            await asyncio.sleep(_NEWS_S)
-            t, c = load.tally, self.cluster
-            up = " ".join(
-                f"{service} {len(c.ready(service))}" for service in (FRONTEND, DECODE, PREFILL)
-            )
-            self.say(
-                f"asked {t.requests}, right {t.right}, cancelled {t.cancelled}, "
-                f"moved {self.meters.total('requests_moved')}, refused {t.refused.total()}, "
-                f"excused {t.excused.total()}, lost {t.lost.total()}, wrong {t.wrong}; ready: {up}"
-            )
+    def _news(self) -> str:
+        up = ", ".join(f"{s} {len(self.cluster.ready(s))}" for s in (FRONTEND, DECODE, PREFILL))
+        return f"; moved {self.meters.total('requests_moved')}; ready: {up}"
 
 
 @asynccontextmanager

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dynamo_lite.runtime.tasks import running
 from tests.chaos.arena import Say
-from tests.chaos.load import Load
+from tests.chaos.load import Load, telling
 from tests.chaos.questions import Known, Question, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
@@ -33,7 +34,6 @@ _BACK_S = 300.0
 _MOMENT_S = 10.0
 _DOWN_S = 4.0
 _PAUSE_S = (0.5, 4.0)
-_NEWS_S = 10.0
 _MAX_TOKENS = 160
 #: Health checks under way.
 _SPARE_FILES = 8
@@ -166,13 +166,8 @@ async def under_load(
     report.tally, began = load.tally, time.monotonic()
     report.trouble += [f"before: {why}"] if (why := await cluster.at_rest(rest_s)) else []
     counted, files = await cluster.counters(), cluster.open_files()
-    telling = asyncio.create_task(_tell(load, say), name="news")
-    try:
-        async with load:
-            await body(storm)
-    finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+    async with running(telling(load.tally, say), name="news"), load:
+        await body(storm)
     say("the load has ended; waiting until all blocks are free")
     ended = time.monotonic()
     if why := await cluster.at_rest(rest_s):
@@ -204,8 +199,8 @@ async def forward_storm(
         decode=2,
         lease_s=_LEASE_S,
         flags=_FLAGS[protocol],
-    ) as running:
-        async with StockCluster(running, protocol) as cluster:
+    ) as started:
+        async with StockCluster(started, protocol) as cluster:
             for engine in cluster.engines:
                 await cluster.back(engine, _BACK_S)
 
@@ -216,14 +211,3 @@ async def forward_storm(
             return await under_load(
                 cluster, known, body, what=what, seed=seed, clients=clients, say=say
             )
-
-
-async def _tell(load: Load, say: Say) -> None:
-    while True:
-        await asyncio.sleep(_NEWS_S)
-        t = load.tally
-        say(
-            f"asked {t.requests}, right {t.right}, cancelled {t.cancelled}, refused"
-            f" {t.refused.total()}, excused {t.excused.total()}, lost {t.lost.total()},"
-            f" wrong {t.wrong}"
-        )
