@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from benchmarks.used_pools import Job
-from dynamo_lite.serve.config import resolve
-from dynamo_lite.serve.document import read_document
-from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.transfer.base import Transfer
 from gpu_check import descriptors as descriptors_part
-from gpu_check import graph, kernels, transfers
+from gpu_check import kernels, transfers
 from gpu_check.bench import Bench
 from gpu_check.descriptors import counts_per_job, descriptors
 from gpu_check.parts import PARTS
@@ -99,25 +96,6 @@ def test_pools_that_hand_out_no_runs_are_seen(monkeypatch):
     monkeypatch.setattr(descriptors_part, "hand_out_runs", lambda pool: None)
     with pytest.raises(CheckFailed, match="descriptors on used pools and 36 on fresh"):
         descriptors(CPU)
-
-
-@pytest.mark.parametrize(
-    ("bench", "seen", "gpus"),
-    [
-        (Bench("cuda", "G", 1), None, ["0", "0"]),
-        (Bench("cuda", "G", 2), None, ["0", "1"]),
-        (Bench("cuda", "G", 2), "3,5", ["3", "5"]),
-    ],
-)
-def test_workers_have_a_gpu_each_where_there_are_two(bench, seen, gpus, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if seen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    document = read_document(Path(graph._CONFIGS["cuda"]), graph._placement(bench))
-    config = resolve(load_graph(graph._GRAPH), document)
-    document.raise_mistakes()
-    workers = [config.get(name) for name in ("VllmWorker", "PrefillWorker")]
-    assert [str(each.env[0]["CUDA_VISIBLE_DEVICES"]) for each in workers if each] == gpus
 
 
 @NO_GPU
