@@ -8,23 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 
+from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
+from dynamo_lite.forward.forwarder import engine_kv
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.http import ForwardServer
+from dynamo_lite.forward.http import ForwardServer, reply_of
+from dynamo_lite.forward.known_blocks import KnownBlocks
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
-from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.policy.routing.forwarding import SentPrompts
-from dynamo_lite.policy.routing.known_blocks import KnownBlocks
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.services.forward_kv import kv_events
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
@@ -101,13 +99,11 @@ async def rig(
     https: Certificates | None = None,
     trust: dict[str, Any] | None = None,
     events: Sequence[dict[str, str]] = (),
-    least_silence_s: float = 10.0,
     on_drop: OnDrop = uncounted,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """cached: what prefill and decode engines report. https: of all servers. trust: options of all
-    engines. events: of the first engines, prefill engines first. least_silence_s: of
-    `EngineMonitor`. options: of `ForwarderConfig`.
+    engines. events: of the first engines, prefill engines first. options: of `ForwarderConfig`.
 
     Fails if an engine has seen its protocol broken, or if a leg is left open.
     """
@@ -143,31 +139,22 @@ async def rig(
         )
         kind = PROTOCOLS[protocol]
         engines = KnownEngines(config.engines, kind)
-        upstream = await stack.enter_async_context(
-            Upstream(connect_s=config.connect_timeout_s, idle_s=config.idle_timeout_s)
-        )
-        sent = SentPrompts(1000)
+        upstream = await stack.enter_async_context(Upstream(config.idle_timeout_s))
+        sent = SentPrompts()
         # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config, sent, least_silence_s=least_silence_s)
-        kv = await stack.enter_async_context(
-            kv_events(engines, upstream, config, CollectorRegistry())
-        )
-        known = None if kv is None else kv.known
-        placer = Placer(engines, kind, config, sent, uniform=lambda: 0.0, known=known)
+        monitor = EngineMonitor(engines, upstream, config, sent)
+        kv = engine_kv(engines, upstream, config)
+        if kv is not None:
+            await stack.enter_async_context(kv)
+        known = kv and kv.known
+        placer = Placer(engines, kind, config, sent, known=known)
         forwarding = await stack.enter_async_context(
-            Forwarding(
-                kind, config, placer, upstream, monitor, tokens=None if kv is None else kv.tokens
-            )
+            Forwarding(kind, config, placer, upstream, monitor, tokenizer=kv and kv.tokenizer)
         )
         sock = bind("127.0.0.1", 0)
+        health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
         server = ForwardServer(
-            forwarding,
-            config,
-            kind.routes | VLLM_ROUTES | {SGLANG_GENERATE},
-            sock,
-            health=lambda: {"ok": any(e.usable for e in engines.all if e.decodes)},
-            tls=tls,
-            on_drop=on_drop,
+            forwarding, config, kind, sock, {"/health": health}, tls=tls, on_drop=on_drop
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)

@@ -1,7 +1,8 @@
 """The options of a sidecar. Imports nothing heavy: the command line does."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from dynamo_lite.forward.named import PRIVATE, AllowedHosts
@@ -20,27 +21,25 @@ SIDECAR_PROTOCOLS: tuple[ProtocolName, ...] = (
 )
 #: Prefill legs that contain the decode engine's own address.
 _NEED_HOST = ("moriio-read", "moriio-write")
+_PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillerOptions:
-    """Options of all prefill engines that headers name."""
+class UnverifiedEngine(EngineOptions):
+    """An engine of which any certificate is accepted."""
 
-    https: bool = False
-    ca_file: str | None = None
-    insecure_skip_verify: bool = False
-    #: Where their side of the handover listens; None: the protocol's default.
-    transfer_port: int | None = None
+    @property
+    def unverified(self) -> bool:
+        return True
 
-    def engine(self, name: str) -> EngineOptions:
-        """name: HOST:PORT."""
-        return EngineOptions(
-            url=f"{'https' if self.https else 'http'}://{name}",
-            role="prefill",
-            transfer_port=self.transfer_port,
-            ca_file=self.ca_file if self.https else None,
-            insecure_skip_verify=self.https and self.insecure_skip_verify,
-        )
+
+def trusted_engine(ca_file: Path | None, unverified: bool, **options: Any) -> EngineOptions:
+    """An engine of which any certificate is accepted, or one of the authorities in the file (None:
+    the system's). Raises ValueError."""
+    if not options["url"].startswith("https:"):
+        return EngineOptions(**options)
+    if unverified:
+        return UnverifiedEngine(**options)
+    return EngineOptions(**options, ca_file=None if ca_file is None else str(ca_file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,8 @@ class SidecarConfig:
     """
 
     forwarder: ForwarderConfig
-    prefillers: PrefillerOptions = PrefillerOptions()
+    #: What all prefill engines that headers name have in common; the URL's host and port are any.
+    prefillers: EngineOptions = _PREFILLERS
     #: Hosts that headers may name.
     allowed: tuple[str, ...] = PRIVATE
     #: How one of several named prefill engines is chosen.
@@ -79,6 +79,11 @@ class SidecarConfig:
     @property
     def ranks(self) -> int:
         return len(self.forwarder.engines)
+
+    def prefiller(self, name: str) -> EngineOptions:
+        """name: HOST:PORT."""
+        scheme = "https" if self.prefillers.secure else "http"
+        return replace(self.prefillers, url=f"{scheme}://{name}")
 
 
 def decode_engines(first: EngineOptions, ranks: int) -> tuple[EngineOptions, ...]:

@@ -14,8 +14,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from dynamo_lite.forward.client import Client, Incoming
+from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import EMPTY_LEGS
-from dynamo_lite.forward.failures import Broken, DecodeFailed
+from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.legs import Legs, Sending
 from dynamo_lite.forward.options import ForwarderConfig
@@ -23,6 +24,7 @@ from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.protocol.forwarding import ForwardAttempt
 from dynamo_lite.runtime.listening import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
@@ -216,22 +218,6 @@ async def _stops_after_head(
     return response
 
 
-@pytest.mark.parametrize("name", FALLING_BACK)
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [(Fault("status", 503), 503), (Fault("status", 500), 500), (Fault("before_head"), 502)],
-)
-async def test_the_error_of_a_prefill_is_the_answer_where_that_is_set(
-    name: str, fault: Fault, expected: int
-):
-    async with rig(name, prefill_failure="error") as r:
-        await warm(r)
-        async with slow(r.decode[0]):
-            r.prefill[0].faults.append(Fault(fault.stage, fault.status))
-            status, _ = await r.ask()
-        assert status == expected
-
-
 @pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
@@ -361,7 +347,7 @@ async def test_the_time_of_a_streamed_prefill_is_for_all_its_sequences():
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("dynamo_lite.forward.engine_answer.MAX_WHOLE_BYTES", 1 << 20, raising=False)
+    monkeypatch.setattr("dynamo_lite.forward.failures.MAX_WHOLE_BYTES", 1 << 20)
     return 1 << 20
 
 
@@ -437,7 +423,7 @@ async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engin
 
 async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
     """The decode engine answers while the client still gets the last of the prefill leg."""
-    async with rig("neuron-dynamic") as r, Upstream(connect_s=5, idle_s=5) as upstream:
+    async with rig("neuron-dynamic") as r, Upstream(5) as upstream:
         r.decode[0].handover = _alone
         # More than what the connection takes before it is read.
         r.decode[0].events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
@@ -447,15 +433,17 @@ async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
         )
         body = json.dumps({**COMPLETION, "stream": True}).encode()
         config = ForwarderConfig(engines=(engine.options,))
-        async with Legs(incoming, upstream, r.monitor, config) as legs:
+        note = RequestNote("/v1/completions", "", config)
+        note.tries(ForwardAttempt(), 0)
+        async with Legs(incoming, upstream, r.monitor, config, note) as legs:
             async with slow(r.decode[0]):
-                opening = legs.open(Sending(engine, body), DecodeFailed)
+                opening = legs.open(Sending(engine, "decode", body))
                 decoding = legs.start(opening, "decode leg")
                 await until(r, 1, r.decode[0])
                 legs.leave_open(decoding)
             await asyncio.wait({decoding})
         async with asyncio.timeout(10):
-            assert b"[DONE]" in await legs.whole(engine, decoding.result(), DecodeFailed)
+            assert b"[DONE]" in await decoding.result().read()
 
 
 async def _alone(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
@@ -934,9 +922,7 @@ async def test_what_was_written_before_an_answer_broke_off_is_delivered():
     answering = _BreaksOff()
     config = ForwarderConfig()
     sock = bind("127.0.0.1", 0)
-    server = ForwardServer(
-        answering, config, frozenset({"/v1/completions"}), sock, health=lambda: {"ok": True}
-    )
+    server = ForwardServer(answering, config, PROTOCOLS["nixl"], sock, {})
     await server.start()
     try:
         async with aiohttp.ClientSession(read_bufsize=1 << 16) as session:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.forward.input_logprobs import InputLogprobs
+from dynamo_lite.forward.rewriting import InputLogprobs
 from tests.forwarding import Rig, rig
 from tests.scripted import Fault
 

@@ -70,7 +70,7 @@ async def test_many_at_once_over_several_engines(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_engines_that_restart_are_found_again(name: str):
-    async with rig(name, prefill_failure="error") as r:
+    async with rig(name) as r:
         assert await r.text() == TEXT
         engine = r.prefill[0]
         await engine.stop()
@@ -80,6 +80,7 @@ async def test_engines_that_restart_are_found_again(name: str):
         engine.bootstrap_ids = {"0": {"engine_id": "another"}}
         await r.check()
         assert await r.text() == TEXT
+        assert r.answered == {("disaggregated", ""): 2}
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if PROTOCOLS[n].order is LegOrder.PARALLEL])

@@ -14,9 +14,9 @@ import pytest
 from dynamo_lite.forward.engines import EMPTY_LEGS
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
+from dynamo_lite.forward.sidecar import Sidecar
+from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, SidecarConfig
 from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.services.sidecar import Sidecar
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT
@@ -26,6 +26,10 @@ from tests.scripted import HANDOVERS, Fault, Fleet, Leg, ScriptedEngine
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 Headers = dict[str, str] | list[tuple[str, str]]
+
+
+def prefillers(scheme: str = "http", **options: Any) -> EngineOptions:
+    return EngineOptions(url=f"{scheme}://localhost:1", role="prefill", **options)
 
 
 @dataclass
@@ -96,12 +100,8 @@ async def beside(
             for _ in range(count):
                 one = ScriptedEngine(fleet, role, HANDOVERS[protocol], tls=tls)  # type: ignore[arg-type]
                 made[role].append(await stack.enter_async_context(one))
-        config.setdefault(
-            "prefillers",
-            PrefillerOptions(transfer_port=made["prefill"][0].port)
-            if protocol == "mooncake"
-            else PrefillerOptions(),
-        )
+        if protocol == "mooncake":
+            config["prefillers"] = prefillers(transfer_port=made["prefill"][0].port)
         sidecar = Sidecar(
             SidecarConfig(
                 forwarder=ForwarderConfig(
@@ -236,13 +236,6 @@ async def test_a_failed_prefill_leaves_the_decode_engine_alone(fault: Fault):
         assert b.decode[0].legs[0].body == {**COMPLETION, "seed": 1}
 
 
-async def test_a_prefill_failure_can_be_the_answer():
-    async with beside(options={"prefill_failure": "error"}) as b:
-        b.prefill[0].faults.append(Fault("status", 503))
-        status, _ = await b.ask(b.header())
-        assert status == 503 and b.decode[0].legs == []
-
-
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
 async def test_an_engine_that_is_not_there_costs_no_answer(name: str):
     async with beside(name) as b:
@@ -289,7 +282,7 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
             engine.handover = HANDOVERS[name]
         assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == 1
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0, raising=False)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.MISFIT_S", 0.0, raising=False)
         for _ in range(2):
             assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == 3
@@ -305,7 +298,7 @@ async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
         for _ in range(3):
             assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == 1
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.AVOIDED_S", 0.0)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.AVOIDED_S", 0.0)
         await b.prefill[0].stop()
         b.prefill[0].legs.clear()
         assert await b.text(b.header()) == TEXT  # refused
@@ -325,9 +318,9 @@ async def test_an_engine_that_still_does_not_fit_is_asked_once_in_a_while(
         both = ",".join(f"127.0.0.1:{engine.port}" for engine in b.prefill)
         assert await b.text({"x-prefiller-host-port": both}) == TEXT
         assert [len(engine.legs) for engine in b.prefill] == [1, 1]
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0, raising=False)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.MISFIT_S", 0.0, raising=False)
         assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 3600.0)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.MISFIT_S", 3600.0)
         for _ in range(3):
             assert await b.text(b.header()) == TEXT
         assert [len(engine.legs) for engine in b.prefill] == [2, 1]
@@ -345,13 +338,13 @@ async def test_an_engine_that_never_hands_over_gets_no_more_legs_for_a_while(
         for _ in range(EMPTY_LEGS + 3):
             assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == EMPTY_LEGS
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.MISFIT_S", 0.0)
         assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 3600.0)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.MISFIT_S", 3600.0)
         assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == EMPTY_LEGS + 1
         b.prefill[0].handover = given
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0)
+        monkeypatch.setattr("dynamo_lite.forward.header_placing.MISFIT_S", 0.0)
         for _ in range(2):
             assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == EMPTY_LEGS + 3
@@ -415,40 +408,21 @@ async def test_its_health_is_the_decode_engines():
 
 
 async def test_many_engines_are_not_remembered_for_ever():
-    from dynamo_lite.forward.sidecar import MAX_PREFILLERS, Prefillers
+    from dynamo_lite.forward.header_placing import MAX_PREFILLERS, Prefillers
 
     async def check(engine: object) -> None:
         raise AssertionError(engine)
 
-    known = Prefillers(PROTOCOLS["nixl"], PrefillerOptions(), check, every_s=1.0, first_number=1)
+    engines = (EngineOptions(url="http://localhost:1", role="decode"),)
+    config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
+    known = Prefillers(PROTOCOLS["nixl"], config, check)
     first = known.get("10.0.0.1:1")
-    numbers = {known.get(f"10.0.0.1:{port}").number for port in range(1, MAX_PREFILLERS + 1)}
+    ports = range(1, MAX_PREFILLERS + 1)
+    numbers = {known.get(f"10.0.0.1:{port}").engine.number for port in ports}
     assert known.get("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
     known.get("10.0.0.2:1")
     assert known.get("10.0.0.1:1") is first
-    assert known.get("10.0.0.1:2").number > max(numbers)
-
-
-async def test_an_engine_that_is_forgotten_during_its_check_leaves_nothing():
-    from dynamo_lite.forward.sidecar import MAX_PREFILLERS, Prefillers
-
-    answers, asked = asyncio.Event(), list[object]()
-
-    async def check(engine: object) -> None:
-        asked.append(engine)
-        await answers.wait()
-
-    protocol = PROTOCOLS["mooncake"]
-    known = Prefillers(protocol, PrefillerOptions(), check, every_s=1.0, first_number=1)
-    checks = [asyncio.create_task(known.prepare(f"10.0.0.1:{port}")) for port in (1, 2)]
-    await eventually(lambda: len(asked) == 2)
-    kept = known.get("10.0.0.1:2").number
-    for port in range(3, MAX_PREFILLERS + 2):
-        known.get(f"10.0.0.1:{port}")
-    answers.set()
-    await asyncio.gather(*checks)
-    assert list(known._checked) == [kept] and not known._checks
-    await known.close()
+    assert known.get("10.0.0.1:2").engine.number > max(numbers)
 
 
 async def test_it_speaks_https_to_all_sides(certificates: Certificates):
@@ -458,7 +432,7 @@ async def test_it_speaks_https_to_all_sides(certificates: Certificates):
         https=certificates,
         options={"tls_cert": cert, "tls_key": key},
         engine={"ca_file": ca},
-        prefillers=PrefillerOptions(https=True, ca_file=ca),
+        prefillers=prefillers("https", ca_file=ca),
     ) as b:
         assert b.urls[0].startswith("https://")
         assert await b.text(b.header()) == TEXT

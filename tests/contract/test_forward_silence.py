@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dynamo_lite.forward import health
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.policy.routing.forwarding import SentPrompts
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.scripted import CHAT, Fault, ScriptedEngine
@@ -62,14 +60,13 @@ async def quick(
     protocol: str = "nixl", *, timeout_s: float = TIMEOUT_S, **options: Any
 ) -> AsyncIterator[Rig]:
     """All engines are healthy."""
-    limits = {"health_timeout_s": timeout_s, "least_silence_s": 2 * timeout_s}
-    async with (
-        asyncio.timeout(90),
-        rig(protocol, health_interval_s=0.05, **limits, **options) as r,
-    ):
-        while not all(engine.usable for engine in r.engines.all):
-            await r.check()
-        yield r
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "CHECK_S", timeout_s)
+        patch.setattr(health, "SILENCE_S", 2 * timeout_s)
+        async with asyncio.timeout(90), rig(protocol, health_interval_s=0.05, **options) as r:
+            while not all(engine.usable for engine in r.engines.all):
+                await r.check()
+            yield r
 
 
 async def waits(engine: KnownEngine, legs: int = 1) -> None:
@@ -199,22 +196,6 @@ async def test_a_stream_that_has_begun_is_not_broken_off_by_silence(still: Still
         moves.set()
         assert b"[DONE]" in await begun
         still.goes_on.set()
-
-
-async def test_checks_with_a_short_timeout_make_no_busy_engine_silent(still: Still):
-    """They keep new requests away from it. Its legs are given up by a limit of their own."""
-    async with quick(decode=2, timeout_s=GENEROUS_S) as r:
-        config = ForwarderConfig(engines=(r.engines[1].options,), health_timeout_s=0.05)
-        impatient = EngineMonitor(r.engines, r.upstream, config, SentPrompts(1))
-        still.paths[r.decode[0]] = ()
-        asked = asyncio.create_task(r.text())
-        await waits(r.engines[1])
-        for _ in range(10):
-            await impatient.check(r.engines[1])
-        assert not r.engines[1].healthy and not asked.done()
-        still.goes_on.set()
-        assert await asked == TEXT
-        assert [len(engine.legs) for engine in r.decode] == [1, 0]
 
 
 def _streams(

@@ -40,11 +40,6 @@ async def test_an_engine_whose_certificate_is_not_trusted_gets_nothing(certifica
             assert "certificate" in r.engines[0].trouble.lower()
 
 
-async def test_any_certificate_is_accepted_only_if_that_is_asked_for(certificates: Certificates):
-    async with rig(https=certificates, trust={"insecure_skip_verify": True}) as r:
-        assert await r.text() == TEXT
-
-
 async def test_a_certificate_for_another_name_is_refused(certificates: Certificates):
     async with rig(https=certificates, trust=trusting(certificates)) as r:
         await r.decode[0].stop()
@@ -86,8 +81,6 @@ def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path):
     ("options", "said"),
     [
         ({"url": "http://h:1", "ca_file": "x"}, "https://"),
-        ({"url": "http://h:1", "insecure_skip_verify": True}, "https://"),
-        ({"url": "https://h:1", "ca_file": "x", "insecure_skip_verify": True}, "either"),
     ],
 )
 def test_contradictory_options_are_refused(options: dict[str, Any], said: str):

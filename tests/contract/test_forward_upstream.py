@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.forward import connection
+from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.nixl import PULL
-from dynamo_lite.forward.upstream import LegFailed, Upstream
+from dynamo_lite.forward.upstream import Upstream
 from tests.builders import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -48,13 +51,19 @@ class World:
     server: asyncio.Server
     requests: list[Served] = field(default_factory=list[Served])
 
-    async def get(self, path: str = "/x", method: str = "GET") -> tuple[int, bytes]:
-        answer = await self.upstream.open(self.engine, method, path)
-        return answer.status, await self.upstream.read(self.engine, answer)
+    async def open(
+        self, method: str = "GET", path: str = "/x", headers: Any = None, body: bytes | None = None
+    ) -> EngineAnswer:
+        url = f"{self.engine.base}{path}"
+        return await self.upstream.open(self.engine, "decode", method, url, headers, body)
+
+    async def get(self, method: str = "GET") -> tuple[int, bytes]:
+        answer = await self.open(method)
+        return answer.status, await answer.read()
 
 
 @asynccontextmanager
-async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> AsyncIterator[World]:
+async def world(*script: Script, idle_s: float = 5.0) -> AsyncIterator[World]:
     """A server that answers its requests by the script, one entry each; the last one repeats."""
     made: list[World] = []
     connections = 0
@@ -87,7 +96,7 @@ async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> As
     engine = KnownEngine(0, EngineOptions(url=f"http://127.0.0.1:{port}", role="decode"), PULL)
     try:
         async with (
-            Upstream(connect_s=2.0, idle_s=idle_s, left_s=left_s) as upstream,
+            Upstream(idle_s) as upstream,
             asyncio.timeout(20),
         ):
             made.append(World(upstream, engine, server))
@@ -111,8 +120,8 @@ async def test_a_request_is_written_as_it_is_and_its_connection_used_again():
     async with world(says(HEALTHY)) as w:
         headers = {"x-own": "ä"}
         for _ in range(3):
-            answer = await w.upstream.open(w.engine, "POST", "/p?q=1", headers, b"{}")
-            assert await w.upstream.read(w.engine, answer) == b"ok"
+            answer = await w.open("POST", "/p?q=1", headers, b"{}")
+            assert await answer.read() == b"ok"
         assert [one.connection for one in w.requests] == [1, 1, 1]
         host = w.engine.name.encode()
         expected = (
@@ -143,7 +152,7 @@ async def test_a_process_that_stands_still_does_not_blame_the_engine(
 async def test_no_header_can_add_another_one(value: str):
     async with world(says(HEALTHY)) as w:
         with pytest.raises(LegFailed):
-            await w.upstream.open(w.engine, "GET", "/", {"x": value})
+            await w.open(headers={"x": value})
         assert w.requests == []
 
 
@@ -169,7 +178,7 @@ async def test_answers_in_all_their_forms():
 
 async def test_a_head_request_has_no_body_whatever_the_head_says():
     async with world(says(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n"), says(HEALTHY)) as w:
-        assert await w.get(method="HEAD") == (200, b"")
+        assert await w.get("HEAD") == (200, b"")
         assert await w.get() == (200, b"ok")
 
 
@@ -209,12 +218,12 @@ async def test_only_what_is_safe_is_repeated_on_a_kept_connection_that_was_close
         for _ in range(2):
             assert await w.get() == (200, b"ok")
         with pytest.raises(LegFailed):
-            await w.upstream.open(w.engine, "POST", "/", None, b"{}")
+            await w.open("POST", body=b"{}")
         assert [one.connection for one in w.requests] == [1, 1, 2, 2]
 
 
 async def test_a_whole_answer_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.forward.engine_answer.MAX_WHOLE_BYTES", 4, raising=False)
+    monkeypatch.setattr("dynamo_lite.forward.failures.MAX_WHOLE_BYTES", 4)
     small, large = (b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % n + b"x" * n for n in (4, 5))
     async with world(says(small), says(large), says(small)) as w:
         assert await w.get() == (200, b"xxxx")
@@ -230,10 +239,10 @@ async def test_silence_has_an_end():
         await served.reader.read()
 
     async with world(silent, idle_s=0.5) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        assert await w.upstream.read_some(w.engine, answer) == b"a"
+        answer = await w.open()
+        assert await answer.read_some() == b"a"
         with pytest.raises(LegFailed) as failed:
-            await w.upstream.read_some(w.engine, answer)
+            await answer.read_some()
         assert failed.value.kind == "timeout"
 
 
@@ -241,7 +250,7 @@ async def test_nobody_listens():
     async with world(says(HEALTHY)) as w:
         engine = KnownEngine(1, EngineOptions(url="http://127.0.0.1:1", role="decode"), PULL)
         with pytest.raises(LegFailed) as failed:
-            await w.upstream.open(engine, "GET", "/")
+            await w.upstream.open(engine, "decode", "GET", f"{engine.base}/")
         assert failed.value.kind == "refused"
 
 
@@ -264,7 +273,7 @@ async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
                 await served.writer.drain()
 
     async with world(talks, idle_s=idle_s) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
+        answer = await w.open()
         got, waits = 0, 0
 
         def push(data: bytes) -> bool:
@@ -278,7 +287,7 @@ async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
             await stalled.wait()
             await asyncio.sleep(1.2 * idle_s)  # longer than the engine might be silent
 
-        await w.upstream.pass_on(w.engine, answer, push, drained)
+        await answer.pass_on(push, drained)
         assert (got, waits) == (total, 1)
 
 
@@ -291,7 +300,7 @@ async def test_an_answer_that_is_closed_closes_its_connection():
         gone.set()
 
     async with world(talks) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
+        answer = await w.open()
         answer.close()
         await gone.wait()
 
@@ -312,9 +321,9 @@ async def test_what_a_client_raises_ends_the_answer():
         gone.set()
 
     async with world(talks) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
+        answer = await w.open()
         with pytest.raises(Gone):
-            await w.upstream.pass_on(w.engine, answer, push, drained)
+            await answer.pass_on(push, drained)
         answer.close()
         await gone.wait()
 
@@ -335,15 +344,15 @@ async def test_what_a_client_raises_at_the_very_end_leaves_the_connection_whole(
         await served.say(b"1\r\na\r\n0\r\n\r\n")
 
     async with world(talks, says(HEALTHY)) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        passing = asyncio.create_task(w.upstream.pass_on(w.engine, answer, push, drained))
+        answer = await w.open()
+        passing = asyncio.create_task(answer.pass_on(push, drained))
         await asyncio.sleep(0)  # it waits for the next piece
         begun.set()
         with pytest.raises(Gone):
             await passing
-        other = await w.upstream.open(w.engine, "GET", "/")
+        other = await w.open()
         answer.close()
-        assert await w.upstream.read(w.engine, other) == b"ok"
+        assert await other.read() == b"ok"
         assert [one.connection for one in w.requests] == [1, 1]
 
 
@@ -360,10 +369,8 @@ async def test_a_client_without_room_at_the_very_end_holds_up_no_other_request()
         await served.say(b"1\r\na\r\n0\r\n\r\n")
 
     async with world(talks, says(HEALTHY)) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        passing = asyncio.create_task(
-            w.upstream.pass_on(w.engine, answer, lambda _: False, drained)
-        )
+        answer = await w.open()
+        passing = asyncio.create_task(answer.pass_on(lambda _: False, drained))
         await asyncio.sleep(0)  # it waits for the next piece
         begun.set()
         await waits.wait()
@@ -373,7 +380,9 @@ async def test_a_client_without_room_at_the_very_end_holds_up_no_other_request()
         assert [one.connection for one in w.requests] == [1, 1]
 
 
-async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_for():
+async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async def hangs(served: Served) -> None:
         await served.reader.read()
 
@@ -384,9 +393,10 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
             await served.say(b"1\r\na\r\n")
         await served.say(b"0\r\n\r\n")
 
-    async with world(goes_on, hangs, left_s=1.0) as w:
-        draining = await w.upstream.open(w.engine, "GET", "/")
-        hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
+    monkeypatch.setattr(connection, "LEFT_S", 1.0)
+    async with world(goes_on, hangs) as w:
+        draining = await w.open()
+        hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 2)
         w.server.close()
         for _ in range(2):
@@ -397,7 +407,7 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
             await hanging
         # Not a timeout: another engine may be asked.
         assert failed.value.kind == "broken"
-        assert await w.upstream.read(w.engine, draining) == b"a" * 10
+        assert await draining.read() == b"a" * 10
 
 
 async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
@@ -426,21 +436,21 @@ async def test_only_answers_of_which_nothing_was_shown_are_given_up():
         await served.say(b"0\r\n\r\n")
 
     async with world(streams, streams, only_a_head, hangs) as w:
-        begun = await w.upstream.open(w.engine, "GET", "/")
-        assert await w.upstream.read_some(w.engine, begun) == b"a"
+        begun = await w.open()
+        assert await begun.read_some() == b"a"
         begun.shown = True
-        held_back = await w.upstream.open(w.engine, "GET", "/")
-        assert await w.upstream.read_some(w.engine, held_back) == b"a"
-        headed = await w.upstream.open(w.engine, "GET", "/")
-        hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
+        held_back = await w.open()
+        assert await held_back.read_some() == b"a"
+        headed = await w.open()
+        hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 4)
         heard_at = w.upstream.heard_at(w.engine)
         assert 0 < heard_at <= asyncio.get_running_loop().time()
         assert w.upstream.give_up(w.engine, "silent") == 3
-        legs = (w.upstream.read(w.engine, held_back), w.upstream.read(w.engine, headed))
+        legs = (held_back.read(), headed.read())
         for failing in (hanging, *legs):
             with pytest.raises(LegFailed, match="silent") as failed:
                 await failing
             assert failed.value.kind == "broken"
         end.set()
-        assert await w.upstream.read(w.engine, begun) == b""
+        assert await begun.read() == b""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dynamo_lite.forward.beginning import LIMIT_BYTES, Beginning
+from dynamo_lite.forward.events import LIMIT_BYTES, Beginning
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{}}\n\n'

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.forward.choosing import EngineChooser, EngineView
 from dynamo_lite.forward.discovery import Joined, sort_out
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.policy.routing.forwarding import EngineChooser, EngineView
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
 
@@ -56,7 +56,7 @@ def record(number: int, **engine: Any) -> EndpointRecord:
 
 
 def test_joined_engines_are_sorted_out():
-    found = sort_out(
+    usable, unused = sort_out(
         [
             endpoint_record(9),
             record(3),
@@ -66,31 +66,30 @@ def test_joined_engines_are_sorted_out():
             record(6, role="encode"),
             record(7, url="http://[::1"),
         ],
-        protocol="nixl",
-        listed=["10.0.0.9:80"],
+        ["10.0.0.9:80"],
+        ForwarderConfig(),
     )
     options = EngineOptions(url="http://10.0.0.3:80", role="decode")
     # The one that was there first.
-    assert found.usable == {"10.0.0.3:80": Joined(options, "m", "2")}
-    assert {key: why.reason for key, why in found.unused.items()} == {
+    assert usable == {"10.0.0.3:80": Joined(options, "m", "2")}
+    assert {key: why.reason for key, why in unused.items()} == {
         ("10.0.0.3:80", "3"): "twice",
         ("10.0.0.9:80", "4"): "twice",
         ("http://10.0.0.5:80", "5"): "protocol",
         ("http://10.0.0.6:80", "6"): "role",
         ("http://[::1", "7"): "address",
     }
-    high = sort_out(
-        [record(1, url="http://a:50000", protocol="kvt-batch")], protocol="kvt-batch", listed=[]
-    )
-    assert "at port 70000" in next(iter(high.unused.values())).trouble
+    high = [record(1, url="http://a:50000", protocol="kvt-batch")]
+    _, unused = sort_out(high, [], ForwarderConfig(protocol="kvt-batch"))
+    assert "at port 70000" in next(iter(unused.values())).trouble
 
 
 def test_turns_of_engines_that_left_are_forgotten():
     options = ForwarderConfig().routing
-    chooser = EngineChooser("round-robin", options, uniform=lambda: 0.0)
+    chooser = EngineChooser("round-robin", options, below=lambda n: 0)
     views = [EngineView(engine=number) for number in (0, 1)]
-    taken = [chooser.choose(views, 1) for _ in range(3)]
-    assert [one and one.view.engine for one in taken] == [0, 1, 0]
+    taken = [chooser.choose(views) for _ in range(3)]
+    assert [one.view.engine for one in taken] == [0, 1, 0]
     chooser.forget(0)
-    again = chooser.choose(views, 1)
-    assert again is not None and again.view.engine == 0
+    again = chooser.choose(views)
+    assert again.view.engine == 0

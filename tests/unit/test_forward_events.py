@@ -5,10 +5,7 @@ import re
 
 import pytest
 
-from dynamo_lite.forward import engine_answer
-from dynamo_lite.forward.engine_answer import TooLarge
-from dynamo_lite.forward.event_cutter import EventCutter, ends_event, split
-from dynamo_lite.forward.events import error_of
+from dynamo_lite.forward.events import EventCutter, ends_event, error_of, split
 
 STREAM = b"data: a\n\ndata: b\nid: 1\n\ndata: \n c\n\n: d\n\nrest"
 CRLF = STREAM.replace(b"\n", b"\r\n")
@@ -45,16 +42,13 @@ def test_a_stream_of_single_bytes_comes_event_by_event(stream: bytes):
     assert [split(event) for event in events] == [[one, b""] for one in split(stream)[:-1]]
 
 
-def test_an_event_has_a_limit_and_a_stream_has_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_answer, "MAX_WHOLE_BYTES", 10)
+def test_an_incomplete_event_has_a_size():
     cutter = EventCutter()
     for _ in range(5):
         assert cutter.feed(b"12345678") == b"" and cutter.feed(b"\n") == b""
-        assert cutter.feed(b"\n12") == b"12345678\n\n"
-        assert cutter.feed(b"\n\n") == b"12\n\n"
-    cutter.feed(b"1234567890")
-    with pytest.raises(TooLarge):
-        cutter.feed(b"1")
+        assert cutter.size == 9
+        assert cutter.feed(b"\n12") == b"12345678\n\n" and cutter.size == 2
+        assert cutter.feed(b"\n\n") == b"12\n\n" and cutter.size == 0
 
 
 def test_errors_are_known_in_all_their_forms():

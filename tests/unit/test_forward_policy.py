@@ -9,39 +9,34 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
-from dynamo_lite.forward.event_cutter import EventCutter
-from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.placing import CannotServe, Placer, Tried
-from dynamo_lite.forward.protocols import mooncake
-from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
-from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.rewriting import Changes
-from dynamo_lite.forward.usage import cached_by_prefill
-from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote
-from dynamo_lite.policy.routing.forwarding import (
+from dynamo_lite.forward.choosing import (
     BLOCK_BYTES,
     EngineChooser,
     EngineView,
     SentPrompts,
     Strategy,
-    needs_prefill,
+    no_prefill_reason,
     text_chain,
 )
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
+from dynamo_lite.forward.events import EventCutter
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.forward.placing import CannotServe, Placer, Tried
+from dynamo_lite.forward.protocols import mooncake
+from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.forward.rewriting import Changes, cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.options import KvRoutingOptions
 
 
-def chooser(strategy: Strategy, *chances: float, **options: Any) -> EngineChooser:
-    left = list(chances)
-    return EngineChooser(
-        strategy, KvRoutingOptions(**options), uniform=lambda: left.pop(0) if left else 0.0
-    )
+def chooser(strategy: Strategy, *drawn: int) -> EngineChooser:
+    left = list(drawn)
+    return EngineChooser(strategy, KvRoutingOptions(), below=lambda n: left.pop(0))
 
 
 def chosen(one: EngineChooser, views: Sequence[EngineView], times: int = 1) -> list[int]:
-    found = [one.choose(views, 100) for _ in range(times)]
-    return [choice.view.engine for choice in found if choice is not None]
+    return [one.choose(views).view.engine for _ in range(times)]
 
 
 def views(
@@ -66,14 +61,12 @@ def test_turns_are_fair_while_engines_come_and_go():
     assert chosen(one, three, 3) == [0, 1, 2]
 
 
-def test_nobody_and_only_one():
-    assert chooser("prefix").choose([], 1) is None
-    choice = chooser("random").choose(views(9), 1)
-    assert choice is not None and choice.reason == "only"
+def test_only_one():
+    assert chooser("random").choose(views(9)).reason == "only"
 
 
 def test_random_takes_each():
-    assert chosen(chooser("random", 0.0, 0.5, 0.99), views(0, 0, 0), 3) == [0, 1, 2]
+    assert chosen(chooser("random", 0, 1, 2), views(0, 0, 0), 3) == [0, 1, 2]
 
 
 def test_least_load_takes_turns_among_equals_and_ignores_prefixes():
@@ -83,10 +76,10 @@ def test_least_load_takes_turns_among_equals_and_ignores_prefixes():
 
 def test_a_prefix_is_worth_more_than_load_up_to_a_point():
     one = chooser("prefix")
-    first = one.choose(views(50, 0, matched=(90, 0)), 100)
-    assert first is not None and (first.view.engine, first.reason) == (0, "prefix")
-    second = one.choose(views(500, 0, matched=(90, 0)), 100)
-    assert second is not None and (second.view.engine, second.reason) == (1, "balance")
+    first = one.choose(views(50, 0, matched=(90, 0)))
+    assert (first.view.engine, first.reason) == (0, "prefix")
+    second = one.choose(views(500, 0, matched=(90, 0)))
+    assert (second.view.engine, second.reason) == (1, "balance")
 
 
 def test_a_full_engine_gets_nothing_while_another_has_room():
@@ -96,7 +89,7 @@ def test_a_full_engine_gets_nothing_while_another_has_room():
 
 
 def test_engines_hold_the_prompts_that_they_were_sent():
-    sent = SentPrompts(100)
+    sent = SentPrompts()
     prompt = bytes(range(256)) * 4
     sent.sent(1, text_chain(prompt))
     longer = text_chain(prompt + b"x" * 300)
@@ -108,25 +101,25 @@ def test_engines_hold_the_prompts_that_they_were_sent():
 
 
 @pytest.mark.parametrize(
-    ("limit", "prompt", "cached", "engines", "verdict"),
+    ("limit", "prompt", "cached", "engines", "reason"),
     [
-        (0, 1, 0, 1, Remote(DecisionReason.LONG)),
-        (0, 1, 1, 1, Remote(DecisionReason.LONG)),
-        (0, 9, 0, 0, Local(DecisionReason.NO_PREFILL_WORKER)),
-        (100, 100, 0, 1, Local(DecisionReason.SHORT)),
-        (100, 101, 0, 1, Remote(DecisionReason.LONG)),
-        (100, 500, 450, 1, Local(DecisionReason.CACHED)),
-        (100, 500, 450, 0, Local(DecisionReason.NO_PREFILL_WORKER)),
+        (0, 1, 0, 1, ""),
+        (0, 1, 1, 1, ""),
+        (0, 9, 0, 0, "no_prefill_worker"),
+        (100, 100, 0, 1, "short"),
+        (100, 101, 0, 1, ""),
+        (100, 500, 450, 1, "cached"),
+        (100, 500, 450, 0, "no_prefill_worker"),
     ],
 )
-def test_the_decider(limit: int, prompt: int, cached: int, engines: int, verdict: Any):
-    found = needs_prefill(
+def test_the_decider(limit: int, prompt: int, cached: int, engines: int, reason: str):
+    found = no_prefill_reason(
         prompt_tokens=prompt,
         cached_tokens=cached,
         prefill_engines=engines,
         max_local_prefill_length=limit,
     )
-    assert found == verdict
+    assert found == reason
 
 
 def test_load_is_read_of_vllm_and_sglang():
@@ -164,7 +157,7 @@ def placer(config: ForwarderConfig) -> tuple[Placer, KnownEngines]:
     engines = KnownEngines(config.engines, protocol)
     for one in engines.all:
         one.passed()
-    return Placer(engines, protocol, config, SentPrompts(100), uniform=lambda: 0.0), engines
+    return Placer(engines, protocol, config, SentPrompts()), engines
 
 
 def request(**fields: Any) -> ClientRequest:
@@ -225,7 +218,7 @@ def test_other_requests_are_those_beyond_ours():
     with one.leg(10), one.leg(5) as second:
         one.reported(StockEngineLoad(5, 0.5))
         assert (one.other_requests, one.waiting_tokens) == (3, 15)
-        second.answered()
+        second()
         assert one.waiting_tokens == 10
     assert (one.legs, one.waiting_tokens) == (0, 0)
 

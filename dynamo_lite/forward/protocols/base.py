@@ -108,22 +108,6 @@ class PrefillAnswer(msgspec.Struct):
     usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def _no_handoff(answer: PrefillAnswer) -> Handoff | None:
-    return None
-
-
-def _accepted(answer: PrefillAnswer) -> str:
-    return ""
-
-
-def _nothing_of_prompts(body: Body, route: str) -> bool:
-    return False
-
-
-def _nothing_learned(answer: PrefillAnswer) -> Mapping[str, Any] | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForwardProtocol:
     """One protocol; see docs/forwarding.md for how to add one."""
@@ -139,12 +123,12 @@ class ForwardProtocol:
     #: The last argument is None in every order but SERIAL.
     decode: Callable[[Body, HandoverAttempt, Handoff | None], Leg]
     #: Returns None if the answer has no handoff; then the decode leg computes the prompt itself.
-    extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
+    extract: Callable[[PrefillAnswer], Handoff | None] = lambda answer: None
     #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
     #: nothing speaks against it. Such an answer never reaches a decode engine.
-    mismatch: Callable[[PrefillAnswer], str] = _accepted
+    mismatch: Callable[[PrefillAnswer], str] = lambda answer: ""
     #: The engine's identity in an answer (`Peer.identity`); None: it has none.
-    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = _nothing_learned
+    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = lambda answer: None
     #: PARALLEL only: until the identity of the prefill engine is known, its legs are SERIAL.
     needs_identity: bool = False
     #: The prefill engine has to be asked for `Peer.engine_ids` at this path of its own port.
@@ -156,8 +140,8 @@ class ForwardProtocol:
     #: Whether a streaming client's prefill leg streams too.
     prefill_streams: bool = False
     #: PARALLEL only: whether the client's answer has log probabilities of the prompt's tokens from
-    #: both legs (`forward/input_logprobs.py`).
-    joins_input_logprobs: Callable[[Body, str], bool] = _nothing_of_prompts
+    #: both legs (`forward/rewriting.py`).
+    joins_input_logprobs: Callable[[Body, str], bool] = lambda body, route: False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
     #: SERIAL only: whether the prefill leg contains the decode engine's address, so that no other

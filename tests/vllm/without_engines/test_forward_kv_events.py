@@ -14,7 +14,8 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
+from dynamo_lite.forward import tokenizer
+from dynamo_lite.forward.known_blocks import PromptTokens
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.kv_publishing import BLOCK, Publisher, publishing
@@ -169,10 +170,11 @@ def _malformed(r: Rig) -> int:
     return r.known.batches["malformed"]
 
 
-async def test_unknown_tokens_leave_what_was_sent():
+async def test_unknown_tokens_leave_what_was_sent(monkeypatch: pytest.MonkeyPatch):
     """An engine without /tokenize, and one that is late."""
     with publishing(1) as [engine]:
-        options: dict[str, Any] = {"events": [engine.options], "tokenize_timeout_s": 0.1}
+        monkeypatch.setattr(tokenizer, "TIMEOUT_S", 0.1)
+        options: dict[str, Any] = {"events": [engine.options]}
         async with rig(prefill=2, prefill_choice="prefix", **options) as r:
             await until(lambda: held(r, PROMPT) == {0: 0})
             for _ in range(3):
