@@ -20,10 +20,12 @@ from dynamo_lite.forward.placing import Placer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Explain
+from dynamo_lite.protocol.forwarding import ForwardDecision, decode_forward_explained
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context
-from tests.builders import eventually
 from tests.external import Certificates
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
 
@@ -31,38 +33,34 @@ COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 4}
 TEXT = " t0 t1 t2 t3"
 
 
-@dataclass
-class Rig:
+@dataclass(kw_only=True)
+class Asked:
+    """A server in front of scripted engines."""
+
     fleet: Fleet
     prefill: list[ScriptedEngine]
     decode: list[ScriptedEngine]
-    engines: KnownEngines
-    upstream: Upstream
-    monitor: EngineMonitor
-    forwarding: Forwarding
-    placer: Placer
-    server: ForwardServer
     session: aiohttp.ClientSession
     url: str
-    #: None without engines that publish KV events.
-    known: KnownBlocks | None
 
     async def ask(
         self,
         body: Any = None,
         *,
         route: str = "/v1/completions",
-        headers: dict[str, str] | None = None,
+        headers: dict[str, str] | list[tuple[str, str]] | None = None,
         data: bytes | None = None,
+        url: str = "",
         **fields: Any,
     ) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Status and JSON. url: of another server than this one."""
         given = {"json": body or {**COMPLETION, **fields}} if data is None else {"data": data}
-        async with self.session.post(f"{self.url}{route}", headers=headers, **given) as answer:
+        where = f"{url or self.url}{route}"
+        async with self.session.post(where, headers=headers, **given) as answer:
             return answer.status, await answer.json(content_type=None)
 
-    async def text(self, **fields: Any) -> str:
-        status, answer = await self.ask(**fields)
+    async def text(self, headers: Any = None, **fields: Any) -> str:
+        status, answer = await self.ask(headers=headers, **fields)
         assert status == 200, answer
         return answer["choices"][0]["text"]
 
@@ -72,6 +70,18 @@ class Rig:
             assert answer.status == 200, await answer.text()
             return await answer.read()
 
+
+@dataclass(kw_only=True)
+class Rig(Asked):
+    engines: KnownEngines
+    upstream: Upstream
+    monitor: EngineMonitor
+    forwarding: Forwarding
+    placer: Placer
+    server: ForwardServer
+    #: None without engines that publish KV events.
+    known: KnownBlocks | None
+
     async def check(self) -> None:
         """One check of every engine."""
         for engine in self.engines.all:
@@ -80,6 +90,41 @@ class Rig:
     @property
     def answered(self) -> dict[tuple[str, str], int]:
         return dict(self.forwarding.stats.answered)
+
+
+def told(r: Rig, **wanted: Any) -> list[ForwardDecision]:
+    """What `explain` would be answered."""
+    reply = r.forwarding.decisions.answer(encode(Explain(**wanted)), lease_id=7)
+    answer = decode_forward_explained(reply)
+    assert answer.lease_id == 7
+    return answer.decisions
+
+
+def trusting(https: Certificates | None) -> aiohttp.ClientSession:
+    """A client that trusts these certificates."""
+    ca_file = None if https is None else https.folder / "ca.pem"
+    tls = ssl.create_default_context(cafile=ca_file)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls))
+
+
+async def asked_engines(
+    stack: AsyncExitStack,
+    protocol: str,
+    prefill: int,
+    decode: int,
+    https: Certificates | None,
+    cached: tuple[int | None, int | None] = (None, None),
+) -> dict[str, Any]:
+    """The fields of `Asked` but for the URL. https: of all engines. cached: what prefill and decode
+    engines report."""
+    made: dict[str, Any] = {"fleet": Fleet(), "prefill": [], "decode": []}
+    tls = None if https is None else server_context(*https.files())
+    for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
+        for _ in range(count):
+            engine = ScriptedEngine(made["fleet"], role, HANDOVERS[protocol], cached=own, tls=tls)  # type: ignore[arg-type]
+            made[role].append(await stack.enter_async_context(engine))
+    made["session"] = await stack.enter_async_context(trusting(https))
+    return made
 
 
 def _transfer_port(engine: ScriptedEngine, protocol: str) -> int | None:
@@ -97,30 +142,15 @@ async def rig(
     decode: int = 1,
     cached: tuple[int | None, int | None] = (None, None),
     https: Certificates | None = None,
-    trust: dict[str, Any] | None = None,
+    ca_file: str | None = None,
     events: Sequence[dict[str, str]] = (),
     on_drop: OnDrop = uncounted,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """cached: what prefill and decode engines report. https: of all servers. trust: options of all
-    engines. events: of the first engines, prefill engines first. options: of `ForwarderConfig`.
-
-    Fails if an engine has seen its protocol broken, or if a leg is left open.
-    """
-    fleet = Fleet()
+    """https: of all servers. ca_file: of all engines. events: of the first engines, prefill engines
+    first. options: of `ForwarderConfig`."""
     async with AsyncExitStack() as stack:
-        sides: dict[str, list[ScriptedEngine]] = {"prefill": [], "decode": []}
-        tls = None if https is None else server_context(*https.files())
-        for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
-            for _ in range(count):
-                engine = ScriptedEngine(
-                    fleet,
-                    role,  # type: ignore[arg-type]
-                    HANDOVERS[protocol],
-                    cached=own,
-                    tls=tls,
-                )
-                sides[role].append(await stack.enter_async_context(engine))
+        made = await asked_engines(stack, protocol, prefill, decode, https, cached)
         config = ForwarderConfig(
             protocol=protocol,  # type: ignore[arg-type]
             engines=tuple(
@@ -128,11 +158,11 @@ async def rig(
                     url=engine.url,
                     role=engine.role,
                     transfer_port=_transfer_port(engine, protocol),
-                    **(trust or {}),
+                    ca_file=ca_file,
                     **own,
                 )
                 for engine, own in itertools.zip_longest(
-                    (*sides["prefill"], *sides["decode"]), events, fillvalue={}
+                    (*made["prefill"], *made["decode"]), events, fillvalue={}
                 )
             ),
             **options,
@@ -146,32 +176,32 @@ async def rig(
         kv = engine_kv(engines, upstream, config)
         if kv is not None:
             await stack.enter_async_context(kv)
-        known = kv and kv.known
-        placer = Placer(engines, kind, config, sent, known=known)
+        placer = Placer(engines, kind, config, sent, known=kv and kv.known)
+        tokenizer = kv and kv.tokenizer
         forwarding = await stack.enter_async_context(
-            Forwarding(kind, config, placer, upstream, monitor, tokenizer=kv and kv.tokenizer)
+            Forwarding(kind, config, placer, upstream, monitor, tokenizer=tokenizer)
         )
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
+        tls = None if https is None else server_context(*https.files())
         server = ForwardServer(
             forwarding, config, kind, sock, {"/health": health}, tls=tls, on_drop=on_drop
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)
-        trusted = (
-            True if https is None else ssl.create_default_context(cafile=https.folder / "ca.pem")
+        r = Rig(
+            **made,
+            url=f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}",
+            engines=engines,
+            upstream=upstream,
+            monitor=monitor,
+            forwarding=forwarding,
+            placer=placer,
+            server=server,
+            known=kv and kv.known,
         )
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
-        )
-        url = f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}"
-        made = Rig(
-            fleet, sides["prefill"], sides["decode"], engines, upstream, monitor, forwarding,
-            placer, server, session, url, known,
-        )  # fmt: skip
-        await made.check()
-        yield made
-        assert fleet.violations == []
-        await eventually(lambda: all(leg.ended is not None for leg in fleet.legs), 5)
+        await r.check()
+        yield r
+        await r.fleet.ends_well()
         assert forwarding.stats.in_flight == 0
         assert [(e.legs, e.waiting_tokens) for e in engines.all] == [(0, 0)] * len(engines.all)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import subprocess
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -93,64 +92,6 @@ async def test_engines_join_every_process_of_a_shared_port(tmp_path: Path):
 
             await eventually(none_is_known, 20)
         assert fleet.violations == []
-
-
-async def test_ps_and_top_show_the_engines_of_a_graph_that_has_only_a_forwarder(tmp_path: Path):
-    """`ps` shows those that have joined; `top` also counts those that are listed."""
-    fleet = Fleet()
-    async with AsyncExitStack() as stack:
-        listed, joined = [
-            await stack.enter_async_context(ScriptedEngine(fleet, role, nixl))
-            for role in ("prefill", "decode")
-        ]
-        joined.load = (5, 6)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        options = (
-            *("--Forwarder.port=0", "--Forwarder.discover=true"),
-            f'--Forwarder.engines=[{{url: "{listed.url}", role: prefill}}]',
-        )
-        place = ("--state-dir", str(tmp_path))
-        with serving(tmp_path, *options, graph=GRAPH) as graph:
-            line = await asyncio.to_thread(graph.wait_line, "ready http")
-            url = line.split()[1]
-            with joining(joined, *place) as process:
-                told = await process.joined()
-                await _until_each_uses(2, session, _metrics_pages(graph, 1))
-                async with session.post(f"{url}/v1/completions", json=COMPLETION) as answer:
-                    assert (await answer.json())["choices"][0]["text"] == TEXT
-                rows = json.loads((await _run("ps", "--json", *place)).stdout)
-                assert [(row["component"], row["state"]) for row in rows] == [
-                    ("DecodeEngine", "ready"),
-                    ("Forwarder", "ready"),
-                ]
-                assert rows[0]["lease"] == told["lease"]
-                lines = await _top(*place)
-                assert [line.split()[0] for line in lines if told["lease"] in line] == [
-                    "DecodeEngine-0"
-                ]
-                assert "engines prefill 1 of 1 usable, decode 1 of 1 usable" in lines
-                [decode] = [line.split() for line in lines if line.startswith("DecodeEngine-0")]
-                assert decode[-3:-1] == ["5", "6"]
-                assert any(line.startswith("disaggregated ") for line in lines)
-                process.signal(signal.SIGTERM)
-                await _until_each_uses(1, session, _metrics_pages(graph, 1))
-                rows = json.loads((await _run("ps", "--json", *place)).stdout)
-                assert [row["component"] for row in rows] == ["Forwarder"]
-                assert "engines prefill 1 of 1 usable" in await _top(*place)
-                joined.load = (0, 0)
-                assert await process.ended() == 0
-        assert fleet.violations == []
-
-
-async def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(run, *command)
-
-
-async def _top(*place: str) -> list[str]:
-    """The lines of one frame, with single spaces."""
-    shown = await _run("top", "--once", "--interval", "0.2", *place)
-    assert shown.returncode == 0, shown
-    return [" ".join(line.split()) for line in shown.stdout.splitlines()]
 
 
 USABLE = "dynamo_lite_forward_engine_usable{"

@@ -113,18 +113,6 @@ async def _answers(c: Cluster, url: str) -> bool:
         return False
 
 
-async def test_bad_input_ends_with_2():
-    ended = await asyncio.to_thread(
-        run, "join", "--url", "http://h", "--role", "encode", "--protocol", "nixl"
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.splitlines() == [
-        "error: --role encode: accepted are prefill, decode, prefill-decode, both",
-        "error: --url: expected http://HOST:PORT or https://HOST:PORT without a path, a query or"
-        " credentials",
-    ]
-
-
 async def test_an_etcd_out_of_reach_at_the_start_is_an_error(c: Cluster):
     engine = await c.engine("decode")
     with joining(engine, *at(c, "http://127.0.0.1:1")) as process:
