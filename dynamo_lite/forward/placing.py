@@ -19,7 +19,7 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines, view
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import ForwardProtocol, LegOrder
+from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.policy.routing.kv_chain import ChainHash
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
@@ -125,7 +125,7 @@ class Placer:
         )
         self._staged = (
             config.choose_decode == "staged"
-            and protocol.order is LegOrder.SERIAL
+            and protocol.order == "serial"
             and not protocol.names_decode
         )
 

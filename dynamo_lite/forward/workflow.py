@@ -176,7 +176,7 @@ class Forwarding:
             return await self._orders.alone(job, placement)
         attempt = self._new_attempt(job, placement, placement.prefill)
         order = self._protocol.order_for(attempt.prefill)
-        noted = ForwardAttempt(order=order.value, choices=choices)
+        noted = ForwardAttempt(order=order, choices=choices)
         job.note.tries(noted, tokens, attempt.request_id)
         await self._order(job, order)(job, placement, attempt)
 
@@ -184,11 +184,11 @@ class Forwarding:
         self, job: ForwardJob, order: LegOrder
     ) -> Callable[[ForwardJob, EnginePlacement, HandoverAttempt], Coroutine[Any, Any, None]]:
         match order:
-            case LegOrder.SERIAL:
+            case "serial":
                 return self._orders.serial
-            case LegOrder.SINGLE:
+            case "single":
                 return self._orders.single
-            case LegOrder.PARALLEL:
+            case "parallel":
                 if self._protocol.first_token_from_prefill and job.request.stream:
                     return partial(merged, self._orders)
                 return self._orders.parallel

@@ -19,7 +19,6 @@ from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.legs import Legs, Sending
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.protocol.forwarding import ForwardAttempt
@@ -44,9 +43,9 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 FALLING_BACK = sorted(
     name
     for name, protocol in PROTOCOLS.items()
-    if protocol.decodes_alone and protocol.order is not LegOrder.SINGLE
+    if protocol.decodes_alone and protocol.order != "single"
 )
-PARALLEL = [name for name, protocol in PROTOCOLS.items() if protocol.order is LegOrder.PARALLEL]
+PARALLEL = [name for name, protocol in PROTOCOLS.items() if protocol.order == "parallel"]
 TWO_LEGS = sorted({*FALLING_BACK, *PARALLEL})
 #: Whose decode engine cannot.
 PAIRS = ("sglang", "neuron-dynamic")
@@ -681,7 +680,7 @@ async def test_a_decode_engine_that_fails_is_replaced_with_a_new_prefill(
         counts = r.forwarding.stats.failures.items()
         failures = sum(count for (leg, _), count in counts if leg == "decode")
         assert failures >= 1
-        if PROTOCOLS[name].order is LegOrder.SERIAL:
+        if PROTOCOLS[name].order == "serial":
             assert len(ids) == failures + 1
 
 

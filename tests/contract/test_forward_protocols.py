@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dynamo_lite.forward.options import ProtocolName
-from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, rig, told
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 NAMES = sorted(PROTOCOLS)
 #: Two legs, of which the prefill engine's is sent by the Forwarder.
-TWO_LEGS = [name for name in NAMES if PROTOCOLS[name].order is not LegOrder.SINGLE]
+TWO_LEGS = [name for name in NAMES if PROTOCOLS[name].order != "single"]
 TOKENS_OF_TEXT = [" t0", " t1", " t2", " t3"]
 
 #: At least one protocol of each order, and its routes beside completions.
@@ -82,7 +81,7 @@ async def test_engines_that_restart_are_found_again(name: str):
         assert r.answered == {("disaggregated", ""): 2}
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if PROTOCOLS[n].order is LegOrder.PARALLEL])
+@pytest.mark.parametrize("name", [n for n in NAMES if PROTOCOLS[n].order == "parallel"])
 async def test_parallel_legs_do_not_wait_for_each_other(name: str):
     async with rig(name) as r:
         await r.text()  # after which a push knows its prefill engine

@@ -23,7 +23,7 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLo
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
-from dynamo_lite.forward.protocols.base import COMPLETIONS, LegOrder, PrefillAnswer
+from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.rewriting import cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
@@ -225,7 +225,7 @@ def test_an_identity_that_comes_back_is_another_rank_s():
         assert (one.varies, one.peer.identity) == (False, identity)
     one.learned(first)
     assert one.varies and one.peer.identity is None
-    assert one.protocol.order_for(one.peer) is LegOrder.SERIAL
+    assert one.protocol.order_for(one.peer) == "serial"
     one.forget()
     one.learned(first)
     assert not one.varies and one.peer.identity == first
