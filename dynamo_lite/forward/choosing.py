@@ -5,14 +5,17 @@ what is known: stock engines do not say which blocks they hold, so an engine is 
 prompts that were sent to it. Prompts are text here, not tokens, so amounts are estimates.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import randrange
 from typing import Literal
 
+from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
 from dynamo_lite.policy.routing.kv_chain import MAX_HASH, ChainHash
 from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
 
 Strategy = Literal["round-robin", "random", "least-load", "prefix"]
@@ -21,6 +24,8 @@ Strategy = Literal["round-robin", "random", "least-load", "prefix"]
 BYTES_PER_TOKEN = 4
 #: Bytes of a prompt's JSON per block; about 64 tokens.
 BLOCK_BYTES = 256
+#: Candidates of a choice that `explain` shows.
+_SHOWN = 8
 #: Most different blocks that are remembered.
 MAX_INDEX_BLOCKS = 500_000
 
@@ -39,83 +44,71 @@ def tokens_of(prompt: bytes) -> int:
     return -(-len(prompt) // BYTES_PER_TOKEN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
-    """One engine that may take a leg. Amounts are tokens."""
-
-    engine: int
-    #: HOST:PORT.
-    name: str = ""
-    #: Tokens of the prompt that are assumed to be in its prefix cache.
-    matched: int = 0
-    #: What it computes before this prompt, with `request_load_tokens` for each request.
-    load: int = 0
-    kv_usage: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineChoice:
-    """An engine and why."""
-
-    view: EngineView
-    reason: str
-    #: All engines that could be chosen.
-    views: Sequence[EngineView] = ()
-    #: Scores of the engines that were weighed; larger is better.
-    scores: Mapping[int, float] = field(default_factory=dict[int, float])
-
-
 class EngineChooser:
     """Chooses engines for one kind of leg. below: takes a number n and returns one below n."""
 
     def __init__(
-        self, strategy: Strategy, options: KvRoutingOptions, *, below: Callable[[int], int]
+        self,
+        leg: str,
+        strategy: Strategy,
+        options: KvRoutingOptions,
+        *,
+        below: Callable[[int], int] = randrange,
     ):
+        self._leg = leg
         self._strategy: Strategy = strategy
         # Without weight, the tokens that an engine holds do not count.
         self._options = options if strategy == "prefix" else replace(options, kv_weight=0.0)
         self._below = below
         self._turn = 0
-        self._turns: dict[int, int] = {}
+        self._turns: dict[str, int] = {}
 
-    def choose(self, views: Sequence[EngineView]) -> EngineChoice:
-        """views: at least one."""
-        choice = self._choose(views)
+    def choose(self, able: Sequence[LegCandidate]) -> LegChoice:
+        """able: at least one. Among equals the first one is taken."""
+        scores: dict[str, float] = {}
+        if len(able) == 1:
+            chosen, reason = able[0], "only"
+        elif self._strategy == "round-robin":
+            chosen, reason = min(able, key=self._last_turn), "turn"
+        elif self._strategy == "random":
+            chosen, reason = able[self._below(len(able))], "random"
+        else:
+            scores = self._scores(able)
+            fit = [one for one in able if one.engine in scores]
+            chosen = min(fit, key=lambda one: (-scores[one.engine], self._last_turn(one)))
+            reason = self._why(chosen, able)
         self._turn += 1
-        self._turns[choice.view.engine] = self._turn
-        return choice
+        self._turns[chosen.engine] = self._turn
+        shown = [chosen, *(one for one in able[: _SHOWN + 1] if one is not chosen)][:_SHOWN]
+        return LegChoice(
+            leg=self._leg,
+            engine=chosen.engine,
+            reason=reason,
+            candidates=[structs.replace(one, score=scores.get(one.engine)) for one in shown],
+            of=len(able),
+        )
 
-    def forget(self, engine: int) -> None:
+    def forget(self, engine: str) -> None:
         """The engine has left."""
         self._turns.pop(engine, None)
 
-    def _choose(self, views: Sequence[EngineView]) -> EngineChoice:
-        if len(views) == 1:
-            return EngineChoice(views[0], "only", views)
-        match self._strategy:
-            case "round-robin":
-                return EngineChoice(min(views, key=self._last_turn), "turn", views)
-            case "random":
-                return EngineChoice(views[self._below(len(views))], "random", views)
-            case _:
-                return self._best(views)
-
-    def _best(self, views: Sequence[EngineView]) -> EngineChoice:
+    def _scores(self, able: Sequence[LegCandidate]) -> dict[str, float]:
+        """Of those that have room, if any has; larger is better."""
         options = self._options
-        fit = [view for view in views if view.kv_usage < options.max_kv_usage] or views
-        scores = {
-            view.engine: options.kv_weight * view.matched - options.load_weight * view.load
-            for view in fit
+        return {
+            one.engine: options.kv_weight * one.matched_tokens
+            - options.load_weight * one.load_tokens
+            for one in [one for one in able if one.kv_usage < options.max_kv_usage] or able
         }
-        chosen = min(fit, key=lambda view: (-scores[view.engine], self._last_turn(view)))
-        longest = max(view.matched for view in views)
-        if not longest or not options.kv_weight:
-            return EngineChoice(chosen, "load", views, scores)
-        reason = "prefix" if chosen.matched == longest else "balance"
-        return EngineChoice(chosen, reason, views, scores)
 
-    def _last_turn(self, view: EngineView) -> tuple[int, int]:
-        return self._turns.get(view.engine, 0), view.engine
+    def _why(self, chosen: LegCandidate, able: Sequence[LegCandidate]) -> str:
+        longest = max(one.matched_tokens for one in able)
+        if not longest or not self._options.kv_weight:
+            return "load"
+        return "prefix" if chosen.matched_tokens == longest else "balance"
+
+    def _last_turn(self, one: LegCandidate) -> int:
+        return self._turns.get(one.engine, 0)
 
 
 class SentPrompts:

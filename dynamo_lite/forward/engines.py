@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.forward.choosing import EngineView
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.protocol.errors import ConfigError
@@ -112,6 +111,11 @@ class KnownEngine:
         return self.options.role == "prefill-decode" or (
             self.decodes and self.protocol.decodes_alone
         )
+
+    @property
+    def requests(self) -> int:
+        """All at the engine, also those that are not of this process."""
+        return self.legs + self.other_requests
 
     @property
     def usable(self) -> bool:
@@ -276,9 +280,6 @@ class KnownEngines:
         for one in options:
             self.add(one)
 
-    def __getitem__(self, number: int) -> KnownEngine:
-        return next(engine for engine in self.all if engine.number == number)
-
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
         engine = KnownEngine(next(self._numbers), options, self._protocol, lease=lease, model=model)
         self.all = (*self.all, engine)
@@ -299,17 +300,6 @@ class KnownEngines:
             for e in self.all
             if e.usable and (e.decodes_alone if alone else e.decodes) and e.number not in without
         ]
-
-
-def view(engine: KnownEngine, matched: int, request_load_tokens: int) -> EngineView:
-    requests = engine.legs + engine.other_requests
-    return EngineView(
-        engine=engine.number,
-        name=engine.name,
-        matched=matched,
-        load=engine.waiting_tokens + requests * request_load_tokens,
-        kv_usage=engine.kv_usage,
-    )
 
 
 #: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label

@@ -212,7 +212,7 @@ class LegOrders:
             if not before:
                 logger.error("engine %s gets no prefill legs: %s", engine.name, misfit)
             raise LegFailed(engine, "prefill", "mismatch", misfit)
-        if not self.protocol.needs_identity:
+        if self.protocol.learn is None:
             return answer
         learned, expected = self.protocol.learn(answer), attempt.prefill.identity
         engine.learned(learned)

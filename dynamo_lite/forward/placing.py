@@ -3,19 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from random import randrange
 from typing import Protocol
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import (
-    EngineChoice,
     EngineChooser,
     SentPrompts,
     no_prefill_reason,
     text_chain,
     tokens_of,
 )
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, view
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.options import ForwarderConfig
@@ -23,9 +21,6 @@ from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.policy.routing.kv_chain import ChainHash
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
-
-#: Candidates of a choice that `explain` shows.
-_SHOWN = 8
 
 
 class CannotServe(Exception):
@@ -117,8 +112,8 @@ class Placer:
         self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
         self._known = known
         self._choosers = {
-            "prefill": EngineChooser(config.prefill_choice, config.routing, below=randrange),
-            "decode": EngineChooser(config.decode_choice, config.routing, below=randrange),
+            "prefill": EngineChooser("prefill", config.prefill_choice, config.routing),
+            "decode": EngineChooser("decode", config.decode_choice, config.routing),
         }
         self._compares = "prefix" in (config.prefill_choice, config.decode_choice) or bool(
             config.max_local_prefill_length
@@ -180,7 +175,7 @@ class Placer:
         """The engine has left."""
         self._sent.forget(engine.number)
         for chooser in self._choosers.values():
-            chooser.forget(engine.number)
+            chooser.forget(engine.name)
 
     def _matched(self, chain: Sequence[ChainHash], tokens: PromptTokens | None) -> dict[int, int]:
         """How many tokens of the prompt each engine holds, or is assumed to hold."""
@@ -223,11 +218,19 @@ class Placer:
         self, leg: str, able: Sequence[KnownEngine], matched: Mapping[int, int], tried: Tried
     ) -> KnownEngine:
         each = self._config.routing.request_load_tokens
-        views = [view(engine, matched.get(engine.number, 0), each) for engine in able]
-        choice = self._choosers[leg].choose(views)
+        candidates = [
+            LegCandidate(
+                engine=engine.name,
+                matched_tokens=matched.get(engine.number, 0),
+                load_tokens=engine.waiting_tokens + engine.requests * each,
+                kv_usage=engine.kv_usage,
+            )
+            for engine in able
+        ]
+        choice = self._choosers[leg].choose(candidates)
         self.choices[leg, choice.reason] += 1
-        tried.chose(_noted(leg, choice))
-        return self._engines[choice.view.engine]
+        tried.chose(choice)
+        return next(engine for engine in able if engine.name == choice.engine)
 
     def _missing(self, tried: Tried, *, alone: bool) -> str:
         """The text contains no addresses, because a client reads it."""
@@ -238,24 +241,3 @@ class Placer:
         if alone:
             return "no healthy engine can answer this request without a prefill engine"
         return "no decode engine is left"
-
-
-def _noted(leg: str, choice: EngineChoice) -> LegChoice:
-    """The choice for `explain`."""
-    first = [choice.view, *(one for one in choice.views[: _SHOWN + 1] if one is not choice.view)]
-    return LegChoice(
-        leg=leg,
-        engine=choice.view.name,
-        reason=choice.reason,
-        candidates=[
-            LegCandidate(
-                engine=one.name,
-                matched_tokens=one.matched,
-                load_tokens=one.load,
-                kv_usage=one.kv_usage,
-                score=choice.scores.get(one.engine),
-            )
-            for one in first[:_SHOWN]
-        ],
-        of=len(choice.views),
-    )

@@ -96,7 +96,7 @@ class Tokenizer:
         able = [e for e in self._engines.all if e.usable and e.decodes]
         if not able or now() < self._asks_again_at:
             return None
-        engine = min(able, key=lambda e: e.legs + e.other_requests)
+        engine = min(able, key=lambda e: e.requests)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._ask_one(engine, incoming, body)

@@ -44,7 +44,7 @@ async def test_a_disaggregated_request_is_told_leg_by_leg(name: str, stream: boo
         )
         assert (one.route, one.protocol) == ("/v1/completions", name)
         [attempt] = one.attempts
-        order = PROTOCOLS[name].order.value
+        order = PROTOCOLS[name].order
         assert (attempt.order, attempt.alone, attempt.failure) == (order, "", "")
         chosen = {choice.leg: (choice.engine, choice.reason) for choice in attempt.choices}
         prefill, decode = (engine.name for engine in r.engines.all)

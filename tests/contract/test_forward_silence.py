@@ -95,7 +95,7 @@ async def test_a_leg_at_a_silent_engine_is_given_up(
 ):
     """A decode leg then goes to another engine, if there is one."""
     async with quick(protocol, decode=decode) as r:
-        silent = r.engines[0 if leg == "prefill" else 1]
+        silent = r.engines.all[0 if leg == "prefill" else 1]
         still.paths[(r.prefill if leg == "prefill" else r.decode)[0]] = ()
         asked = asyncio.create_task(r.ask() if leg != "streamed decode" else r.stream())
         await waits(silent)
@@ -120,7 +120,7 @@ async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still:
         await asyncio.wait_for(begun.wait(), 30)
         still.paths[r.decode[0]] = ()
         while not asked.done():
-            await r.monitor.check(r.engines[1])
+            await r.monitor.check(r.engines.all[1])
         shown = await asked
         assert b"[DONE]" in shown and shown.count(b'"role"') == 1
         assert r.forwarding.stats.failures == {("decode", "broken"): 1}
@@ -133,8 +133,8 @@ async def test_a_leg_at_an_engine_that_has_left_is_given_up_too(still: Still):
     async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.monitor:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
-        await waits(r.engines[1])
-        r.engines.remove(r.engines[1])
+        await waits(r.engines.all[1])
+        r.engines.remove(r.engines.all[1])
         assert await asked == TEXT
         still.goes_on.set()
 
@@ -145,10 +145,10 @@ async def test_an_engine_that_computes_for_long_and_checks_late_keeps_its_legs(s
         models = still.asked[r.decode[0], "/v1/models"]
         still.paths[r.decode[0]] = ("/health", "/v1/completions")
         asked = asyncio.create_task(r.text())
-        await waits(r.engines[1])
-        await fails(r, r.engines[1], 3)
+        await waits(r.engines.all[1])
+        await fails(r, r.engines.all[1], 3)
         assert still.asked[r.decode[0], "/v1/models"] > models
-        assert not r.engines[1].healthy and not asked.done()
+        assert not r.engines.all[1].healthy and not asked.done()
         still.goes_on.set()
         assert await asked == TEXT
         assert [len(engine.legs) for engine in r.decode] == [1, 0]
@@ -162,8 +162,8 @@ async def test_an_engine_whose_stream_moves_keeps_its_waiting_legs(still: Still)
         await asyncio.wait_for(streamed.wait(), 30)
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
-        await waits(r.engines[1], 2)
-        await fails(r, r.engines[1], 5)
+        await waits(r.engines.all[1], 2)
+        await fails(r, r.engines.all[1], 5)
         assert not asked.done() and not moving.done()
         still.goes_on.set()
         moves.set()
@@ -181,9 +181,9 @@ async def test_a_stream_that_has_begun_is_not_broken_off_by_silence(still: Still
         await eventually(lambda: r.answered, 30)
         models = still.asked[r.decode[0], "/v1/models"]
         still.paths[r.decode[0]] = ()
-        await fails(r, r.engines[1], 4)
+        await fails(r, r.engines.all[1], 4)
         assert still.asked[r.decode[0], "/v1/models"] > models
-        assert not begun.done() and not r.engines[1].healthy
+        assert not begun.done() and not r.engines.all[1].healthy
         moves.set()
         assert b"[DONE]" in await begun
         still.goes_on.set()

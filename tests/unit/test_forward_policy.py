@@ -12,7 +12,6 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import (
     BLOCK_BYTES,
     EngineChooser,
-    EngineView,
     SentPrompts,
     Strategy,
     no_prefill_reason,
@@ -27,6 +26,7 @@ from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.rewriting import cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.forwarding import LegCandidate
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
@@ -34,21 +34,21 @@ from tests.builders import endpoint_record
 
 def chooser(strategy: Strategy, *drawn: int) -> EngineChooser:
     left = list(drawn)
-    return EngineChooser(strategy, KvRoutingOptions(), below=lambda n: left.pop(0))
+    return EngineChooser("decode", strategy, KvRoutingOptions(), below=lambda n: left.pop(0))
 
 
-def chosen(one: EngineChooser, views: Sequence[EngineView], times: int = 1) -> list[int]:
-    return [one.choose(views).view.engine for _ in range(times)]
+def chosen(one: EngineChooser, able: Sequence[LegCandidate], times: int = 1) -> list[int]:
+    return [int(one.choose(able).engine) for _ in range(times)]
 
 
-def views(
+def able(
     *loads: int, matched: Sequence[int] = (), usage: Sequence[float] = ()
-) -> list[EngineView]:
+) -> list[LegCandidate]:
     return [
-        EngineView(
-            engine=number,
-            load=load,
-            matched=matched[number] if matched else 0,
+        LegCandidate(
+            engine=str(number),
+            load_tokens=load,
+            matched_tokens=matched[number] if matched else 0,
             kv_usage=usage[number] if usage else 0.0,
         )
         for number, load in enumerate(loads)
@@ -57,30 +57,30 @@ def views(
 
 def test_turns_are_fair_while_engines_come_and_go():
     one = chooser("round-robin")
-    three = views(0, 0, 0)
+    three = able(0, 0, 0)
     assert chosen(one, three, 4) == [0, 1, 2, 0]
     assert chosen(one, three[1:], 2) == [1, 2]
     assert chosen(one, three, 3) == [0, 1, 2]
-    one.forget(2)  # it has left
+    one.forget("2")  # it has left
     assert chosen(one, three) == [2]
 
 
 def test_the_other_strategies():
-    assert chooser("random").choose(views(9)).reason == "only"
-    assert chosen(chooser("random", 0, 1, 2), views(0, 0, 0), 3) == [0, 1, 2]
+    assert chooser("random").choose(able(9)).reason == "only"
+    assert chosen(chooser("random", 0, 1, 2), able(0, 0, 0), 3) == [0, 1, 2]
     # Equally loaded ones take turns; prefixes are ignored.
-    assert chosen(chooser("least-load"), views(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
+    assert chosen(chooser("least-load"), able(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
     # A prefix is worth more than load, up to a point.
     one = chooser("prefix")
     for load, expected in ((50, (0, "prefix")), (500, (1, "balance"))):
-        choice = one.choose(views(load, 0, matched=(90, 0)))
-        assert (choice.view.engine, choice.reason) == expected
+        choice = one.choose(able(load, 0, matched=(90, 0)))
+        assert (int(choice.engine), choice.reason) == expected
 
 
 def test_a_full_engine_gets_nothing_while_another_has_room():
     one = chooser("least-load")
-    assert chosen(one, views(0, 9, usage=(0.99, 0.1)), 2) == [1, 1]
-    assert chosen(one, views(0, 9, usage=(0.99, 0.99))) == [0]
+    assert chosen(one, able(0, 9, usage=(0.99, 0.1)), 2) == [1, 1]
+    assert chosen(one, able(0, 9, usage=(0.99, 0.99))) == [0]
 
 
 def test_engines_hold_the_prompts_that_they_were_sent():
@@ -179,18 +179,18 @@ def test_an_engine_with_both_roles_takes_one_leg_of_a_request(when: Any):
 def test_staged_choice_is_not_for_protocols_that_name_the_decode_engine_first():
     for name, staged in (("nixl", True), ("moriio-read", False), ("mooncake", False)):
         one, engines = placer("prefill", "decode", protocol=name, choose_decode="staged")
-        engines[0].engine_ids = {0: "e"}
+        engines.all[0].engine_ids = {0: "e"}
         placed = one.place(request(), Tried())
-        assert placed.prefill is engines[0] and (placed.decode is None) is staged
+        assert placed.prefill is engines.all[0] and (placed.decode is None) is staged
 
 
 def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
     one, engines = placer("prefill", "decode", "prefill-decode", protocol="sglang")
     for _ in range(3):
-        assert one.place(request(echo=True), Tried()).decode is engines[2]
+        assert one.place(request(echo=True), Tried()).decode is engines.all[2]
     # Without a prefill engine that is left, too.
-    assert one.place(request(), Tried(prefill={0, 2})).decode is engines[2]
-    engines[2].failed("gone", at_once=True)
+    assert one.place(request(), Tried(prefill={0, 2})).decode is engines.all[2]
+    engines.all[2].failed("gone", at_once=True)
     with pytest.raises(NoWorkers):
         one.place(request(echo=True), Tried())
     only_pair, _ = placer("prefill", "decode", protocol="sglang")

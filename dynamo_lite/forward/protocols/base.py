@@ -115,10 +115,9 @@ class ForwardProtocol:
     #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
     #: nothing speaks against it. Such an answer never reaches a decode engine.
     mismatch: Callable[[PrefillAnswer], str] = lambda answer: ""
-    #: The engine's identity in an answer (`Peer.identity`); None: it has none.
-    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = lambda answer: None
-    #: Parallel only: until the identity of the prefill engine is known, its legs are serial.
-    needs_identity: bool = False
+    #: Parallel only: the engine's identity in an answer (`Peer.identity`), if it has one. Until it
+    #: is known, the legs of the prefill engine are serial. None: legs need no identity.
+    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] | None = None
     #: The prefill engine has to be asked for `Peer.engine_ids` at this path of its own port.
     query_path: str = ""
     #: Whether a decode engine can compute a prompt itself.
@@ -137,6 +136,6 @@ class ForwardProtocol:
     names_decode: bool = False
 
     def order_for(self, prefill: Peer) -> LegOrder:
-        if self.needs_identity and prefill.identity is None:
+        if self.learn is not None and prefill.identity is None:
             return "serial"
         return self.order

@@ -109,6 +109,5 @@ PUSH = ForwardProtocol(
         "start all engines with NixlPushConnector, or give the protocol nixl here",
     ),
     learn=identity,
-    needs_identity=True,
     decode=_expect_push,
 )
