@@ -11,10 +11,10 @@ import aiohttp
 
 from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
-from dynamo_lite.forward.forwarder import engine_kv
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of
 from dynamo_lite.forward.known_blocks import KnownBlocks
+from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
@@ -80,7 +80,7 @@ class Rig(Asked):
     placer: Placer
     server: ForwardServer
     #: None without engines that publish KV events.
-    known: KnownBlocks | None
+    known: KnownBlocks
 
     async def check(self) -> None:
         """One check of every engine."""
@@ -173,13 +173,10 @@ async def rig(
         sent = SentPrompts()
         # Not entered: a test checks the engines when it means to.
         monitor = EngineMonitor(engines, upstream, config, sent)
-        kv = engine_kv(engines, upstream, config)
-        if kv is not None:
-            await stack.enter_async_context(kv)
-        placer = Placer(engines, kind, config, sent, known=kv and kv.known)
-        tokenizer = kv and kv.tokenizer
+        kv = await stack.enter_async_context(EngineKv(engines, upstream))
+        placer = Placer(engines, kind, config, sent, kv.known)
         forwarding = await stack.enter_async_context(
-            Forwarding(kind, config, placer, upstream, monitor, tokenizer=tokenizer)
+            Forwarding(kind, config, placer, upstream, monitor, tokenizer=kv.tokenizer)
         )
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
@@ -198,7 +195,7 @@ async def rig(
             forwarding=forwarding,
             placer=placer,
             server=server,
-            known=kv and kv.known,
+            known=kv.known,
         )
         await r.check()
         yield r

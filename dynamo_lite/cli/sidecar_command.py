@@ -11,7 +11,7 @@ from dynamo_lite.cli.llmd_flags import LlmdFlags, parse
 from dynamo_lite.protocol.errors import ConfigError
 
 _DECODE = "http://127.0.0.1:8200"
-#: Those of `forward/sidecar_options.py`, which takes too long to import for other commands.
+#: Their engines learn each other's addresses from both legs, or from an answer.
 PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
 _ENGINES = "Engines"
 _TLS = "TLS"

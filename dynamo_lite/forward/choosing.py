@@ -7,7 +7,6 @@ prompts that were sent to it. Prompts are text here, not tokens, so amounts are 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from random import randrange
 from typing import Literal
 
 from msgspec import structs
@@ -53,7 +52,7 @@ class EngineChooser:
         strategy: Strategy,
         options: KvRoutingOptions,
         *,
-        below: Callable[[int], int] = randrange,
+        below: Callable[[int], int],
     ):
         self._leg = leg
         self._strategy: Strategy = strategy

@@ -73,7 +73,7 @@ class Client:
             response.force_close()
         self.response, self.started = response, True
         if self.note is not None:
-            self.note.answered(status)
+            self.note.message.status = status
         try:
             await response.prepare(self._request)
         except ConnectionError as exc:

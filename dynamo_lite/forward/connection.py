@@ -255,7 +255,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: EngineAnswer | None = None
+        #: The one that comes on it now.
+        self.answer: EngineAnswer | None = None
         self._head_bytes = 0
         self._informational = False
         self._unasked = False
@@ -263,7 +264,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        return self._answer is None and self._open
+        return self.answer is None and self._open
 
     @property
     def _open(self) -> bool:
@@ -287,20 +288,11 @@ class UpstreamConnection(asyncio.Protocol):
         bodyless: bool,
     ) -> EngineAnswer:
         answer = EngineAnswer(self, engine, leg, idle_s, bodyless=bodyless)
-        self._answer = answer
+        self.answer = answer
         self._head_bytes = 0
         assert self._transport is not None
         self._transport.writelines((head, body) if body else (head,))
         return answer
-
-    def left(self) -> None:
-        """See `EngineAnswer.left`."""
-        if self._answer is not None:
-            self._answer.left()
-
-    def give_up(self, why: str) -> bool:
-        """See `EngineAnswer.give_up`."""
-        return self._answer is not None and self._answer.give_up(why)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -326,7 +318,7 @@ class UpstreamConnection(asyncio.Protocol):
         notice_a_lost_host(transport.get_extra_info("socket"), _LOST_HOST_S)
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
+        answer = self.answer
         if answer is None:
             return self.abort()  # nothing was asked
         self.heard_at = answer.touched = self._loop.time()
@@ -345,7 +337,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._eof = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        answer, self._answer = self._answer, None
+        answer, self.answer = self.answer, None
         if answer is not None:
             # TLS may be closed without notice, and then drops the bytes that were not read yet.
             if exc is None and answer.until_closed() and (self._eof or not self._tls):
@@ -357,16 +349,16 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        self._unasked = self._answer is None
+        self._unasked = self.answer is None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        answer = self._answer
+        answer = self.answer
         if answer is not None and not answer.begun:  # after it they are trailers
             text = value.strip(b" \t").decode("utf-8", "surrogateescape")
             answer.headers.add(name.decode("latin-1"), text)
 
     def on_headers_complete(self) -> None:
-        answer = self._answer
+        answer = self.answer
         if answer is None:
             return
         status = self._parser.get_status_code()
@@ -379,15 +371,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._ended(reusable=False)  # the parser would wait for the body
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
-            self._answer.feed(body)
+        if self.answer is not None:
+            self.answer.feed(body)
 
     def on_message_complete(self) -> None:
-        if not self._informational and self._answer is not None:
+        if not self._informational and self.answer is not None:
             self._ended(reusable=self._parser.should_keep_alive())
 
     def _ended(self, *, reusable: bool) -> None:
-        answer, self._answer = self._answer, None
+        answer, self.answer = self.answer, None
         assert answer is not None
         answer.end()
         self.resume()
@@ -397,6 +389,6 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()
 
     def _fail(self, why: str) -> None:
-        if self._answer is not None:
-            self._answer.lost(why)
+        if self.answer is not None:
+            self.answer.lost(why)
         self.abort()

@@ -83,9 +83,6 @@ class RequestNote:
         if taken.took_s is None:
             taken.failure, taken.took_s = failure, self.age_s - taken.after_s
 
-    def answered(self, status: int) -> None:
-        self.message.status = status
-
     def wrote(self, data: bytes) -> None:
         """The client gets these bytes."""
         message = self.message

@@ -3,20 +3,17 @@
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
 from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.options import ROLES, EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.members.roster import Roster
-
-if TYPE_CHECKING:
-    from dynamo_lite.forward.kv_events import EngineKv
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +80,7 @@ def _options(record: EndpointRecord, config: ForwarderConfig) -> EngineOptions |
 
 
 class Discovery:
-    """Async context manager; entering it waits for the first list of members.
-
-    Raises StoreUnavailable without one.
-    """
+    """roster: entered; it calls this for each change."""
 
     def __init__(
         self,
@@ -94,22 +88,15 @@ class Discovery:
         engines: KnownEngines,
         monitor: EngineMonitor,
         placer: Placer,
-        kv: "EngineKv",
+        kv: EngineKv,
         config: ForwarderConfig,
     ):
         self._roster, self._engines, self._kv = roster, engines, kv
         self._monitor, self._placer, self._config = monitor, placer, config
         self._listed = tuple(engine.name for engine in engines.all)
         self._joined: dict[str, KnownEngine] = {}
-
-    async def __aenter__(self) -> Self:
-        await self._roster.__aenter__()
-        self._roster.on_change(lambda *_: self._update())
+        roster.on_change(lambda *_: self._update())
         self._update()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._roster.__aexit__(*error)
 
     def _update(self) -> None:
         usable, unused = sort_out(self._roster.members, self._listed, self._config)

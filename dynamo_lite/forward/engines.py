@@ -168,13 +168,6 @@ class KnownEngine:
         self.varies, self._identities = False, []
         self.engine_ids, self.misfit, self.empty_legs = {}, "", 0
 
-    def answered_as(self, misfit: str) -> None:
-        """misfit: why the answer of a prefill leg was not of this protocol; empty if it was."""
-        self.misfit, self.asked_again_at = misfit, 0.0
-
-    def handed_over(self) -> None:
-        self.empty_legs = 0
-
     def handed_nothing(self, now: float) -> bool:
         """Returns whether it gets no prefill legs from now on. now: the loop's time."""
         self.empty_legs += 1

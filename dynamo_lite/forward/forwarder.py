@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -12,6 +12,7 @@ from dynamo_lite.forward.discovery import Discovery
 from dynamo_lite.forward.engines import KnownEngines, check_trust
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
+from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import Placer
@@ -24,9 +25,6 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-
-if TYPE_CHECKING:
-    from dynamo_lite.forward.kv_events import EngineKv
 
 
 class Forwarder:
@@ -50,24 +48,15 @@ class Forwarder:
         upstream = await enter(Upstream(config.idle_timeout_s))
         sent = SentPrompts()
         monitor = await enter(EngineMonitor(engines, upstream, config, sent))
-        kv = engine_kv(engines, upstream, config)
-        if kv is not None:
-            await enter(kv)
-        placer = Placer(engines, self._protocol, config, sent, known=kv and kv.known)
-        if config.discovers and kv is not None:
+        kv = await enter(EngineKv(engines, upstream))
+        placer = Placer(engines, self._protocol, config, sent, kv.known)
+        if config.discovers:
             check_trust(config.joined_ca_file, "joined-ca-file")
             prefix = names.components_prefix(self._spec.namespace)
-            roster = Roster(host.store, prefix, host.drops)
-            await enter(Discovery(roster, engines, monitor, placer, kv, config))
+            roster = await enter(Roster(host.store, prefix, host.drops))
+            Discovery(roster, engines, monitor, placer, kv, config)
         self._forwarding = forwarding = await enter(
-            Forwarding(
-                self._protocol,
-                config,
-                placer,
-                upstream,
-                monitor,
-                tokenizer=kv and kv.tokenizer,
-            )
+            Forwarding(self._protocol, config, placer, upstream, monitor, tokenizer=kv.tokenizer)
         )
         host.registry.register(ForwardMetrics(forwarding, placer, engines, kv))
         await enter(self._explaining(host, forwarding))
@@ -144,18 +133,6 @@ class Forwarder:
             namespace = self._spec.namespace
             return f"no decode engine has joined {namespace}: start `dynamo-lite join` beside one"
         return f"no decode engine is healthy ({'; '.join(found)}): start one, or see its log"
-
-
-def engine_kv(
-    engines: KnownEngines, upstream: Upstream, config: ForwarderConfig
-) -> "EngineKv | None":
-    """None if no engine publishes KV events or could publish any."""
-    if not config.discovers and not any(engine.options.kv_events for engine in engines.all):
-        return None
-    # ZeroMQ is loaded only where it is needed.
-    from dynamo_lite.forward.kv_events import EngineKv
-
-    return EngineKv(engines, upstream)
 
 
 def _no_metrics() -> Answer:

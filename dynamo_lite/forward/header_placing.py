@@ -231,8 +231,8 @@ class HeaderPlacer:
 
 
 class Door:
-    """Implements `Answering` for one data-parallel rank: requests that name what is accepted reach
-    the workflow.
+    """In front of the workflow, for one data-parallel rank: requests that name what is accepted
+    reach it.
 
     ranks: the decode engine's, by the port of the server in front of each. own: this one's port.
     """

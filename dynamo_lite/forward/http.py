@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -19,9 +19,11 @@ from aiohttp import HttpVersion11, web
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.failures import Final
+from dynamo_lite.forward.header_placing import Door
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES, ForwardProtocol
+from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -57,18 +59,6 @@ def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
     return reply
 
 
-class Answering(Protocol):
-    """Answers one request. Both raise ClientGone."""
-
-    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
-        """route: of a request to generate."""
-        ...
-
-    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
-        """Any other request."""
-        ...
-
-
 class ForwardServer:
     """`start` returns when connections are accepted; `stop` is idempotent.
 
@@ -78,7 +68,7 @@ class ForwardServer:
 
     def __init__(
         self,
-        forwarding: Answering,
+        forwarding: Forwarding | Door,
         config: ForwarderConfig,
         protocol: ForwardProtocol,
         sock: socket.socket,

@@ -11,15 +11,12 @@ from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
 
 
 class PromptTokens:
-    """token_ids: 0 to 2^32 - 1, else ValueError. cache_salt: of the request."""
+    """token_ids: 0 to 2^32 - 1, else OverflowError or TypeError. cache_salt: of the request."""
 
     __slots__ = ("_chains", "_ids", "_salt")
 
     def __init__(self, token_ids: Sequence[int], cache_salt: str | None = None):
-        try:
-            self._ids = array("I", token_ids)
-        except (OverflowError, TypeError) as exc:
-            raise ValueError(f"token ids: {exc}") from exc
+        self._ids = array("I", token_ids)
         self._salt = cache_salt
         self._chains: dict[int, list[ChainHash]] = {}
 

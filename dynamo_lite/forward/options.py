@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 import annotated_types as at
@@ -42,6 +42,8 @@ _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9
 class EngineOptions:
     """One stock engine."""
 
+    #: Whether any certificate of the engine is accepted, even a forged one.
+    unverified: ClassVar[bool] = False
     #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
     #: Which legs it may take.
@@ -77,11 +79,6 @@ class EngineOptions:
     @property
     def secure(self) -> bool:
         return self.url.startswith("https://")
-
-    @property
-    def unverified(self) -> bool:
-        """Whether any certificate of the engine is accepted, even a forged one."""
-        return False
 
     @property
     def address(self) -> tuple[str, int]:

@@ -117,7 +117,7 @@ class LegOrders:
             handoff = protocol.extract(answer)
             if handoff is None:
                 return await self._without_handoff(job, placement, engine, legs)
-            prefill.handed_over()
+            prefill.empty_legs = 0
             second = protocol.decode(job.request.body, attempt, handoff)
             changes = changes_for(second, answer)
             with engine.leg(0) as computed:
@@ -207,7 +207,7 @@ class LegOrders:
         engine = one.engine
         answer = await legs.prefill(one, streams=streams, on_data=on_data)
         before, misfit = engine.misfit, self.protocol.mismatch(answer)
-        engine.answered_as(misfit)
+        engine.misfit, engine.asked_again_at = misfit, 0.0
         if misfit:
             if not before:
                 logger.error("engine %s gets no prefill legs: %s", engine.name, misfit)

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import randrange
 from typing import Protocol
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import (
     EngineChooser,
     SentPrompts,
+    Strategy,
     no_prefill_reason,
     text_chain,
     tokens_of,
@@ -104,20 +106,21 @@ class Placer:
         protocol: ForwardProtocol,
         config: ForwarderConfig,
         sent: SentPrompts,
-        *,
-        known: KnownBlocks | None = None,
+        known: KnownBlocks,
     ):
         #: Choices by leg and reason.
         self.choices: Counter[tuple[str, str]] = Counter()
         self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
         self._known = known
-        self._choosers = {
-            "prefill": EngineChooser("prefill", config.prefill_choice, config.routing),
-            "decode": EngineChooser("decode", config.decode_choice, config.routing),
+        strategies: dict[str, Strategy] = {
+            "prefill": config.prefill_choice,
+            "decode": config.decode_choice,
         }
-        self._compares = "prefix" in (config.prefill_choice, config.decode_choice) or bool(
-            config.max_local_prefill_length
-        )
+        self._choosers = {
+            leg: EngineChooser(leg, strategy, config.routing, below=randrange)
+            for leg, strategy in strategies.items()
+        }
+        self._compares = "prefix" in strategies.values() or bool(config.max_local_prefill_length)
         self._staged = (
             config.choose_decode == "staged"
             and protocol.order == "serial"
@@ -179,10 +182,8 @@ class Placer:
 
     def _matched(self, chain: Sequence[ChainHash], tokens: PromptTokens | None) -> dict[int, int]:
         """How many tokens of the prompt each engine holds, or is assumed to hold."""
-        matched = self._sent.matched(chain)
-        if self._known is not None and tokens is not None:
-            matched |= self._known.matched(tokens)
-        return matched
+        assumed = self._sent.matched(chain)
+        return assumed if tokens is None else assumed | self._known.matched(tokens)
 
     def _alone(self, request: ClientRequest) -> str:
         """Raises CannotServe."""

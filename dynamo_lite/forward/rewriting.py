@@ -143,8 +143,6 @@ def changes_for(
     if leg.hidden is not None:
         found, shown = leg.hidden
         hidden = (found.encode(), shown.encode())
-    if cached is hidden is logprobs is None:
-        return UNCHANGED
     return Changes(cached_tokens=cached, hidden=hidden, logprobs=logprobs)
 
 

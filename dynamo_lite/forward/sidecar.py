@@ -60,7 +60,7 @@ class Sidecar:
         monitor = await enter(EngineMonitor(engines, upstream, own, SentPrompts()))
         prefillers = Prefillers(protocol, config, monitor.check)
         self._stack.push_async_callback(prefillers.close)
-        pick = random.randrange if config.choice == "random" else _first
+        pick = random.randrange if config.choice == "random" else lambda count: 0
         placer = HeaderPlacer(engines, protocol, prefillers, pick=pick)
         forwarding = await enter(Forwarding(protocol, own, placer, upstream, monitor))
         allowed, ranks = AllowedHosts(config.allowed), dict(zip(ports, engines.all, strict=True))
@@ -72,7 +72,7 @@ class Sidecar:
         for port, sock in zip(ports, sockets, strict=True):
             ready = reply_of(partial(_ready, ranks[port]))
             # `/metrics` is the engine's.
-            own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(_alive)}
+            own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
             door = Door(forwarding, prefillers, allowed, ranks, port)
             server = ForwardServer(door, own, protocol, sock, own_paths, tls=tls)
             await server.start()
@@ -108,15 +108,6 @@ async def _run(config: SidecarConfig, grace_s: float) -> int:
         finally:
             await sidecar.close()
     return EXIT_STOPPED
-
-
-def _first(count: int) -> int:
-    del count
-    return 0
-
-
-def _alive() -> dict[str, Any]:
-    return {"ok": True}
 
 
 def _ready(engine: KnownEngine) -> dict[str, Any]:

@@ -9,16 +9,10 @@ from dynamo_lite.forward.named import PRIVATE, AllowedHosts
 from dynamo_lite.forward.options import (
     EngineOptions,
     ForwarderConfig,
-    ProtocolName,
     parse_engine_url,
 )
 from dynamo_lite.runtime.address import host_port
 
-#: Their engines learn each other's addresses from both legs, or from an answer.
-SIDECAR_PROTOCOLS: tuple[ProtocolName, ...] = (
-    *("nixl", "nixl-push", "mooncake", "sglang"),
-    *("moriio-read", "moriio-write"),
-)
 #: Prefill legs that contain the decode engine's own address.
 _NEED_HOST = ("moriio-read", "moriio-write")
 _PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
@@ -27,9 +21,7 @@ _PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
 class UnverifiedEngine(EngineOptions):
     """An engine of which any certificate is accepted."""
 
-    @property
-    def unverified(self) -> bool:
-        return True
+    unverified = True
 
 
 def trusted_engine(ca_file: Path | None, unverified: bool, **options: Any) -> EngineOptions:
@@ -64,9 +56,6 @@ class SidecarConfig:
         """Raises ValueError."""
         AllowedHosts(self.allowed)
         protocol = self.forwarder.protocol
-        if protocol not in SIDECAR_PROTOCOLS:
-            known = ", ".join(SIDECAR_PROTOCOLS)
-            raise ValueError(f"protocol {protocol}: a sidecar speaks {known}")
         if protocol in _NEED_HOST and self.forwarder.engines[0].transfer_host is None:
             raise ValueError(
                 f"protocol {protocol} tells prefill engines where the decode engine is: give"

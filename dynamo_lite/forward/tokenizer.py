@@ -130,7 +130,7 @@ class Tokenizer:
 def _made(ids: list[int], salt: str | None) -> PromptTokens | None:
     try:
         return PromptTokens(ids, salt)
-    except ValueError:
+    except (OverflowError, TypeError):
         return None
 
 

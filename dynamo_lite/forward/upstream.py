@@ -113,7 +113,7 @@ class Upstream:
     def give_up(self, engine: KnownEngine, why: str) -> int:
         """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
         connection was lost. Returns how many."""
-        return sum(one.give_up(why) for one in self._to(engine))
+        return sum(one.answer.give_up(why) for one in self._to(engine) if one.answer is not None)
 
     def _to(self, engine: KnownEngine) -> list[UpstreamConnection]:
         return [one for one, where in self._open.items() if where == engine.options.address]
@@ -158,8 +158,8 @@ class Upstream:
         if address == engine.options.address:
             engine.ends += 1
         for connection, where in self._open.items():
-            if where == address:
-                connection.left()
+            if where == address and connection.answer is not None:
+                connection.answer.left()
 
     def _lost(self, connection: UpstreamConnection) -> None:
         self._open.pop(connection, None)

@@ -337,21 +337,21 @@ async def test_an_engine_that_never_hands_over_gets_no_legs_for_a_while():
         assert len(r.prefill[1].legs) == EMPTY_LEGS + 4
         assert r.answered["alone", "no_handoff"] == EMPTY_LEGS
         assert r.answered["disaggregated", ""] == EMPTY_LEGS + 4
-        assert "handed nothing over" in r.engines[0].misfit
+        assert "handed nothing over" in r.engines.all[0].misfit
         await r.check()
-        assert not r.engines[0].can_prefill
+        assert not r.engines.all[0].can_prefill
         # After a while one leg is enough, as long as it has no connector.
         for fits in (False, True):
             if fits:
                 r.prefill[0].handover = given
-            r.engines[0].asked_again_at = 0.001
+            r.engines.all[0].asked_again_at = 0.001
             await r.check()
-            assert r.engines[0].can_prefill
+            assert r.engines.all[0].can_prefill
             for _ in range(2):
                 assert await r.text() == TEXT
-            assert bool(r.engines[0].misfit) is not fits
+            assert bool(r.engines.all[0].misfit) is not fits
         assert len(r.prefill[0].legs) == EMPTY_LEGS + 2
-        assert r.engines[0].empty_legs == 0
+        assert r.engines.all[0].empty_legs == 0
 
 
 async def test_legs_that_hand_nothing_over_now_and_then_change_nothing():
@@ -369,7 +369,7 @@ async def test_legs_that_hand_nothing_over_now_and_then_change_nothing():
         r.prefill[0].handover = anything
         for _ in range(EMPTY_LEGS + 1):
             await r.ask({"model": "m", "input": "x"}, route="/v1/responses")
-        assert r.engines[0].can_prefill and r.engines[0].misfit == ""
+        assert r.engines.all[0].can_prefill and r.engines.all[0].misfit == ""
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
@@ -384,7 +384,7 @@ async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, eng
         assert r.forwarding.stats.failures == {("prefill", "mismatch"): 2}
         # Each engine is asked once.
         assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
-        assert "transfer_mode" in r.engines[0].misfit and engines in r.engines[0].misfit
+        assert "transfer_mode" in r.engines.all[0].misfit and engines in r.engines.all[0].misfit
         # Started again, with the other connector.
         for engine in (*r.prefill, *r.decode):
             await engine.stop()
@@ -562,7 +562,7 @@ async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
         note.tries(ForwardAttempt(), 0)
         async with Legs(incoming, r.upstream, r.monitor, config, note) as legs:
             async with slow(r.decode[0]):
-                opening = legs.open(Sending(r.engines[1], "decode", body))
+                opening = legs.open(Sending(r.engines.all[1], "decode", body))
                 decoding = legs.start(opening, "decode leg")
                 await until(1, r.decode[0])
                 legs.leave_open(decoding)

@@ -285,7 +285,7 @@ async def test_an_engine_whose_certificate_is_not_trusted_gets_nothing(
                 await r.check()
         assert (await r.ask())[0] == 503
         assert r.fleet.legs == []
-        assert "certificate" in r.engines[1].trouble.lower()
+        assert "certificate" in r.engines.all[1].trouble.lower()
 
 
 def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path):

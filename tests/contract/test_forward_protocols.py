@@ -220,7 +220,7 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
         r.decode[0].load = (3, 4)
         hold = asyncio.Event()
         async with r.monitor:
-            await eventually(lambda: r.engines[1].other_requests == 7, 5)
+            await eventually(lambda: r.engines.all[1].other_requests == 7, 5)
         for engine in r.decode:
             engine.faults.extend(Fault(hold=hold) for _ in range(2))
         asked = [asyncio.create_task(r.text()) for _ in range(4)]

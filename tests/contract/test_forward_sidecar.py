@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
 from dynamo_lite.forward import header_placing
 from dynamo_lite.forward.engines import EMPTY_LEGS
 from dynamo_lite.forward.header_placing import MAX_PREFILLERS, Prefillers
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar import Sidecar
-from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, SidecarConfig
+from dynamo_lite.forward.sidecar_options import SidecarConfig
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines

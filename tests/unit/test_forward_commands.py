@@ -3,8 +3,6 @@
 import pytest
 
 from dynamo_lite.cli.cli import app
-from dynamo_lite.cli.sidecar_command import PROTOCOLS
-from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS
 from dynamo_lite.protocol.errors import ConfigError
 
 GOOD = {
@@ -75,7 +73,3 @@ def test_all_mistakes_are_told_at_once():
 )
 def test_bad_input_of_a_sidecar_is_refused(words: str, said: str):
     assert said in "; ".join(mistakes("sidecar", *words.split()))
-
-
-def test_its_help_names_every_protocol():
-    assert PROTOCOLS == SIDECAR_PROTOCOLS

@@ -98,5 +98,5 @@ def test_an_engine_with_another_block_size_than_before_holds_nothing():
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], ["x"]])
 def test_impossible_tokens_are_refused(ids: list[Any]):
-    with pytest.raises(ValueError, match="token ids"):
+    with pytest.raises((OverflowError, TypeError)):
         PromptTokens(ids)

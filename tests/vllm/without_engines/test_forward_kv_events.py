@@ -37,7 +37,6 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def held(r: Rig, text: str) -> dict[int, int]:
     """Tokens of it that each engine is known to hold."""
-    assert r.known is not None
     return r.known.matched(PromptTokens([ord(letter) for letter in text]))
 
 
@@ -92,7 +91,7 @@ async def test_missing_batches_are_replayed():
             engine.publish(engine.stored("c" * 64))
             await until(lambda: held(r, "c" * 64) == {0: 64})
             assert held(r, "b" * 64) == {0: 64} and held(r, "a" * 64) == {0: 0}
-            assert r.known is not None and r.known.batches["missing"] == 1
+            assert r.known.batches["missing"] == 1
 
 
 async def test_without_a_replay_a_gap_leaves_what_comes_after_it():
@@ -133,7 +132,6 @@ async def test_malformed_frames_are_dropped():
     try:
         socket.bind(f"tcp://127.0.0.1:{port}")
         async with rig(events=[{"kv_events": f"tcp://127.0.0.1:{port}"}]) as r:
-            assert r.known is not None
             block = BlockStored(
                 block_hashes=[b"x"],
                 parent_block_hash=None,
@@ -148,7 +146,7 @@ async def test_malformed_frames_are_dropped():
             async def arrives() -> bool:
                 """Until the subscription is there nothing does."""
                 await socket.send_multipart([b"", b"\0" * 8, good])
-                return r.known is not None and r.known.batches["applied"] > 0
+                return r.known.batches["applied"] > 0
 
             await until(arrives)
             rng = random.Random(1)
@@ -166,7 +164,6 @@ async def test_malformed_frames_are_dropped():
 
 
 def _malformed(r: Rig) -> int:
-    assert r.known is not None
     return r.known.batches["malformed"]
 
 
