@@ -366,6 +366,12 @@ def test_joined_engines_are_sorted_out():
         ("http://10.0.0.6:80", "6"): "role",
         ("http://[::1", "7"): "address",
     }
+    for url, said in (
+        ("http://10.0.0.5:80", "speaks sglang, and this Forwarder nixl"),
+        ("http://10.0.0.6:80", "'encode' is unknown here"),
+        ("http://[::1", "expected http://HOST:PORT"),
+    ):
+        assert any(said in why.trouble for (one, _), why in unused.items() if one == url)
     high = [record(1, url="http://a:50000", protocol="kvt-batch")]
     _, unused = sort_out(high, [], ForwarderConfig(protocol="kvt-batch"))
     assert "at port 70000" in next(iter(unused.values())).trouble
