@@ -79,7 +79,6 @@ class Rig(Asked):
     forwarding: Forwarding
     placer: Placer
     server: ForwardServer
-    #: None without engines that publish KV events.
     known: KnownBlocks
 
     async def check(self) -> None:

@@ -157,14 +157,10 @@ async def test_malformed_frames_are_dropped():
                 await socket.send_multipart([b"", number.to_bytes(8, "big"), junk])
             await socket.send_multipart([b"", (1 << 62).to_bytes(8, "big"), good])
             await until(lambda: held(r, "a" * BLOCK) == {0: BLOCK})
-            await until(lambda: _malformed(r) >= 49)
+            await until(lambda: r.known.batches["malformed"] >= 49)
             assert await r.text() == TEXT
     finally:
         context.destroy(linger=0)
-
-
-def _malformed(r: Rig) -> int:
-    return r.known.batches["malformed"]
 
 
 async def test_unknown_tokens_leave_what_was_sent(monkeypatch: pytest.MonkeyPatch):
