@@ -37,7 +37,7 @@ HOMES = {
     "nats": ("runtime/nats", "queue"),
     "aetcd": ("runtime/etcd",),
     "aiohttp": ("forward",),
-    "zmq": ("vllm", "forward/kv"),
+    "zmq": ("vllm", "forward/kv_events.py"),
     "opentelemetry": ("runtime/tracing",),
     "pydantic": ("serve", "cli", "vllm/frontend"),
     "yaml": ("serve", "cli"),
@@ -45,8 +45,8 @@ HOMES = {
     "typer": ("serve", "cli"),
 }
 
-#: Folders of values in, values out.
-PURE = ("policy", "forward/protocols")
+#: Folders and files of values in, values out.
+PURE = ("policy", "forward/protocols", "forward/choosing.py", "forward/known_blocks.py")
 
 #: What would make a decision depend on more than its arguments.
 IMPURE = {

@@ -79,9 +79,6 @@ class KvRoutingOptions:
     load_weight: Weight = 1.0
     #: Tokens that a request in the engine counts as, in addition to its prompt.
     request_load_tokens: NaturalOption = 32
-    #: 0 takes the best worker. Higher values draw one, the more evenly, relative to the prompt's
-    #: length.
-    temperature: Weight = 0.0
     #: From this share of its KV cache in use on, a worker gets nothing while another one has room.
     max_kv_usage: Share = 0.95
 

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dynamo_lite.forward.protocols.base import LegOrder
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from tests.forwarding import Rig, rig
 from tests.ports import reserved_port
@@ -199,11 +198,19 @@ async def test_engines_are_sent_what_the_router_sends_them(protocol: str, tmp_pa
                     assert [(leg.engine.role, leg.body) for leg in ours] == [("decode", body)]
                     continue
                 assert len(ours) == 2, name
-                if PROTOCOLS[protocol].order is LegOrder.SERIAL:
+                if PROTOCOLS[protocol].order == "serial":
                     assert [leg.engine.role for leg in ours] == ["prefill", "decode"]
                     assert [leg.engine.role for leg in theirs] == ["prefill", "decode"]
                 for role, leg in by_role(ours).items():
                     compare(name, role, leg, by_role(theirs)[role])
+        for name in ("completion", "streamed chat"):
+            _, _, theirs = await ask(r, router, *REQUESTS[name], SENT)
+            _, _, ours = await ask(r, r.url, *REQUESTS[name], SENT)
+            other = by_role(theirs)
+            found = {role: otherwise(r, other[role], leg) for role, leg in by_role(ours).items()}
+            assert found == HEADERS_OTHERWISE[protocol], name
+            if protocol == "nixl-push":  # the legs are paired by it
+                assert len({leg.headers["x-request-id"] for leg in ours}) == 1
 
 
 def compare(name: str, role: str, ours: Leg, theirs: Leg) -> None:
@@ -264,23 +271,6 @@ HEADERS_OTHERWISE: dict[str, dict[str, dict[str, tuple[str | None, str | None]]]
     },
     "sglang": {"prefill": OTHERWISE, "decode": OTHERWISE},
 }
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS_OF_ROUTERS)
-async def test_engines_get_the_headers_that_the_router_sends_them(protocol: str, tmp_path: Path):
-    async with rig(protocol) as r, oracle(protocol, r, tmp_path) as router:
-        await r.text()
-        for name in ("completion", "streamed chat"):
-            _, _, theirs = await ask(r, router, *REQUESTS[name], SENT)
-            _, _, ours = await ask(r, r.url, *REQUESTS[name], SENT)
-            assert len(ours) == len(theirs) == 2
-            found = {
-                role: otherwise(r, by_role(theirs)[role], leg)
-                for role, leg in by_role(ours).items()
-            }
-            assert found == HEADERS_OTHERWISE[protocol], name
-            if protocol == "nixl-push":  # the legs are paired by it
-                assert len({leg.headers["x-request-id"] for leg in ours}) == 1
 
 
 def otherwise(r: Rig, theirs: Leg, ours: Leg) -> dict[str, tuple[str | None, str | None]]:

@@ -143,7 +143,6 @@ class MemberLoad:
     shard: Shard | None
     #: Tokens that the worker computes before a new prompt.
     load: int = 0
-    kv_usage: float = 0.0
 
 
 class WorkerLoads:
@@ -238,7 +237,6 @@ class WorkerLoads:
             others = self._others.get(lease_id, (0, 0))
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
         worker.load = load = tokens + requests * self._options.request_load_tokens
-        worker.kv_usage = usage
         # If load has no weight, all loads count as equal, and equally good workers take turns.
         rank = load if self._options.load_weight else 0, self.turn(lease_id), worker.position
         return rank, usage >= self._options.max_kv_usage
