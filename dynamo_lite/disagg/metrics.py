@@ -95,13 +95,6 @@ _METRICS = {
         " may compute the rest: writer_lost (yes), or the reason why not",
         ["reason"],
     ),
-    counters.STEAL_LOOK: partial(
-        Counter,
-        "dynamo_lite_steal_back_looks",
-        "Looks at queued remote prefills, by result: queue_long, overdue (one was taken back),"
-        " or why none was",
-        ["reason"],
-    ),
     counters.COMPUTED: partial(
         Counter,
         "dynamo_lite_prefill_computed_tokens",

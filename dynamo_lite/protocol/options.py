@@ -53,9 +53,9 @@ class DisaggOptions(DecisionThresholds):
     #: How many prefill workers one prompt may ask, one after the other as they are lost, within
     #: remote_prefill_timeout_s.
     max_remote_prefills: PositiveOption = 2
-    #: Whether a queued remote prefill that no worker has claimed is taken back and computed locally
-    #: when that has become cheaper.
-    steal_back: bool = True
+    #: A remote prefill that no prefill worker has claimed for so long is taken back and computed
+    #: locally.
+    max_queue_wait_s: SecondsOption = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,24 +78,15 @@ class NoPrefixHold(Shipped):
 
 
 class _StealsClaimedLedger(Ledger):
-    def steal(self, attempt: str, why: str) -> list[Instruction]:
-        entry = self._attempts.get(attempt)
-        if entry is not None and entry.state is AttemptState.CLAIMED:
-            entry.state = AttemptState.QUEUED
-        return super().steal(attempt, why)
-
-
-class _StealsClaimed(DecodeScheduler):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        kept = self.prefills._by_attempt
-        self.prefills.queued = lambda: [one for one in kept.values() if one.outcome is None]
+    def tick(self, now: float) -> list[Instruction]:
+        for entry in self._by_request.values():
+            if now - entry.queued_at >= entry.max_queue_wait_s:
+                entry.state = AttemptState.QUEUED
+        return super().tick(now)
 
 
 class StealsClaimed(Shipped):
     """An engine also takes back what a writer has claimed, as if it were queued."""
-
-    decode_scheduler = _StealsClaimed
 
     def ledger(self, setup: EngineSetup) -> Ledger:
         return _StealsClaimedLedger(setup.engine_config.lease_ttl_s)
@@ -137,9 +128,14 @@ class NoDeadline(Shipped):
 
 class _NoDeadline(Ledger):
     def allocated(
-        self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
+        self,
+        request_id: str,
+        attempt: str,
+        block_ids: tuple[int, ...],
+        deadline: float,
+        **limits: float,
     ) -> None:
-        super().allocated(request_id, attempt, block_ids, math.inf)
+        super().allocated(request_id, attempt, block_ids, math.inf, **limits)
 
 
 class FirstTokenTwice(Shipped):

@@ -168,6 +168,7 @@ class Decode:
                 max_prefill_queue_size=QUEUE_SIZE,
                 remote_prefill_timeout_s=TIMEOUT_S,
                 queue_view_max_age_s=2.0,
+                max_queue_wait_s=1e6,
             ),
             prefill_component="PrefillWorker",
             queue=self.queue_config,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.policy.decision.backlog import reads_after_s
 from dynamo_lite.protocol import names
@@ -53,8 +54,7 @@ class Engine:
         self.queue = CountedQueue(cluster.broker, stream="s", subject="s.jobs")
         config: Any = SimpleNamespace(engine_id=self.name, namespace=NAMESPACE)
         workers: Any = SimpleNamespace(usable=[1, 2], responsive=[1, 2, 3])
-        options = SimpleNamespace(queue_view_max_age_s=MAX_AGE_S)
-        live: Any = SimpleNamespace(now=options)
+        live = LiveThresholds(DisaggOptions(queue_view_max_age_s=MAX_AGE_S))
         self.drops: list[str] = []
         self.watch = QueueWatch(config, workers, live, self._rank, loop_time, self.drops.append)
 

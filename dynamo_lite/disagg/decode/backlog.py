@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from dynamo_lite.disagg.decode.remote_prefill import QueuePlace, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.policy.decision.backlog import (
@@ -36,8 +35,7 @@ logger = logging.getLogger(__name__)
 class BacklogExchange:
     """Methods run on the bridge's thread unless they say otherwise.
 
-    workers: how many prefill workers are usable. now: monotonic. on_news: called when another
-    engine's backlog has changed.
+    workers: how many prefill workers are usable. now: monotonic.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class BacklogExchange:
         workers: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
-        on_news: Callable[[], None] = lambda: None,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._engine_id, self._queue = config.engine_id, config.role.queue
@@ -59,14 +56,9 @@ class BacklogExchange:
             on_backlog=self._on_backlog,
             on_drop=on_drop,
         )
-        self._on_news = on_news
         self._others = BacklogTotals()
         self._drain = DrainRate()
         self._number = self._done_tokens = 0
-        #: Tokens that all engines have received since this one began to listen.
-        self._all_done_tokens = 0
-        #: The shortest time between two notices of one engine.
-        self.period_s = notice_period_s(1)
         self._changed = asyncio.Event()
         self._hello = True
 
@@ -82,22 +74,6 @@ class BacklogExchange:
         totals, rate = self._totals(), self._drain.tokens_per_s(self._now())
         lane = self._queue.lane_of(tokens, priority)
         return totals, wait_s(totals, lane, rate=rate, workers=workers)
-
-    def place(self, lane: Lane) -> QueuePlace:
-        """Returns the place of a job that is queued now. Any thread."""
-        return QueuePlace(self._totals().ahead_of(lane), self._all_done_tokens)
-
-    def ahead_s(self, queued: RemotePrefill) -> float | None:
-        """Estimated seconds that the workers need for what is before a queued job; None without a
-        measured rate or workers. Any thread."""
-        rate, workers = self._drain.tokens_per_s(self._now()), self._workers()
-        if not rate or not workers:
-            return None
-        before = queued.place.ahead_tokens - (self._all_done_tokens - queued.place.done_tokens)
-        # `before` still counts jobs that were withdrawn since. The present total counts later jobs
-        # instead, and the job itself.
-        others = self._totals().ahead_of(queued.lane) - queued.job_tokens
-        return max(min(before, others), 0) / (rate * workers)
 
     @property
     def rank(self) -> int:
@@ -135,7 +111,6 @@ class BacklogExchange:
         return self._prefills.backlog()[0] + self._others
 
     def _measure_drain(self, done_tokens: int) -> None:
-        self._all_done_tokens += done_tokens
         self._drain.moved(
             self._now(),
             done_tokens=done_tokens,
@@ -146,7 +121,6 @@ class BacklogExchange:
     def _on_backlog(self, backlog: Backlog, done_tokens: int) -> None:
         self._others = self._follower.totals()
         self._measure_drain(done_tokens)
-        self._on_news()
         if backlog.hello:
             self._changed.set()
 
@@ -159,7 +133,7 @@ class BacklogExchange:
         while True:
             self._changed.clear()
             await self._publish(messaging)
-            self.period_s = period_s = notice_period_s(self._follower.engines + 1)
+            period_s = notice_period_s(self._follower.engines + 1)
             await asyncio.sleep(period_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_PERIOD_S - period_s):

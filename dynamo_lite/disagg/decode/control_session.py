@@ -57,8 +57,7 @@ class ControlSession:
     """Use `session()` as the bridge's context.
 
     status: returns the reply to `describe`; called on the bridge's thread. live: follows the
-    live options of the engine's component. new_grant: returns a new grant's id, above 0. on_news:
-    called when the queue, other engines' backlogs or the prefill workers have changed.
+    live options of the engine's component. new_grant: returns a new grant's id, above 0.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class ControlSession:
         new_grant: Callable[[], int],
         clock: Clock,
         on_drop: OnDrop = uncounted,
-        on_news: Callable[[], None],
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._book, self._status = config, config.role, book, status
@@ -81,10 +79,10 @@ class ControlSession:
         self._clock, self._now, self._on_drop = clock, clock.monotonic, on_drop
         self.workers = PrefillWorkers(config, on_drop)
         self.backlog = BacklogExchange(
-            config, prefills, lambda: len(self.workers.usable), self._now, on_drop, on_news
+            config, prefills, lambda: len(self.workers.usable), self._now, on_drop
         )
         self.queue_watch = QueueWatch(
-            config, self.workers, live, lambda: self.backlog.rank, self._now, on_drop, on_news
+            config, self.workers, live, lambda: self.backlog.rank, self._now, on_drop
         )
         seals = GrantSeals.of_file(config.secret_file)
         self._granting = Granting(book, config.engine_id, seals, new_grant)

@@ -65,7 +65,6 @@ class JobMaker:
             awaited_tokens=external,
             job_tokens=job_tokens,
             lane=lane,
-            place=self._backlog.place(lane),
             hashes=self._flights.hashes(request),
             above=traced(request.trace_headers),
         )
@@ -86,7 +85,14 @@ class JobMaker:
         # The writer may read the prefix while it writes the rest, so both are held.
         blocks = (*job.prefix_block_ids, *job.block_ids)
         with self._book.lock:
-            self._book.ledger.allocated(request.request_id, attempt, blocks, until)
+            self._book.ledger.allocated(
+                request.request_id,
+                attempt,
+                blocks,
+                until,
+                queued_at=now,
+                max_queue_wait_s=options.max_queue_wait_s,
+            )
         self._offers.add(job)
 
     def take(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:

@@ -46,7 +46,7 @@ class QueueWatch:
     """Runs on the bridge's thread; any thread may read `view`.
 
     workers: the prefill workers. rank: how many live decode engines come before this one. now:
-    monotonic. on_news: called when `view` has changed.
+    monotonic.
     """
 
     def __init__(
@@ -57,13 +57,12 @@ class QueueWatch:
         rank: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
-        on_news: Callable[[], None] = lambda: None,
     ):
         #: The last reading of the queue. Replaced as a whole.
         self.view: QueueView | None = None
         self._engine_id, self._subject = config.engine_id, names.depth_subject(config.namespace)
         self._workers, self._live, self._rank = workers, live, rank
-        self._now, self._on_drop, self._on_news = now, on_drop, on_news
+        self._now, self._on_drop = now, on_drop
         self._heard = asyncio.Event()
         #: Whether this engine's own connection to the queue is in doubt.
         self._in_doubt = False
@@ -86,7 +85,6 @@ class QueueWatch:
         """Updates the counts of prefill workers in `view`, so that decisions see them at once."""
         if self.view is not None:
             self.view = self._with_workers(self.view)
-        self._on_news()
 
     def doubt(self) -> None:
         """A push has failed. Other engines may still reach the queue, so their readings are
@@ -142,7 +140,6 @@ class QueueWatch:
         if self.view is not None and read_at < self.view.read_at:
             return False
         self.view = self._with_workers(QueueView(jobs, 0, read_at))
-        self._on_news()
         return True
 
     def _with_workers(self, view: QueueView) -> QueueView:

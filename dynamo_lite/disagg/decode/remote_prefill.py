@@ -23,18 +23,6 @@ class Decided(NamedTuple):
     options: DisaggOptions
 
 
-class QueuePlace(NamedTuple):
-    """Where a job stood when it was queued."""
-
-    #: Tokens of all engines that are computed before it.
-    ahead_tokens: int
-    #: Tokens that all engines had received by then, since this engine began to listen.
-    done_tokens: int
-
-
-_NOWHERE = QueuePlace(0, 0)
-
-
 @dataclass(slots=True, eq=False)
 class PrefixWait:
     """A prompt's waits for the remote prefills of other requests with the same prefix."""
@@ -73,13 +61,12 @@ class RemotePrefill:
     wait: PrefixWait | None = None
 
     #: Tokens that are still to be scheduled for a prompt that is computed here.
-    #: `PrefillRate` counts it down.
     left_tokens: int = 0
     #: Number of the prompt's tokens that are computed here, and since when it waits for them:
-    #: since the decision, or since the end of a remote prefill. Read by `PrefillRate`.
+    #: since the decision, or since the end of a remote prefill.
     here_tokens: int = 0
     here_at: float = 0.0
-    #: Steps scheduled since the last prompt token was. Written and read by `PrefillRate`.
+    #: Steps scheduled since the last prompt token was.
     steps_since: int = 0
     #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
     #: bridge's thread.
@@ -108,8 +95,6 @@ class RemotePrefill:
     job_tokens: int = 0
     #: Lane of the job. Read by the backlog on any thread.
     lane: Lane = Lane.LONG
-    #: Place of the job in the queue. Read by the backlog on any thread.
-    place: QueuePlace = _NOWHERE
     #: Whether the engine still waits for the KV, until it learns that the KV came or will not
     #: come. Read by `SingleFlight`.
     parked: bool = False

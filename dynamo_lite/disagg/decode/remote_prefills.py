@@ -1,16 +1,16 @@
 """All prompts that a decode engine has decided about, one record for each decision.
 
 The scheduler half and the control session tell each event to `RemotePrefills` once.
-`explain`, spans, stage histograms, backlog and rates read the records.
+`explain`, spans, stage histograms and the backlog read the records.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import Decided, QueuePlace, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
@@ -20,21 +20,25 @@ from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext, traced
-from dynamo_lite.runtime.listeners import Listeners
 
 
 class RemotePrefills:
     """Methods run on the engine's thread unless they say otherwise.
 
     stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
-    keeps the records for `explain`. now: monotonic.
+    keeps the records for `explain`. now: monotonic. overlapping_steps: how many steps may be in
+    flight, including the one being scheduled.
     """
 
-    def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
+    def __init__(
+        self,
+        stats: Counters,
+        decisions: DecisionLog,
+        now: Callable[[], float],
+        overlapping_steps: int,
+    ):
         self.decisions = decisions
-        self._stats, self._now = stats, now
-        #: Called when a prompt is scheduled whose KV came.
-        self.on_resumed = Listeners[[RemotePrefill]]("the remote prefills")
+        self._stats, self._now, self._overlapping = stats, now, overlapping_steps
         # Other classes read the next three fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
@@ -115,7 +119,6 @@ class RemotePrefills:
         awaited_tokens: int,
         job_tokens: int,
         lane: Lane,
-        place: QueuePlace,
         hashes: Sequence[Hashable],
         above: TraceContext | None,
     ) -> float:
@@ -130,8 +133,7 @@ class RemotePrefills:
         prefill.attempt, prefill.prompt, prefill.asked_at = attempt, prompt, now
         prefill.first_block, prefill.landed_blocks = first_block, None
         prefill.awaited_tokens, prefill.job_tokens = awaited_tokens, job_tokens
-        prefill.lane, prefill.place = lane, place
-        prefill.above = above
+        prefill.lane, prefill.above = lane, above
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
@@ -198,22 +200,27 @@ class RemotePrefills:
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
 
-    def computed(self, prefill: RemotePrefill, took_s: float | None) -> None:
-        """The engine has computed the prompt in `took_s` seconds; None: it was aborted."""
-        prefill.computed_s = took_s
-        del self.computing[prefill.request_id]
-
     def finished(self, request_id: str) -> RemotePrefill | None:
         """The request is over. A writer may still hold its attempt."""
         prefill = self.by_request.pop(request_id, None)
         if prefill is not None:
             self._unpark(prefill)
             prefill.prompt = None
+            if request_id in self.computing:
+                self._computed(prefill)
         return prefill
 
-    def stepped(self) -> None:
-        """A step begins. It carries the counts and notes up to now."""
+    def stepped(self, scheduled: Mapping[str, int]) -> None:
+        """A step begins, which carries the counts and notes up to now. scheduled: how many tokens
+        it computes, by request."""
         self._reports.stepped()
+        for request_id, prefill in list(self.computing.items()) if self.computing else ():
+            if prefill.left_tokens > 0:
+                prefill.left_tokens -= scheduled.get(request_id, 0)
+            elif prefill.steps_since < self._overlapping - 1:
+                prefill.steps_since += 1
+            else:
+                self._computed(prefill)
 
     # Events of the control session, on the bridge's thread
 
@@ -249,20 +256,6 @@ class RemotePrefills:
             self._asked_at.popleft()
         return len(self._asked_at)
 
-    def queued(self) -> list[RemotePrefill]:
-        """Remote prefills that no writer has claimed, oldest first."""
-        with self._lock:
-            attempts = self._by_attempt.values()
-            return [one for one in attempts if one.claimed_at is None and one.outcome is None]
-
-    @property
-    def prefills_here(self) -> bool:
-        """Whether any prompt is computed here, or waits to be decided."""
-        return bool(self.computing) or any(
-            not one.allocated and (one.wait is None or one.wait.leader is None)
-            for one in self.by_request.values()
-        )
-
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
@@ -289,12 +282,17 @@ class RemotePrefills:
         if prefill.received_at is not None and prefill.scheduled_at is None:
             prefill.scheduled_at = self._now()
             report_resume(self._stats, prefill)
-            self.on_resumed.notify(prefill)
 
     def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
         prefill.here_at = at
         prefill.here_tokens = prefill.left_tokens = prefill.decided.inputs.prompt_tokens - cached
         self.computing[prefill.request_id] = prefill
+
+    def _computed(self, prefill: RemotePrefill) -> None:
+        """The engine has computed the prompt, or the request was aborted before."""
+        if prefill.left_tokens <= 0:
+            prefill.computed_s = self._now() - prefill.here_at
+        del self.computing[prefill.request_id]
 
     def _waiting(self, attempt: str) -> RemotePrefill | None:
         """Call with the lock held."""
