@@ -39,6 +39,7 @@ _FLAGS = [
     "--VllmWorker.max-prefill-queue-size=64",
     f"--VllmWorker.kv-cache-memory-bytes={_CACHE_BYTES}",
     "--VllmWorker.remote-prefill-timeout-s=60",
+    "--VllmWorker.max-queue-wait-s=60",
     f"--PrefillWorker.max-num-batched-tokens={_STEP_TOKENS}",
 ]
 

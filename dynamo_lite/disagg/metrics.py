@@ -31,7 +31,7 @@ _METRICS = {
         Counter,
         "dynamo_lite_prefill_overflow_tokens",
         "Uncached tokens of prompts that decode workers computed themselves because the"
-        " prefill queue had no room for them, or the wait would have been too long",
+        " prefill queue had no room for them",
     ),
     counters.REMOTE: partial(
         Counter,

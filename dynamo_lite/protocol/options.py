@@ -39,7 +39,8 @@ class DecisionThresholds:
     #: Time limit of a remote prefill from the decision to the last block. The rest of the prompt
     #: is then prefilled locally.
     remote_prefill_timeout_s: SecondsOption = 30.0
-    #: With this many outstanding tokens or more, all prompts are prefilled locally; 0: no limit.
+    #: With this many tokens to compute in the queue or more, all prompts are prefilled locally; 0:
+    #: no limit.
     max_prefill_queue_tokens: NaturalOption = 0
 
 

@@ -5,36 +5,33 @@ from typing import Any
 
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Service
-from tests.process.backlog_reports import PERIOD_S, report_backlog
 from tests.process.null_graph import NullWorkerConfig
+from tests.process.prefill_reports import PERIOD_S, Period, report_prefills
 from tests.process.roles_graph import PREFILL, PromptWorker
 
-#: While a worker has requests: what it reports to have asked for, and to be done by one prefill
-#: worker, in tokens per second. Two prefill workers are needed.
-_ASKED_RATE, _DONE_RATE = 1200, 1000
+#: While a worker has requests: what it reports to have asked for, and what one prefill worker
+#: writes, in tokens per second. Two prefill workers are needed.
+_ASKED_RATE, _WRITTEN_RATE = 1200, 1000
 _JOBS = 2
 
 
 class ReportingWorker(PromptWorker):
     """Reports, while it has requests, that prefill workers compute for it."""
 
-    _asked = _done = 0.0
-
     async def start(self, host: Host) -> dict[str, Any]:
         facts = await super().start(host)
-        host.spawn(report_backlog(host, self._counted), "backlog")
+        host.spawn(report_prefills(host, self._period), "prefill-reports")
         return facts
 
-    def _counted(self) -> dict[str, int]:
+    def _period(self) -> Period:
         if not self.health()["running"]:
-            return {"asked_tokens": round(self._asked), "done_tokens": round(self._done)}
-        self._asked += _ASKED_RATE * PERIOD_S
-        self._done += _DONE_RATE * PERIOD_S
-        return {
-            "asked_tokens": round(self._asked),
-            "done_tokens": round(self._done),
-            "claimed_jobs": _JOBS,
-        }
+            return Period()
+        return Period(
+            asked=_ASKED_RATE * PERIOD_S,
+            written=_WRITTEN_RATE * PERIOD_S,
+            busy_s=PERIOD_S,
+            jobs=_JOBS,
+        )
 
 
 _DECODE = Service(

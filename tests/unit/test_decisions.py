@@ -319,7 +319,7 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
         "prompt_tokens": 100,
         "cached_tokens": 40,
         "verdict": "local",
-        "queue": QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900, wait_s=1.5),
+        "queue": QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900),
         "time_left_s": 1.25,
         "thresholds": LIMITS,
     }
@@ -329,10 +329,9 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
 def test_a_local_verdict_is_told_in_a_few_lines():
     shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE, computed_s=0.5))
     assert [line.strip() for line in shown.splitlines()][1:] == [
-        "verdict  local, too_late: 1.25 s left, and the wait would be longer",
+        "verdict  local, too_late: 1.25 s left",
         "prompt   100 tokens, 40 of them cached here",
-        "queue    1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker;"
-        " read 0.10 s earlier",
+        "queue    1 job with 900 tokens to compute; 1 prefill worker; read 0.10 s earlier",
         "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
         "outcome  computed here in 500.0 ms",
     ]
@@ -346,7 +345,7 @@ WHY = {
     " the others",
     DecisionReason.QUEUE_FULL: "9 jobs in the queue, at least 8",
     DecisionReason.QUEUE_TOKENS: "1900 tokens queued, at least 1000",
-    DecisionReason.TOO_LATE: "1.25 s left, and the wait would be longer",
+    DecisionReason.TOO_LATE: "1.25 s left",
     DecisionReason.QUEUE_UNKNOWN: "not read in the last 3 s",
     DecisionReason.NO_PREFILL_WORKER: "none is usable",
     DecisionReason.LEAVING: "this worker was draining",

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import (
-    backlog,
     decisions,
     forwarding,
     generate,
@@ -21,6 +20,7 @@ from dynamo_lite.protocol import (
     health,
     kv,
     prefill,
+    queue,
     records,
     routing,
 )
@@ -262,7 +262,6 @@ DECISION = decisions.Decision(
         prefill_workers=2,
         age_s=0.25,
         tokens=900,
-        wait_s=0.5,
         prefill_workers_alive=3,
     ),
     time_left_s=30.0,
@@ -279,33 +278,14 @@ DECISION = decisions.Decision(
     asked=decisions.Asked(attempt="a1", outcome="committed", stages_s={"fill": 0.5}),
 )
 
-LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3, queue_jobs=4, queue_tokens=5)
+LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3)
 
 # (message, its decoder, its bytes)
 GOLDEN = [
     (
-        backlog.Backlog(
-            engine_id="e1",
-            number=7,
-            queued_jobs=2,
-            queued_tokens={backlog.Lane.SHORT: 600, backlog.Lane.LONG: 4000},
-            claimed_jobs=1,
-            claimed_tokens=900,
-            done_tokens=70000,
-            asked_tokens=71000,
-            overflow_tokens=300,
-        ),
-        backlog.decode_backlog,
-        b"\x8c\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
-        b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
-        b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p"
-        b"\xacasked_tokens\xce\x00\x01\x15X\xafoverflow_tokens\xcd\x01,\xa5hel"
-        b"lo\xc2\xa7leaving\xc2\xacwire_version\x08",
-    ),
-    (
-        backlog.QueueReading(engine_id="e1", jobs=3, identity="2026 x", age_s=0.25),
-        backlog.decode_queue_reading,
-        b"\x85\xa9engine_id\xa2e1\xa4jobs\x03\xa8identity\xa62026 x\xa5age_s"
+        queue.QueueReading(engine_id="e1", jobs=3, tokens=900, identity="2026 x", age_s=0.25),
+        queue.decode_queue_reading,
+        b"\x86\xa9engine_id\xa2e1\xa4jobs\x03\xa6tokens\xcd\x03\x84\xa8identity\xa62026 x\xa5age_s"
         b"\xcb?\xd0\x00\x00\x00\x00\x00\x00\xacwire_version\x08",
     ),
     (
@@ -332,9 +312,8 @@ GOLDEN = [
         decisions.Explained(engine_id="e1", lease_id=31, decisions=[DECISION]),
         decisions.decode_explained,
         b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8e\xadprompt_tokens\xcd\x03"
-        b"\x84\xadcached_tokens \xa5queue\x86\xa4jobs\x01\xafprefill_workers\x02\xa5age_s\xcb?"
-        b"\xd0\x00\x00\x00\x00\x00\x00\xa6tokens\xcd\x03\x84\xa6wait_s\xcb?\xe0\x00\x00\x00\x00"
-        b"\x00\x00\xb5prefill_workers_alive\x03\xabtime_left_s\xcb@>\x00\x00\x00\x00\x00\x00"
+        b"\x84\xadcached_tokens \xa5queue\x85\xa4jobs\x01\xafprefill_workers\x02\xa5age_s\xcb?"
+        b"\xd0\x00\x00\x00\x00\x00\x00\xa6tokens\xcd\x03\x84\xb5prefill_workers_alive\x03\xabtime_left_s\xcb@>\x00\x00\x00\x00\x00\x00"
         b"\xactransferable\xc3\xa7leaving\xc2\xaeprefix_awaited\xc2\xaarequest_id\xb3cmpl-1-0-"
         b"0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa7verdict\xa6remote\xa6reason"
         b"\xa4long\xaathresholds\x85\xb8max_local_prefill_length\xcd\x02\x00\xb6"
@@ -355,8 +334,8 @@ GOLDEN = [
             ],
         ),
         kv.decode_kv_notice,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
-        b"\x03\x04\x05\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x94\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\x03\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
         b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x08",
     ),
     (
@@ -405,7 +384,7 @@ GOLDEN = [
         ),
         kv.decode_kv_snapshot,
         b"\x89\xa8lease_id\x0a\xa6number\x03\xa4part\x01\xa5parts\x02\xb1block_size_tokens \xa4load"
-        b"\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\x04\x05\xa4held\x91\x01\xa3cut\x91\x03"
+        b"\x94\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\xa4held\x91\x01\xa3cut\x91\x03"
         b"\xacwire_version\x08",
     ),
     (
@@ -599,8 +578,8 @@ GOLDEN = [
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x8a\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
-        b"\xabquarantined\x00\xaaqueue_jobs\xc0"
+        b"\x8c\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\xaewaiting_tokens\x00\xabquarantined\x00\xaaqueue_jobs\xc0\xacqueue_tokens\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\xb4unresponsive_writers\x02\xb0unusable_writers\x01"
         b"\xa7writers\x91\xcfiM\x96}\xa6\x94\xea\x1a",
@@ -683,7 +662,7 @@ RECORDS = [
     ),
 ]
 
-MODULES = (decisions, backlog, forwarding, grant, generate, health, kv, prefill, routing)
+MODULES = (decisions, forwarding, grant, generate, health, kv, prefill, queue, routing)
 DECODERS = sorted(
     {
         name

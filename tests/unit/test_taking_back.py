@@ -43,8 +43,7 @@ async def test_what_nobody_claims_is_computed_here_and_is_off_the_queue(
     assert decode.counted("remote/taken_back") == 1
     await decode.network()
     assert (await depth(decode)).total == 0
-    totals, _ = decode.half.prefills.backlog()
-    assert totals.jobs == totals.tokens == 0
+    assert decode.half.prefills.jobs == decode.half.prefills.tokens == 0
     decode.output(failed=["r1"])
     clock.now += 100.0
     # Never again, whatever the queue looks like.

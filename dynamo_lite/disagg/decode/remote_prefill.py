@@ -7,7 +7,6 @@ from typing import NamedTuple
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.policy.decision.disagg import Remote, Verdict
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.trace import TraceContext
@@ -91,10 +90,8 @@ class RemotePrefill:
     first_block: int = 0
     #: Tokens that the engine awaits. Read by `SingleFlight`.
     awaited_tokens: int = 0
-    #: Tokens that a prefill worker has to compute. Read by the backlog on any thread.
+    #: Tokens that a prefill worker has to compute.
     job_tokens: int = 0
-    #: Lane of the job. Read by the backlog on any thread.
-    lane: Lane = Lane.LONG
     #: Whether the engine still waits for the KV, until it learns that the KV came or will not
     #: come. Read by `SingleFlight`.
     parked: bool = False

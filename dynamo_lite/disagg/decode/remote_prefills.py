@@ -1,7 +1,7 @@
 """All prompts that a decode engine has decided about, one record for each decision.
 
 The scheduler half and the control session tell each event to `RemotePrefills` once.
-`explain`, spans, stage histograms and the backlog read the records.
+`explain`, spans and stage histograms read the records.
 """
 
 import threading
@@ -11,14 +11,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
-from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.attempts.instructions import Ended, Outcome
-from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext, traced
 
 
@@ -52,12 +49,11 @@ class RemotePrefills:
         self._reports = WriterReports(stats, now)
         #: When the last remote prefill was requested.
         self.last_asked_at = 0.0
-        #: When remote prefills were requested, since the last reading of the queue.
-        self._asked_at: deque[float] = deque()
-        #: Totals of the attempts that have not ended. Under the lock.
-        self._backlog = RunningBacklog()
-        #: Prompt tokens whose KV has come so far. Written under the lock.
-        self._received_tokens = 0
+        #: When remote prefills were requested, since the last reading of the queue, and their
+        #: tokens.
+        self._asked: deque[tuple[float, int]] = deque()
+        #: Number and tokens of the remote prefills that have not ended. Any thread may read them.
+        self.jobs = self.tokens = 0
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -100,8 +96,6 @@ class RemotePrefills:
             self._computes(prefill, prefill.decided.at, prefill.decided.inputs.cached_tokens)
             if prefill.decided.verdict.reason in WANT_OF_ROOM:
                 self._stats.add(OVERFLOW, prefill.left_tokens)
-                with self._lock:
-                    self._backlog.overflow_tokens += prefill.left_tokens
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
         return prefill
@@ -118,7 +112,6 @@ class RemotePrefills:
         first_block: int,
         awaited_tokens: int,
         job_tokens: int,
-        lane: Lane,
         hashes: Sequence[Hashable],
         above: TraceContext | None,
     ) -> float:
@@ -133,17 +126,17 @@ class RemotePrefills:
         prefill.attempt, prefill.prompt, prefill.asked_at = attempt, prompt, now
         prefill.first_block, prefill.landed_blocks = first_block, None
         prefill.awaited_tokens, prefill.job_tokens = awaited_tokens, job_tokens
-        prefill.lane, prefill.above = lane, above
+        prefill.above = above
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self.last_asked_at = now
-        self._asked_at.append(now)
+        self._asked.append((now, job_tokens))
         with self._lock:
             self._by_attempt[attempt] = prefill
-            self._backlog.add(prefill)
-            self._backlog.asked_tokens += job_tokens
+        self.jobs += 1
+        self.tokens += job_tokens
         self._stats.add(ASKED, job_tokens)
         return prefill.until
 
@@ -188,12 +181,12 @@ class RemotePrefills:
             prefill = self._by_attempt.get(ended.attempt)
             if prefill is None:
                 return
-            self._backlog.remove(prefill)
+            self.jobs -= 1
+            self.tokens -= prefill.job_tokens
             now = self._now()
             prefill.ended_at, prefill.detail = now, ended.detail
             if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
                 prefill.received_at = now
-                self._received_tokens += prefill.job_tokens
                 if prefill.done_by is None:
                     self._reports.expect(prefill)
             prefill.outcome = ended.outcome
@@ -234,10 +227,8 @@ class RemotePrefills:
         """A writer was granted the attempt. held_s: how long it has had the job."""
         with self._lock:
             if (prefill := self._waiting(attempt)) is not None:
-                self._backlog.remove(prefill)
                 now = self._now()
                 prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
-                self._backlog.add(prefill)
 
     def writer_done(self, attempt: str, writer: int, took_s: float | None) -> None:
         """This worker reports that it is done. took_s: seconds from the claim to the end of its
@@ -250,26 +241,16 @@ class RemotePrefills:
 
     # Questions
 
-    def asked_since(self, read_at: float) -> int:
-        """How many remote prefills were requested after `read_at`, which never decreases."""
-        while self._asked_at and self._asked_at[0] <= read_at:
-            self._asked_at.popleft()
-        return len(self._asked_at)
+    def asked_since(self, read_at: float) -> tuple[int, int]:
+        """Number and tokens of the remote prefills that were requested after `read_at`, which
+        never decreases."""
+        while self._asked and self._asked[0][0] <= read_at:
+            self._asked.popleft()
+        return len(self._asked), sum(tokens for _, tokens in self._asked)
 
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
-
-    def backlog(self) -> tuple[BacklogTotals, int]:
-        """The attempts that have not ended, and the prompt tokens whose KV has come so far.
-        Any thread."""
-        with self._lock:
-            return self._backlog.totals(), self._received_tokens
-
-    @property
-    def received_tokens(self) -> int:
-        """Prompt tokens whose KV has come so far. Any thread."""
-        return self._received_tokens
 
     @property
     def busy(self) -> bool:

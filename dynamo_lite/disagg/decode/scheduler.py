@@ -92,7 +92,6 @@ class DecodeScheduler:
                 self._book,
                 prefills,
                 flights,
-                net.backlog,
                 clock,
                 new_attempt,
                 overlapping_steps,
@@ -170,14 +169,16 @@ class DecodeScheduler:
         """Runs on the bridge's thread, without the ledger's lock."""
         if self.metadata is None:
             return None
-        ledger = self._book.ledger
+        ledger, view = self._book.ledger, self._net.queue_watch.fresh
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),
             total_blocks=self._pool.num_gpu_blocks,
             waiting=ledger.waiting,
+            waiting_tokens=self.prefills.tokens,
             quarantined=ledger.quarantined,
-            queue_jobs=self._net.queue_jobs,
+            queue_jobs=None if view is None else view.jobs,
+            queue_tokens=None if view is None else view.tokens,
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.workers.unresponsive,
             unusable_writers=self._net.workers.unusable,
