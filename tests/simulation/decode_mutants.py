@@ -77,7 +77,7 @@ class NoPrefixHold(Shipped):
     decode_scheduler = _NoPrefixHold
 
 
-class _StealsClaimedLedger(Ledger):
+class _TakesBackClaimedLedger(Ledger):
     def tick(self, now: float) -> list[Instruction]:
         for entry in self._by_request.values():
             if now - entry.queued_at >= entry.max_queue_wait_s:
@@ -85,11 +85,11 @@ class _StealsClaimedLedger(Ledger):
         return super().tick(now)
 
 
-class StealsClaimed(Shipped):
+class TakesBackClaimed(Shipped):
     """An engine also takes back what a writer has claimed, as if it were queued."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
-        return _StealsClaimedLedger(setup.engine_config.lease_ttl_s)
+        return _TakesBackClaimedLedger(setup.engine_config.lease_ttl_s)
 
 
 class _TrustingRank(DecodeRank):
@@ -156,7 +156,7 @@ DECODE_MUTANTS: dict[str, Mutant] = {
     "no-claim": Mutant(NoClaim, "which is not the attempt's"),
     "no-quarantine": Mutant(NoQuarantine, "which is not the attempt's"),
     "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for"),
-    "steals-claimed": Mutant(StealsClaimed, "which is not the attempt's"),
+    "takes-back-claimed": Mutant(TakesBackClaimed, "which is not the attempt's"),
     "ungranted-commits": Mutant(UngrantedCommits, "is wrong"),
     "no-attempt-id": Mutant(NoAttemptId, "are taken"),
     "no-deadline": Mutant(NoDeadline, "still waits for remote KV"),
