@@ -27,6 +27,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.prefill-policy": "the thresholds decide; remove it",
         "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
+        "VllmWorker.steal-back": "VllmWorker.max-queue-wait-s: how long a job may wait unclaimed",
         "VllmWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "PrefillWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "VllmWorker.queue.order": "short-first always; `short-length: 0` makes every job long",
