@@ -54,8 +54,8 @@ class DisaggOptions(DecisionThresholds):
     #: How many prefill workers one prompt may ask, one after the other as they are lost, within
     #: remote_prefill_timeout_s.
     max_remote_prefills: PositiveOption = 2
-    #: A remote prefill that no prefill worker has claimed for so long is taken back and computed
-    #: locally.
+    #: When none of this engine's remote prefills was claimed for so long, those that wait as long
+    #: are taken back and computed locally.
     max_queue_wait_s: SecondsOption = 2.0
 
 

@@ -167,6 +167,15 @@ def test_a_queued_attempt_is_taken_back_and_nobody_gets_its_claim(impatient):
     assert impatient.not_published("a") == impatient.writer_done("a", WRITER, written=False) == []
 
 
+def test_an_attempt_is_kept_while_others_are_claimed(impatient):
+    impatient.allocated("s", "b", (7,), 100.0, queued_at=10.0, max_queue_wait_s=2.0)
+    assert impatient.claim("b", WRITER, now=11.5) is None
+    assert impatient.claim("c", WRITER, now=13.0) == Refusal("unknown or ended attempt")
+    assert impatient.tick(13.499) == []
+    assert impatient.tick(13.5)[-1].outcome is Outcome.TAKEN_BACK
+    assert impatient.state("b") is AttemptState.CLAIMED
+
+
 def test_an_attempt_is_taken_back_before_its_job_is_published(impatient):
     assert impatient.tick(12.5) == TAKEN_BACK
     assert impatient.published("a", 9) == [DeleteJob(9)]

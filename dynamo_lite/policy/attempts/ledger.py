@@ -50,6 +50,8 @@ class Ledger:
     leaving_s: float = 1.0
     _attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     _by_request: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    #: When a claim was last granted.
+    _claimed_at: float = -math.inf
     _gone: dict[int, None] = field(default_factory=dict[int, None])
 
     def __repr__(self) -> str:
@@ -99,8 +101,8 @@ class Ledger:
         """The engine reserved `block_ids` for a remote prefill that is being queued.
 
         block_ids: all blocks that the writer may touch: those to be written, and the prefix before
-        them, which it may read. max_queue_wait_s: if it is not claimed for so long, it is taken
-        back.
+        them, which it may read. max_queue_wait_s: if neither it nor another attempt was claimed
+        for so long, it is taken back.
         """
         deadlines = WriterDeadlines(self.writer_grace_s, self.leaving_s)
         entry = Attempt(
@@ -145,7 +147,10 @@ class Ledger:
         if entry is None:
             return _UNKNOWN
         gone = writer_lease_id in self._gone
-        return entry.claim(writer_lease_id, now, number, grant, gone=gone)
+        refusal = entry.claim(writer_lease_id, now, number, grant, gone=gone)
+        if refusal is None:
+            self._claimed_at = now
+        return refusal
 
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
         """All writers of the request's current attempt have finished.
@@ -269,7 +274,7 @@ class Ledger:
         for entry in list(self._by_request.values()):
             if now >= entry.deadline:
                 out += self._withdraw(entry, Outcome.DEADLINE)
-            elif entry.unclaimed_for_too_long(now):
+            elif entry.unclaimed_for_too_long(now, self._claimed_at):
                 # A claim that comes later is refused, so no writer touches its blocks.
                 waited = f"no claim for {now - entry.queued_at:.2f} s"
                 out += self._withdraw(entry, Outcome.TAKEN_BACK, waited)
