@@ -19,12 +19,11 @@ from dynamo_lite.protocol.live_options import (
     applied,
     decode_live_options,
 )
-from dynamo_lite.protocol.options import DisaggOptions
+from dynamo_lite.protocol.options import DisaggOptions, KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED
 from dynamo_lite.services.config import (
     FrontendConfig,
-    KvRouterOptions,
     PlannerConfig,
     RouterConfig,
     VllmWorkerConfig,
@@ -192,7 +191,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         secret=None,
         spec=SimpleNamespace(namespace="t", component="Frontend"),
     )
-    config = FrontendConfig(max_queued_tokens=7, kv_router=KvRouterOptions(kv_weight=3.0))
+    config = FrontendConfig(max_queued_tokens=7, kv_router=KvRoutingOptions(kv_weight=3.0))
     options = ComponentOptions(host, config, lambda values: applies.append(limits(config, values)))
     async with options.following(), asyncio.timeout(5):
         assert options.facts() == {
@@ -223,7 +222,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
 
 
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
-    file = KvRouterOptions(kv_weight=3.0, max_kv_usage=0.5)
+    file = KvRoutingOptions(kv_weight=3.0, max_kv_usage=0.5)
     assert applied({}, file, "kv_router").kv_weight == 3.0
     values = decode_live_options(
         b'{"values":{"kv-router.kv-weight":0.5,"kv-router.load-weight":2},"version":1}', "Router"

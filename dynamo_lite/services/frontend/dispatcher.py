@@ -113,7 +113,6 @@ class RequestDispatcher:
                     RemoteGenerateClient,
                     # A process without the secret cannot guess it and take a session's place.
                     f"{host.lease.id:x}" if host.secret is None else secrets.token_hex(16),
-                    request_timeout_s=self._config.request_timeout_s,
                     on_drop=host.drops,
                     secret=host.secret,
                 ),
@@ -121,7 +120,6 @@ class RequestDispatcher:
                 picker=self._picker,
                 on_deltas=on_deltas,
                 on_ended=on_ended,
-                max_moves=self._config.max_moves,
             )
         )
         self._stack.enter_context(

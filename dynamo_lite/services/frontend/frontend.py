@@ -19,7 +19,7 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
-from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
+from dynamo_lite.services.config import FrontendConfig
 from dynamo_lite.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
@@ -39,7 +39,6 @@ class Frontend:
 
     def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
         self._config = msgspec.convert(config, FrontendConfig)
-        self._processor_config = msgspec.convert(spec.inner.get("Processor", {}), ProcessorConfig)
         self._spec = spec
         self._stack = AsyncExitStack()
         self._dispatcher = RequestDispatcher(self._config, spec, self._stack)
@@ -160,7 +159,7 @@ class Frontend:
     async def _serve_processor(
         self, host: Host, asgi: "ASGIApp", app: "OpenAiApp | RustEdge"
     ) -> None:
-        processor = Processor(self._processor_config, asgi, api_key=app.api_key, on_drop=host.drops)
+        processor = Processor(asgi, api_key=app.api_key, on_drop=host.drops)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id

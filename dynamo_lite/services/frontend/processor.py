@@ -15,7 +15,6 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.services.config import ProcessorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +30,16 @@ class Processor:
 
     def __init__(
         self,
-        config: ProcessorConfig,
         app: Any,
         *,
         api_key: str | None = None,
         on_drop: OnDrop = uncounted,
     ):
         self._on_drop = on_drop
-        self._config = config
         self._app = app
         self._headers = [
             (b"host", b"processor"),
             (b"content-type", b"application/json"),
-            (b"x-request-timeout", b"%g" % config.request_timeout_s),
         ]
         if api_key is not None:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
@@ -60,12 +56,8 @@ class Processor:
                 400, "This endpoint does not stream; use HTTP for streams", param="stream"
             )
         call = _Call(self._app, ENDPOINTS[endpoint], self._headers, payload)
-        timeout_s = self._config.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call.body()
-        except TimeoutError:
-            return _error(504, f"Timeout: no response within {timeout_s:g} s")
+            return await call.body()
         finally:
             await call.disconnect()
 
@@ -126,7 +118,7 @@ class _Call:
 #: How long the app may take to notice that the caller is disconnected.
 _DISCONNECT_S = 5.0
 
-_ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError", 504: "GatewayTimeoutError"}
+_ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError"}
 
 
 def _error(code: int, message: str, param: str | None = None) -> bytes:

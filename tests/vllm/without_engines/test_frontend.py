@@ -13,7 +13,6 @@ import pytest
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.config import ProcessorConfig
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.services.frontend.processor import Processor
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
@@ -324,7 +323,7 @@ async def test_stop_cancels_what_does_not_finish(front: Front):
 
 
 async def test_processor_answers_as_the_app_does(front: Front):
-    processor = Processor(ProcessorConfig(), front.app.asgi)
+    processor = Processor(front.app.asgi)
     chat = json.loads(await processor.answer("chat/completions", json.dumps(CHAT).encode()))
     assert chat["choices"][0]["message"]["content"] == "abcde"
     text = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
@@ -335,22 +334,23 @@ async def test_processor_answers_as_the_app_does(front: Front):
 
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"[]", b'{"stream": true}', b"[" * 100000])
 async def test_processor_refuses_what_it_cannot_answer(front: Front, payload):
-    processor = Processor(ProcessorConfig(), front.app.asgi)
+    processor = Processor(front.app.asgi)
     error = json.loads(await processor.answer("completions", payload))["error"]
     assert error["code"] == 400 and error["message"]
 
 
-async def test_processor_gives_up_in_time_and_aborts(front: Front):
-    front.workers.hold = True
-    processor = Processor(ProcessorConfig(request_timeout_s=2.0), front.app.asgi)
-    error = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
-    assert error["error"]["code"] == 504
-    await front.workers.wait_aborted(1)
+async def test_processor_gives_up_in_time_and_aborts(model: Path):
+    async with open_front(model, default_timeout_s=2.0) as front:
+        front.workers.hold = True
+        processor = Processor(front.app.asgi)
+        error = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
+        assert error["error"]["code"] == 504
+        await front.workers.wait_aborted(1)
 
 
 async def test_the_apps_key_opens_it_to_the_processor_too(model: Path):
     async with open_front(model, "--api-key=secret") as front:
         assert (await front.post("/v1/completions", TEXT)).status_code == 401
-        processor = Processor(ProcessorConfig(), front.app.asgi, api_key=front.app.api_key)
+        processor = Processor(front.app.asgi, api_key=front.app.api_key)
         answer = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
         assert answer["choices"][0]["text"] == "abcde"

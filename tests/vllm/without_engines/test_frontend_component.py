@@ -49,8 +49,7 @@ class Cluster:
             etcd_url="",
             state_dir="",
             watch_component="VllmWorker",
-            config={"port": 0, "request_timeout_s": 2.0},
-            inner={"Processor": {"request_timeout_s": 20.0}},
+            config={"port": 0},
         )
         self.store = MemoryStore()
         self.messaging = MemoryMessaging()
