@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +13,7 @@ import pytest
 
 from dynamo_lite.overview.model import Overview
 from tests.unit.test_shared_metrics import samples
-from tests.vllm.asking import ask, assert_same, prompt_ids, prose
-from tests.vllm.bench_serve import assert_every_token_came, bench_serve
+from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together
 from tests.vllm.live import command
 from tests.vllm.test_unresponsive import until
@@ -93,41 +91,6 @@ async def test_both_serve_one_port_and_their_answers_are_the_same(pair: Graph, s
         if key[0] == "vllm:request_success_total" and "length" in key[2]
     }
     assert sum(finished.values()) == CONNECTIONS and min(finished["0"], finished["1"]) > 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("length", [40, 900])
-def test_openais_client_gets_the_answers_of_one_frontend(
-    pair: Graph, shared: Graph, length: int, stream: bool
-):
-    request = {
-        "messages": [{"role": "user", "content": prose(length // 5, seed=length)}],
-        "temperature": 0,
-        "max_tokens": 12,
-        "logprobs": True,
-        "stream": stream,
-        **({"stream_options": {"include_usage": True}} if stream else {}),
-    }
-    expected = ask(pair.url, "chat", request)
-    # Each is a connection of its own, which either of the two may accept.
-    for _ in range(4):
-        assert_same(ask(shared.url, "chat", request), expected)
-
-
-@pytest.mark.parametrize("frontends", [1, 2])
-def test_vllms_load_generator_gets_every_token(
-    pair: Graph, shared: Graph, frontends: int, tiny_model: Path, tmp_path: Path
-):
-    url = {1: pair, 2: shared}[frontends].url
-    assert_every_token_came(bench_serve(url, tiny_model, tmp_path))
-
-
-def test_the_dashboard_of_either_shows_both(shared: Graph):
-    leases = {process.lease for process in shared.processes("Frontend")}
-    for _ in range(CONNECTIONS):
-        answer = httpx.get(f"{shared.url}/dashboard/overview", timeout=30)
-        shown = msgspec.json.decode(answer.content, type=Overview)
-        assert leases < {worker.lease for worker in shown.workers}
 
 
 def test_every_view_shows_both(pair: Graph, shared: Graph):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
-import openai
 import pytest
 
 from dynamo_lite.protocol import names
@@ -23,7 +22,7 @@ from dynamo_lite.services.frontend.http import url_of
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
-from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
+from tests.vllm.asking import assert_same, client, joined, prompt_ids
 from tests.vllm.bench_serve import assert_every_token_came, bench_serve
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
@@ -149,28 +148,6 @@ def _logprobs(given: Any) -> list[float]:
 
 
 TEXT = {"prompt": prompt_ids(40, 900), **GREEDY}
-CHAT = {"messages": [{"role": "user", "content": prose(12, 901)}], **GREEDY}
-CASES = {
-    "completion": ("completions", TEXT),
-    "long prompt": ("completions", {"prompt": prompt_ids(700, 902), **GREEDY}),
-    "chat": ("chat", CHAT),
-    "logprobs": ("completions", {**TEXT, "logprobs": 2}),
-    "chat logprobs": ("chat", {**CHAT, "logprobs": True, "top_logprobs": 2}),
-    "penalties": ("completions", {**TEXT, "presence_penalty": 0.5, "frequency_penalty": 0.2}),
-    "regex": (
-        "completions",
-        {**TEXT, "ignore_eos": False, "structured_outputs": {"regex": "[a-f ]{12}"}},
-    ),
-}
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_text_is_that_of_the_python_edge(rust: Graph, python: Graph, name: str, stream: bool):
-    kind, request = CASES[name]
-    expected = ask(python, kind, request, stream=stream)
-    assert expected["tokens"] and expected["choices"][0]["text"]
-    assert_same(ask(rust, kind, request, stream=stream), expected)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -182,16 +159,6 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(rust: Graph, python: G
     assert expected["choices"][0]["finish_reason"] == "stop"
     assert_same(ask(rust, "completions", request, stream=stream), expected)
     wait_idle(rust, python)
-
-
-def test_what_it_does_not_offer_is_a_400(rust: Graph, python: Graph):
-    with client(rust.url) as api, pytest.raises(openai.BadRequestError, match="n=1"):
-        api.completions.create(model="tiny", n=2, **known(TEXT))
-    several = {**TEXT, "prompt": ["one", "two"]}
-    with client(rust.url) as api, pytest.raises(openai.BadRequestError):
-        api.completions.create(model="tiny", **known(several))
-    sampled = {**TEXT, "temperature": 0.8, "n": 2}
-    assert len(ask(python, "completions", sampled, stream=False)["choices"]) == 2
 
 
 def test_a_disconnect_reaches_the_engine(rust: Graph, python: Graph):

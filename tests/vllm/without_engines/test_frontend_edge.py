@@ -108,23 +108,6 @@ async def _counted(front: Front) -> list[float]:
     ]
 
 
-async def test_one_of_several_choices_moves_alone(front: Front):
-    front.workers.hold = True
-    body = TEXT | {"n": 2, "temperature": 1, "seed": 3}
-    asking = asyncio.create_task(front.post("/v1/completions", body))
-    async with asyncio.timeout(10):
-        while len(front.workers.asked) < 2:
-            await asyncio.sleep(0.01)
-    gate = front.workers.gate = asyncio.Event()
-    await _lose_first(front)
-    gate.set()
-    front.workers.release()
-    answer = (await asyncio.wait_for(asking, 10)).json()
-    assert [choice["text"] for choice in answer["choices"]] == ["abcde"] * 2
-    assert len(front.workers.asked) == 3
-    await front.idle()
-
-
 # Limits
 
 
