@@ -20,7 +20,7 @@ from dynamo_lite.protocol.generate import LogprobRows
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
-from dynamo_lite.vllm.frontend.keys import OPEN_PATHS
+from dynamo_lite.vllm.frontend.openai_app import OPEN_PATHS
 from dynamo_lite.vllm.http_options import HttpOptions
 from tests.vllm import flood as flooding
 from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, open_front, write_model
