@@ -46,23 +46,6 @@ def decisions(graph: Graph) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        (20, "local/short"),
-        (LIMIT, "local/short"),
-        (LIMIT + 1, "remote/long"),
-        (4500, "remote/long"),
-    ],
-)
-def test_length_decides(disagg: Graph, reference: PlainServer, tokens: int, expected: str):
-    request = completion(prompt_ids(tokens, seed=100))
-    since = counting(disagg)
-    got = ask(disagg.url, "completions", request)
-    assert_same(got, ask(reference.url, "completions", request))
-    assert eventually(since, timeout_s=5, what="a decision is counted") == {expected: 1}
-
-
 def test_a_cached_prefix_does_not_count(disagg: Graph, reference: PlainServer):
     """The rest is short: local. Long again beyond the prefix: remote, from there on."""
     long = prompt_ids(2000, seed=101)

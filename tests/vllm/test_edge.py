@@ -3,7 +3,6 @@ before."""
 
 import asyncio
 import random
-import sys
 
 import httpx
 import msgspec
@@ -23,8 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
-#: Of requests beside a flood that does not end by itself.
-_FLOODED_ROUNDS = 5
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 BAD_REQUESTS: dict[str, tuple[str, object]] = {
@@ -119,50 +116,6 @@ async def test_a_client_that_leaves_mid_stream_frees_the_engine(disagg: Graph):
     )
     (after,) = await disagg.pools()
     assert after.free_blocks == before.free_blocks
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "size", "status"),
-    [
-        ("length", 100, 100_000_000, "413"),
-        ("chunked", 100, 100_000_000, "413"),
-        ("ids", 40, 300_000, "400"),
-        ("slow", 100, 1_000_000, ""),
-        ("slow reader", 10, 0, ""),
-    ],
-    ids=["beyond the limit", "in chunks", "below it", "sent slowly", "read slowly"],
-)
-async def test_floods_cost_nobody_a_lease_or_a_token(
-    disagg: Graph, reference: PlainServer, kind: str, count: int, size: int, status: str
-):
-    """status: of all answers; empty: there is none before the flood is ended."""
-
-    async def leases() -> set[tuple[str, int]]:
-        return {(record.component, record.lease_id) for record in await disagg.records()}
-
-    request = {"prompt": prompt_ids(40, seed=340), "max_tokens": 150, "temperature": 0}
-    expected = ask(reference.url, "completions", request)
-    before = await leases()
-    command = (sys.executable, "-m", "tests.vllm.flood", disagg.url, kind, str(count), str(size))
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None and await process.stdout.readline()
-    try:
-        rounds = 0
-        while process.returncode is None and (status or rounds < _FLOODED_ROUNDS):
-            asked = (asyncio.to_thread(ask, disagg.url, "completions", request) for _ in range(4))
-            for answer in await asyncio.gather(*asked):
-                assert_same(answer, expected)
-            rounds += 1
-        if not status:
-            process.kill()
-        said, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if status:
-        assert msgspec.json.decode(said) == {status: count}
-    assert await leases() == before
 
 
 async def test_cancelled_remote_prefills_give_their_blocks_back(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import url_of
@@ -23,13 +22,11 @@ from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.vllm.asking import assert_same, client, joined, prompt_ids
-from tests.vllm.bench_serve import assert_every_token_came, bench_serve
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
     AGG_OPTIONS,
     MODEL,
-    NAMESPACE,
     Graph,
     PlainServer,
     command_line,
@@ -69,7 +66,6 @@ pytestmark = [
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
 MOVED = "dynamo_lite_requests_moved_total"
-REFUSED = "dynamo_lite_requests_refused_total"
 
 #: Fields of an answer's choice that both edges have.
 _FIELDS = ("index", "text", "finish_reason", "stop_reason")
@@ -167,16 +163,6 @@ def test_a_disconnect_reaches_the_engine(rust: Graph, python: Graph):
         # The head of a stream comes before a worker has the request.
         eventually(lambda: sum(running(python)) == 1, timeout_s=30, what="it runs")
     wait_idle(rust, python)
-
-
-async def test_the_processor_answers_through_it(rust: Graph, python: Graph):
-    lease_id = int(rust.process("Frontend").lease, 16)
-    subject = names.endpoint_subject(NAMESPACE, "Processor", "completions", lease_id)
-    body = json.dumps({"model": "tiny", **TEXT}).encode()
-    async with python.messaging() as messaging:
-        answer = json.loads(await messaging.request(subject, body, timeout_s=60))
-    expected = ask(rust, "completions", TEXT, stream=False)
-    assert complete(answer["choices"][0]["text"]) == expected["choices"][0]["text"]
 
 
 def test_a_killed_rust_frontend_is_started_again(rust: Graph):
@@ -292,10 +278,6 @@ async def tokens_of(
                 if len(tokens) > 10:
                     begun.set()
     return tokens
-
-
-def test_vllms_load_generator_gets_every_token(rust: Graph, tiny_model: Path, tmp_path: Path):
-    assert_every_token_came(bench_serve(rust.url, tiny_model, tmp_path))
 
 
 @pytest.mark.takes_workers

@@ -25,7 +25,6 @@ from tests.vllm.test_prefix_read import COMPUTED
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("slow")]
 
-LATE = "dynamo_lite_late_notices_total"
 MISMATCHES = "dynamo_lite_commit_mismatches_total"
 
 
