@@ -9,8 +9,8 @@ has a tag.
 A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
 would fill in its own.
 
-Messages evolve by defaulted fields only. WIRE_VERSION is raised when an old peer would misread a new
-message.
+Messages evolve by defaulted fields only. WIRE_VERSION is raised when an old peer would misread a
+new message.
 """
 
 import hashlib

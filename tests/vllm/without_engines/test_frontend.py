@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -11,11 +10,8 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.services.frontend.processor import Processor
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
-from dynamo_lite.vllm.http_options import HttpOptions
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.vllm.front_half import (
     CHAT,
@@ -24,33 +20,15 @@ from tests.vllm.front_half import (
     Workers,
     events,
     flags,
+    listening,
     open_front,
-    write_model,
 )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
     async with open_front(model) as front:
         yield front
-
-
-@asynccontextmanager
-async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
-    sock = bind("127.0.0.1", 0)
-    server = HttpServer(front.app.asgi, sock, HttpOptions(access_log=False))
-    front.app.state.server = server
-    await server.start()
-    try:
-        yield server, url_of(sock)
-    finally:
-        await server.stop(0.0)
-        sock.close()
 
 
 # What a client asks for

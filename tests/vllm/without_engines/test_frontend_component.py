@@ -26,15 +26,10 @@ from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.services.frontend.frontend import Frontend
 from tests.null_engine import NullEngine
 from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.vllm.front_half import flags, write_model
+from tests.vllm.front_half import flags
 
 IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}
 TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 class Cluster:

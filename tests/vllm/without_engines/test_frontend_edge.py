@@ -16,7 +16,6 @@ from tests.vllm.front_half import (
     Workers,
     events,
     open_front,
-    write_model,
 )
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -24,11 +23,6 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 BUSY = Refused(
     "4 of at most 4 requests are in flight", elsewhere=True, busy=True, retry_after_s=2.5
 )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
