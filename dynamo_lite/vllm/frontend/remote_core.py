@@ -8,9 +8,9 @@ which its app answers with 501.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Protocol
 
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -50,18 +50,10 @@ class Deliveries:
         return await self._queue.get()
 
 
-class FailRequest(Protocol):
-    def __call__(self, request_id: str, error: Exception) -> list[str]:
-        """Ends a sequence with `error`; returns the other sequences that end with it."""
-        ...
-
-
-class OpenCore(Protocol):
-    """Makes the core of an engine client; a `partial` of `RemoteCore`."""
-
-    def __call__(self, *, fail: FailRequest, causal: bool) -> "RemoteCore":
-        """causal: whether the model is, see `is_causal`."""
-        ...
+#: Ends a sequence, by its id, with an error; returns the other sequences that end with it.
+FailRequest = Callable[[str, Exception], list[str]]
+#: Makes the core of an engine client; a `partial` of `RemoteCore`.
+OpenCore = Callable[..., "RemoteCore"]
 
 
 class RemoteCore(EngineCoreClient):
