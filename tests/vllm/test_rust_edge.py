@@ -178,7 +178,7 @@ def test_a_killed_rust_frontend_is_started_again(rust: Graph):
     assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
 
 
-def test_a_stopped_rust_frontend_is_unhealthy_and_then_replaced(rust: Graph):
+def test_a_stopped_rust_frontend_is_unhealthy_until_it_goes_on(rust: Graph):
     before = rust.process("Frontend")
     stopped = rust_pid(before.pid)
     os.kill(stopped, signal.SIGSTOP)
@@ -196,16 +196,7 @@ def test_a_stopped_rust_frontend_is_unhealthy_and_then_replaced(rust: Graph):
         timeout_s=20,
         what="the Frontend is ready again",
     )
-    os.kill(stopped, signal.SIGSTOP)
-    eventually(
-        lambda: (
-            rust.process("Frontend").pid != before.pid and rust.process("Frontend").state == "ready"
-        ),
-        timeout_s=180,
-        what="the Frontend is replaced",
-    )
-    assert not command_line(stopped)
-    assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
+    assert rust.process("Frontend").pid == before.pid
 
 
 def test_it_is_asked_which_parsers_it_has():

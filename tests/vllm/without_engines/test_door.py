@@ -101,11 +101,6 @@ async def test_open_paths_under_a_root_path(model: Path):
             assert (await front.http.get(path)).status_code == status
 
 
-async def test_without_a_key_nothing_asks_for_one(front: Front):
-    for path, body in (("/v1/completions", TEXT), ("/invocations", CHAT)):
-        assert (await front.post(path, body)).status_code == 200
-
-
 # Sizes
 
 
