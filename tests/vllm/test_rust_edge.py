@@ -4,7 +4,6 @@ Both edges serve the same two decode workers, so that equal requests get equal t
 """
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from dynamo_lite.services.frontend.http import url_of
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
-from tests.vllm.asking import assert_same, client, joined, prompt_ids
+from tests.vllm.asking import Stream, assert_same, client, joined, prompt_ids
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
@@ -33,6 +32,7 @@ from tests.vllm.graph import (
     descendants_of,
     eventually,
 )
+from tests.vllm.test_unresponsive import until
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.frontend.intake import Intake
@@ -253,35 +253,21 @@ def wait_idle(frontend: Graph, graph: Graph) -> None:
     assert frontend.health("Frontend")["requests"] == 0
 
 
-async def tokens_of(
-    http: httpx.AsyncClient, request: dict[str, Any], begun: asyncio.Event
-) -> list[int]:
-    """The tokens of a stream. begun: set when it has had some."""
-    tokens: list[int] = []
-    body = {"model": "tiny", **request, "stream": True, "return_token_ids": True}
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                tokens += event["choices"][0].get("token_ids") or ()
-                if len(tokens) > 10:
-                    begun.set()
-    return tokens
-
-
 @pytest.mark.takes_workers
 async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
     requests = [{"prompt": prompt_ids(30 + i, 910 + i), **LONG} for i in range(4)]
     expected = [ask(python, "completions", request, stream=False) for request in requests]
     victim = python.process("VllmWorker", 1)
-    begun = asyncio.Event()
+    streams = [Stream("completions", request) for request in requests]
     async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
-        streams = [asyncio.create_task(tokens_of(http, request, begun)) for request in requests]
-        await begun.wait()
+        answers = [asyncio.create_task(stream.run(http)) for stream in streams]
+        await until(
+            lambda: any(len(stream.tokens().get(0, [])) > 10 for stream in streams),
+            60,
+            "a stream has begun",
+        )
         os.kill(victim.pid, signal.SIGKILL)
-        tokens = await asyncio.gather(*streams)
+        tokens = [(await answer)["tokens"][0] for answer in answers]
     assert tokens == [answer["tokens"] for answer in expected]
     assert rust.count("Frontend", MOVED) > 0
 

@@ -7,14 +7,14 @@ detokenisation run in the Frontend's process.
 import asyncio
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
-
-import msgspec
 
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.vllm.frontend.refusal import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +50,9 @@ class Processor:
             request = decode_json(payload, dict[str, Any])
         except ProtocolError as exc:
             self._on_drop(endpoint)
-            return _error(400, f"The request is not a JSON object: {exc}")
+            return _bad_request(f"The request is not a JSON object: {exc}")
         if request.get("stream"):
-            return _error(
-                400, "This endpoint does not stream; use HTTP for streams", param="stream"
-            )
+            return _bad_request("This endpoint does not stream; use HTTP for streams", "stream")
         call = _Call(self._app, ENDPOINTS[endpoint], self._headers, payload)
         try:
             return await call.body()
@@ -94,7 +92,9 @@ class _Call:
         await asyncio.wait({self._task})
         if not self._task.cancelled() and (exc := self._task.exception()) is not None:
             logger.error("the app raised on a request of the Processor", exc_info=exc)
-        return b"".join(self._reply) or _error(500, "Internal server error")
+        return b"".join(self._reply) or error_body(
+            HTTPStatus.INTERNAL_SERVER_ERROR, "Internal server error", "InternalServerError"
+        )
 
     async def disconnect(self) -> None:
         self._disconnected.set()
@@ -118,9 +118,6 @@ class _Call:
 #: How long the app may take to notice that the caller is disconnected.
 _DISCONNECT_S = 5.0
 
-_ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError"}
 
-
-def _error(code: int, message: str, param: str | None = None) -> bytes:
-    error = {"message": message, "type": _ERROR_TYPES[code], "param": param, "code": code}
-    return msgspec.json.encode({"error": error})
+def _bad_request(message: str, param: str | None = None) -> bytes:
+    return error_body(HTTPStatus.BAD_REQUEST, message, "BadRequestError", param)
