@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_lite.services.frontend.http_relay import HttpRelay
-from dynamo_lite.services.frontend.processor import Processor
+from dynamo_lite.services.frontend.http_relay import ask_server
+from dynamo_lite.services.frontend.processor import Processor, ask_app
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -24,7 +24,7 @@ async def processor(answer: Answer) -> AsyncIterator[Processor]:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        yield Processor(HttpRelay("127.0.0.1", port))
+        yield Processor(ask_server("127.0.0.1", port))
 
 
 async def test_request_and_answer_are_passed_on():
@@ -94,7 +94,7 @@ async def test_a_caller_that_is_cancelled_again_leaves_no_task_of_an_app_that_go
         left.set()
         await asyncio.Event().wait()
 
-    asked = asyncio.create_task(Processor(app).answer("completions", b"{}"))
+    asked = asyncio.create_task(Processor(ask_app(app)).answer("completions", b"{}"))
     await began.wait()
     asked.cancel()
     await left.wait()

@@ -4,6 +4,7 @@ Both edges serve the same two decode workers, so that equal requests get equal t
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.services.frontend.http import url_of
@@ -26,6 +28,7 @@ from tests.vllm.graph import (
     AGG,
     AGG_OPTIONS,
     MODEL,
+    NAMESPACE,
     Graph,
     PlainServer,
     command_line,
@@ -163,6 +166,16 @@ def test_a_disconnect_reaches_the_engine(rust: Graph, python: Graph):
         # The head of a stream comes before a worker has the request.
         eventually(lambda: sum(running(python)) == 1, timeout_s=30, what="it runs")
     wait_idle(rust, python)
+
+
+async def test_the_processor_answers_through_it(rust: Graph, python: Graph):
+    lease_id = int(rust.process("Frontend").lease, 16)
+    subject = names.endpoint_subject(NAMESPACE, "Processor", "completions", lease_id)
+    body = json.dumps({"model": "tiny", **TEXT}).encode()
+    async with python.messaging() as messaging:
+        answer = json.loads(await messaging.request(subject, body, timeout_s=60))
+    expected = ask(rust, "completions", TEXT, stream=False)
+    assert complete(answer["choices"][0]["text"]) == expected["choices"][0]["text"]
 
 
 def test_a_killed_rust_frontend_is_started_again(rust: Graph):
