@@ -99,17 +99,6 @@ async def test_no_worker_is_a_503_that_says_when_to_retry(front: Front, stream):
     assert (await front.post("/v1/completions", TEXT)).status_code == 200
 
 
-async def test_every_worker_is_asked_once_then_503(model: Path):
-    async with open_front(model, leases=(1, 2)) as front:
-        refusal = Refused("draining", elsewhere=True)
-        front.workers.refusals = {1: refusal, 2: refusal}
-        answer = await front.post("/v1/completions", TEXT)
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert "draining" in answer.json()["error"]["message"]
-        assert [lease for lease, _ in front.workers.asked] == [1, 2]
-        await front.idle()
-
-
 async def test_a_refusal_for_good_is_a_400_and_is_not_retried(model: Path):
     async with open_front(model, leases=(1, 2)) as front:
         front.workers.refusals = {1: Refused("no such grammar", elsewhere=False)}

@@ -8,12 +8,10 @@ import pytest
 
 from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.errors import Refused
-from tests.builders import endpoint_record
 from tests.vllm.front_half import (
     CHAT,
     TEXT,
     Front,
-    Workers,
     events,
     open_front,
 )
@@ -214,21 +212,3 @@ async def test_a_timeout_that_is_none_is_a_400(front: Front, value: str):
     error = answer.json()["error"]
     assert error["param"] == "x-request-timeout" and error["type"] == "BadRequestError"
     assert "expected seconds as a number greater than 0" in error["message"]
-
-
-async def test_a_request_that_lost_its_worker_waits_no_longer_than_its_time(
-    model: Path, no_leaked_tasks
-):
-    async with open_front(model, move_wait_s=20) as front:
-        workers: Workers = front.workers
-        workers.hold = True
-        timeout = {"x-request-timeout": "2"}
-        asking = asyncio.create_task(front.post("/v1/completions", TEXT, **timeout))
-        await asyncio.wait_for(workers.first_token.wait(), 10)
-        workers.members = []
-        workers.lose([workers.asked[0][1].request_id], "connection reset")
-        answer = await asyncio.wait_for(asking, 10)
-        assert answer.status_code == 504
-        workers.members = [endpoint_record(3)]
-        workers.hold = False
-        assert (await front.post("/v1/completions", TEXT)).status_code == 200
