@@ -43,6 +43,7 @@ from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
 from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.invariants import Judge
+from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.servers.memory_queue import MemoryQueue
 
 FUZZ = settings(deadline=None, derandomize=True)
@@ -263,7 +264,9 @@ async def ask(pair: Pair, rng: Random) -> dict[str, list[int]]:
 @given(rng=st.integers(0, (1 << 32) - 1).map(Random))
 def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
     async def script(pair: Pair) -> None:
-        judge = Judge(asyncio.get_running_loop().time, lambda _: None)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        judge = Judge(loop)
         judge.engine_started(pair.engines["decode"])
         pair.fabric.on_landing = judge.landing
         attack = Attack(pair, rng)

@@ -12,8 +12,9 @@ import multiprocessing
 import sys
 from pathlib import Path
 
-from tests.simulation.mutants import MUTANTS, PLANNED_MUTANTS
+from tests.simulation.mutants import MUTANTS
 from tests.simulation.planner_draw import has_planner
+from tests.simulation.planner_mutants import PLANNER_MUTANTS
 from tests.simulation.play import play
 
 FILE = Path(__file__).with_name("known_seeds.json")
@@ -29,13 +30,13 @@ def known_seeds() -> dict[str, int]:
 def finds(name: str, seed: int) -> bool:
     """Whether the seed violates the mutant's invariant, and nothing without the mutant."""
     mutant = MUTANTS[name]
-    violations = play(seed, shipped=mutant.parts()).violations
+    violations = play(seed, shipped=mutant.parts).violations
     return any(mutant.violates in one for one in violations) and not play(seed).violations
 
 
 def search(name: str) -> tuple[str, int | None]:
     known = known_seeds().get(name)
-    planned = name in PLANNED_MUTANTS
+    planned = name in PLANNER_MUTANTS
     seeds = [seed for seed in range(BOUND) if has_planner(seed) is planned]
     order = seeds if known is None else [known, *seeds]
     return name, next((seed for seed in order if finds(name, seed)), None)

@@ -27,8 +27,7 @@ from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits, grant_of, verdict
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import endpoint_record, register
-from tests.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
-from tests.simulation.engine.core import SimModelConfig
+from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
 from tests.simulation.engine.model import (
     Sampling,
@@ -38,6 +37,7 @@ from tests.simulation.engine.mover import Fabric, Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.simulation.shipped import Shipped
 
 QUEUE = QueueConfig(ack_wait_s=5.0)
 
@@ -60,7 +60,7 @@ class Servers:
 
 
 class Task:
-    """An engine's process: a task. Implements EngineProcess."""
+    """An engine's process: a task."""
 
     def __init__(self, main: Coroutine[Any, Any, None], on_end: Callable[[], None]):
         self.task = asyncio.create_task(main)
@@ -75,8 +75,8 @@ class Pair:
 
     runners = 2
 
-    def __init__(self, stack: AsyncExitStack, wire: Wire, assembly: Assembly, **config: Any):
-        self.stack, self.assembly = stack, assembly
+    def __init__(self, stack: AsyncExitStack, wire: Wire, **config: Any):
+        self.stack = stack
         loop = asyncio.get_running_loop()
         self.clock = Clock(monotonic=loop.time, wall=loop.time, boottime=loop.time)
         self.servers = Servers(self.clock)
@@ -135,8 +135,8 @@ class Pair:
         return await self.stack.enter_async_context(
             SimEngine(
                 setup,
-                home=self,
-                assembly=self.assembly,
+                start_engine=self.start_engine,
+                shipped=Shipped(),
                 messaging=self.servers.messaging(),
                 on_counts=self._count,
             )
@@ -234,12 +234,11 @@ def play(
     script: Callable[[Pair], Coroutine[Any, Any, None]],
     *,
     wire: Wire | None = None,
-    assembly: Assembly | None = None,
     **config: Any,
 ) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            pair = Pair(stack, wire or Wire(), assembly or Assembly(), **config)
+            pair = Pair(stack, wire or Wire(), **config)
             await pair.start()
             await script(pair)
 

@@ -1,8 +1,7 @@
 """Simulated servers that a test may kill, freeze and start again, as the real ones."""
 
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd import EtcdServer
-from tests.simulation.servers.etcd_backend import ETCD_URL
+from tests.simulation.servers.etcd import ETCD_URL, EtcdServer
 from tests.simulation.servers.etcd_data import EtcdData
 from tests.simulation.servers.nats_server import NatsServer
 

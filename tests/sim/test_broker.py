@@ -55,7 +55,7 @@ def test_local_prompts_do_not_notice_an_outage(seed: int, kind: FaultKind):
     assert played.violations == []
     assert played.counts["request length"] == ASKS
     assert played.counts["requests without the broker"] > ASKS / 2
-    assert played.waits.longest is not None and played.waits.longest.waited_s < 0.5
+    assert 0 < played.longest_wait_s < 0.5
 
 
 @pytest.mark.parametrize("kind", [FaultKind.BROKER_PAUSE, FaultKind.BROKER_CRASH])
@@ -67,5 +67,4 @@ def test_long_prompts_wait_for_no_longer_than_a_remote_prefill_may_take(seed: in
     assert played.violations == []
     assert played.counts["request length"] == ASKS
     assert played.counts["decision/local/queue_unknown"]
-    assert played.waits.longest is not None
-    assert played.waits.longest.waited_s < scenario.remote_prefill_timeout_s + 0.5
+    assert 0 < played.longest_wait_s < scenario.remote_prefill_timeout_s + 0.5

@@ -8,9 +8,8 @@ import pytest
 from dynamo_lite.policy.attempts.attempt import AttemptState
 from tests.simulation.draw import draw
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.play import play_scenario
+from tests.simulation.play import Tally, play_scenario
 from tests.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario
-from tests.simulation.tally import Tally
 
 pytestmark = pytest.mark.heavy
 
@@ -92,5 +91,5 @@ def test_a_cancel_reaches_the_writer_within_a_second(tally: Tally):
 
 
 def test_without_quarantine_a_cancel_leads_writes_astray():
-    found = [play_scenario(cancels(0), shipped=MUTANTS["no-quarantine"].parts()).violations]
+    found = [play_scenario(cancels(0), shipped=MUTANTS["no-quarantine"].parts).violations]
     assert any("landed in block" in text for texts in found for text in texts)

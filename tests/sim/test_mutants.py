@@ -3,7 +3,7 @@
 import pytest
 
 from tests.sim.known_seeds import finds, known_seeds
-from tests.simulation.loop.teardown import sweep
+from tests.simulation.loop.loop import sweep
 from tests.simulation.mutants import MUTANTS
 
 KNOWN = known_seeds()

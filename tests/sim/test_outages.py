@@ -22,7 +22,7 @@ from tests.builders import eventually
 from tests.sim.servers import SimEtcd, SimNats
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
 from tests.simulation.servers.nats_server import URL
 
 

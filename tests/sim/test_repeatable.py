@@ -3,7 +3,7 @@
 import pytest
 
 from tests.sim.interpreters import printed
-from tests.simulation.loop.trace import Trace
+from tests.simulation.loop.loop import Trace
 from tests.simulation.play import play
 
 pytestmark = pytest.mark.heavy

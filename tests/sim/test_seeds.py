@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.simulation.loop.teardown import sweep
-from tests.simulation.play import play
-from tests.simulation.report import violated_lines
+from tests.simulation.loop.loop import sweep
+from tests.simulation.play import play, violated_lines
 
 
 @pytest.mark.parametrize("first", range(0, 100, 10))

@@ -14,7 +14,7 @@ from tests.sim import contract
 from tests.sim.servers import SimEtcd
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
 
 __all__ = ["outage"]
 

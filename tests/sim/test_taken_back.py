@@ -5,8 +5,7 @@ import random
 import pytest
 
 from tests.simulation.engine.model import VOCABULARY, Sampling
-from tests.simulation.loop.scheduler import START_S
-from tests.simulation.loop.trace import Trace
+from tests.simulation.loop.loop import START_S, Trace
 from tests.simulation.play import play_scenario
 from tests.simulation.scenario import Ask, Fault, FaultKind, Scenario
 

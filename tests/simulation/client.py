@@ -1,22 +1,26 @@
-"""The Frontend of a simulation: the shipped client side, and requests instead of HTTP.
+"""The Frontend of a simulation, with requests instead of HTTP, and the invariants of requests.
 
 Each request runs as a task, as in vLLM's app. Everything that its caller receives is recorded in
-a `Story`, which `RequestJudge` checks.
+a `Story`. Each ends once, in time, with the model's tokens or a stated error. None waits for the
+broker, or fails because of it.
 """
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.policy.routing.migration import SamplingFacts, plan
 from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.prefill import decode_cancel_attempt
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.members.health import HealthMonitor
@@ -24,7 +28,14 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.frontend.rotation import Rotation
-from tests.simulation.engine.model import sampling_to_bytes
+from tests.simulation.engine.assembly import SimEngineProcess
+from tests.simulation.engine.halves import DecodeHalves
+from tests.simulation.engine.model import (
+    SimRequest,
+    SimRequestStatus,
+    first_wrong,
+    sampling_to_bytes,
+)
 from tests.simulation.scenario import Ask
 from tests.simulation.shipped import Shipped
 
@@ -157,7 +168,7 @@ class SimFrontend:
             sampling=sampling_to_bytes(ask.sampling),
             arrival_time=0.0,
             priority=_priority(ask),
-            timeout_s=self._shipped.timeout_s(ask),
+            timeout_s=ask.timeout_s,
         )
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
@@ -195,3 +206,159 @@ def _now() -> float:
 def _priority(ask: Ask) -> int:
     """Mostly 0; the same for the same request id."""
     return (0, 0, 0, -1, 1)[zlib.crc32(ask.request_id.encode()) % 5]
+
+
+@dataclass
+class CancelWatch:
+    """Aborts in decode engines, and the cancels that they cause."""
+
+    #: Virtual time.
+    now: Callable[[], float]
+    #: Returns when the caller of a request has cancelled it, or None.
+    began_at: Callable[[SimRequest], float | None]
+    counts: Counter[str]
+    #: Longest time of a cancel from a caller to a prefill worker.
+    longest_s: float = 0.0
+    #: Attempts with a cancel in flight, and when it began.
+    _under_way: dict[str, float] = field(default_factory=dict[str, float])
+
+    def aborting(self, engine: SimEngineProcess, request_ids: Sequence[str]) -> None:
+        """To be called before these requests are aborted."""
+        halves = engine.halves
+        if not isinstance(halves, DecodeHalves):
+            return
+        for request_id in request_ids:
+            request = engine.core.scheduler.requests.get(request_id)
+            if request is None:
+                self.counts["abort over"] += 1
+                continue
+            attempt, state = halves.stage(request)
+            self.counts[f"abort {_place(request, state)}"] += 1
+            if state is AttemptState.CLAIMED and attempt is not None and halves.writes(attempt):
+                self.counts["cancels sent to writers"] += 1
+                began = self.began_at(request)
+                self._under_way[attempt] = self.now() if began is None else began
+
+    def heard(self, payload: bytes) -> float | None:
+        """A prefill worker has received a cancel. Returns how long it took, None if it is a
+        repetition."""
+        began = self._under_way.pop(decode_cancel_attempt(payload).attempt, None)
+        if began is None:
+            return None
+        took_s = self.now() - began
+        self.counts["cancels that reached writers"] += 1
+        self.longest_s = max(self.longest_s, took_s)
+        return took_s
+
+    @property
+    def under_way(self) -> list[str]:
+        """Attempts with a cancel that has not reached the writer."""
+        return list(self._under_way)
+
+
+def _place(request: SimRequest, state: AttemptState | None) -> str:
+    """The attempt's state in the ledger; without one, the request's state in the engine."""
+    if state is not None:
+        return state.value
+    return "between" if request.status is SimRequestStatus.PARKED else request.status.value
+
+
+#: How much later than its deadline a request may end: the next turn of its process.
+_LATE_S = 0.1
+#: How long a request may take to a worker in a run with no faults but the broker's.
+_PLACING_S = 0.1
+
+
+@dataclass
+class RequestJudge:
+    """Keeps the story of each request, and checks all of them at the end of the run."""
+
+    #: Virtual time.
+    now: Callable[[], float]
+    violate: Callable[[str], None]
+    counts: Counter[str]
+    #: Whether the scenario has no faults but faults of the broker.
+    only_broker_fails: bool
+    longest_wait_s: float = 0.0
+    #: Client and story of each request, in the order of their start.
+    _stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
+
+    def begun(self, client: str, story: Story) -> None:
+        self._stories.append((client, story))
+
+    def client_died(self, client: str) -> None:
+        """The connections of its callers break, which ends their requests."""
+        for name, story in self._stories:
+            if name == client and not story.ends:
+                story.end("client died", self.now())
+
+    def under_way(self) -> list[Story]:
+        return [story for _, story in self._stories if not story.ends]
+
+    def judge(self, held_up_s: Callable[[str, float, float], float]) -> None:
+        """held_up_s: for how long a client was unable to act between two times."""
+        for client, story in self._stories:
+            self.counts[f"request {_kind(story)}"] += 1
+            for text in _wrongs(story):
+                self.violate(f"request {story.ask.request_id} of {client}: {text}")
+            if self.only_broker_fails and story.workers_up:
+                for text in _held_up(story):
+                    self.violate(f"request {story.ask.request_id} of {client}: {text}")
+            if story.ended_at is None or story.ends[0] == "client died":
+                continue
+            waited_s = story.ended_at - story.began_at
+            held_up = held_up_s(client, story.began_at, story.ended_at)
+            over_s = waited_s - (story.ask.timeout_s + held_up)
+            self.longest_wait_s = max(self.longest_wait_s, waited_s)
+            if abs(over_s) <= _LATE_S:
+                self.counts["requests that ended at their deadline"] += 1
+            if over_s > _LATE_S:
+                self.violate(
+                    f"request {story.ask.request_id} of {client} ended {over_s:.3f} s after its"
+                    f" deadline: {story.ends[0]}"
+                )
+
+    def cancelled_at(self, request: SimRequest) -> float | None:
+        """When the caller of an engine's request left; None if it has not cancelled it."""
+        name = request.request_id.partition("~")[0]
+        for _, story in reversed(self._stories):
+            if story.ask.request_id == name and story.began_at <= request.arrived:
+                return story.ended_at if story.ends[:1] == ["cancelled"] else None
+        return None
+
+
+def _kind(story: Story) -> str:
+    if story.error is not None:
+        return type(story.error).__name__
+    return story.ends[0] if story.ends else "without an end"
+
+
+def _held_up(story: Story) -> list[str]:
+    """What went wrong with a request whose workers were up all the time."""
+    out: list[str] = []
+    placed_at = story.ended_at if story.placed_at is None else story.placed_at
+    if placed_at is not None and placed_at - story.began_at > _PLACING_S:
+        out.append(f"it waited {placed_at - story.began_at:.3f} s for a worker, and all were up")
+    if isinstance(story.error, Unavailable):
+        out.append(f"it ended with {story.ends[0]!r}, and all workers were up")
+    return out
+
+
+def _wrongs(story: Story) -> list[str]:
+    out: list[str] = []
+    ask = story.ask
+    if len(story.ends) != 1:
+        out.append(f"it ended {len(story.ends)} times: {story.ends}")
+    wrong = first_wrong(ask.prompt, ask.sampling, story.tokens)
+    if wrong is not None:
+        out.append(f"token {wrong} of {len(story.tokens)} is wrong")
+    whole, wanted = story.ends[:1] == ["length"], ask.sampling.max_tokens
+    if len(story.tokens) > wanted or (whole and len(story.tokens) < wanted):
+        out.append(f"{len(story.tokens)} tokens instead of {wanted}")
+    if whole:
+        if story.prompts_told != 1:
+            out.append(f"its prompt was accounted for {story.prompts_told} times")
+    elif story.ends and not isinstance(story.error, DynamoLiteError):
+        if story.ends[0] not in ("cancelled", "client died", "refused: the same id is running"):
+            out.append(f"it ended with {story.ends[0]!r}")
+    return out

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
@@ -18,19 +17,12 @@ from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import decode_notice
-from tests.simulation.engine.assembly import EngineSetup
-from tests.simulation.mutant import Mutant
-from tests.simulation.shipped import Shipped
-
-
-class NoClaim(Shipped):
-    """A writer's claim is granted and not recorded."""
-
-    def ledger(self, setup: EngineSetup) -> Ledger:
-        return _NoClaim(setup.engine_config.lease_ttl_s)
+from tests.simulation.shipped import Mutant, Shipped
 
 
 class _NoClaim(Ledger):
+    """A writer's claim is granted and not recorded."""
+
     def claim(
         self, attempt: str, writer_lease_id: int, now: float, number: int = 0, grant: int = 0
     ) -> Refusal | None:
@@ -41,14 +33,9 @@ class _NoClaim(Ledger):
         return Terms(1, b"" if entry is None else entry.offered, 60.0)
 
 
-class NoQuarantine(Shipped):
+class _NoQuarantine(Ledger):
     """Blocks of a withdrawn attempt are free at once, although its writer may still write."""
 
-    def ledger(self, setup: EngineSetup) -> Ledger:
-        return _NoQuarantine(setup.engine_config.lease_ttl_s)
-
-
-class _NoQuarantine(Ledger):
     def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
         entry.writer_done = True
         return super()._withdraw(entry, outcome, detail)
@@ -66,18 +53,16 @@ class _NoPrefixHoldEvents(EngineEvents):
 
 
 class _NoPrefixHold(DecodeScheduler):
+    """The blocks of a withdrawn attempt that its writer may only read are free at once."""
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._events.__class__ = _NoPrefixHoldEvents
 
 
-class NoPrefixHold(Shipped):
-    """The blocks of a withdrawn attempt that its writer may only read are free at once."""
+class _TakesBackClaimed(Ledger):
+    """An engine also takes back what a writer has claimed, as if it were queued."""
 
-    decode_scheduler = _NoPrefixHold
-
-
-class _TakesBackClaimedLedger(Ledger):
     def tick(self, now: float) -> list[Instruction]:
         for entry in self._by_request.values():
             if now - entry.queued_at >= entry.max_queue_wait_s:
@@ -85,14 +70,9 @@ class _TakesBackClaimedLedger(Ledger):
         return super().tick(now)
 
 
-class TakesBackClaimed(Shipped):
-    """An engine also takes back what a writer has claimed, as if it were queued."""
+class _UngrantedCommits(DecodeRank):
+    """A decode engine accepts each commit, whatever grant it names."""
 
-    def ledger(self, setup: EngineSetup) -> Ledger:
-        return _TakesBackClaimedLedger(setup.engine_config.lease_ttl_s)
-
-
-class _TrustingRank(DecodeRank):
     def _add_notice(self, payload: bytes) -> None:
         notice = decode_notice(payload)
         awaited = self._awaited.get(notice.attempt)
@@ -101,32 +81,17 @@ class _TrustingRank(DecodeRank):
         super()._add_notice(encode_sealed(notice))
 
 
-class UngrantedCommits(Shipped):
-    """A decode engine accepts each commit, whatever grant it names."""
-
-    decode_rank = _TrustingRank
-
-
 class _NoAttemptId(DecodeScheduler):
+    """A remote prefill has the caller's request id, also when the request is retried."""
+
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         self._prompts._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
         super().state_after_alloc(request, block_ids, external)
 
 
-class NoAttemptId(Shipped):
-    """A remote prefill has the caller's request id, also when the request is retried."""
-
-    decode_scheduler = _NoAttemptId
-
-
-class NoDeadline(Shipped):
+class _NoDeadline(Ledger):
     """A decode engine waits for remote KV without a timeout."""
 
-    def ledger(self, setup: EngineSetup) -> Ledger:
-        return _NoDeadline(setup.engine_config.lease_ttl_s)
-
-
-class _NoDeadline(Ledger):
     def allocated(
         self,
         request_id: str,
@@ -138,14 +103,9 @@ class _NoDeadline(Ledger):
         super().allocated(request_id, attempt, block_ids, math.inf, **limits)
 
 
-class FirstTokenTwice(Shipped):
+class _FirstTokenTwice(FirstTokens):
     """The decode engine's first token is sent, also when the client has the prefill worker's."""
 
-    def first_tokens(self, setup: EngineSetup) -> FirstTokens:
-        return _SendsAll(CollectorRegistry(), setup.clock)
-
-
-class _SendsAll(FirstTokens):
     def settle(self, own: str, delta: TokenDelta) -> TokenDelta:
         super().settle(own, delta)
         return delta
@@ -153,12 +113,12 @@ class _SendsAll(FirstTokens):
 
 #: By the name that the command line takes.
 DECODE_MUTANTS: dict[str, Mutant] = {
-    "no-claim": Mutant(NoClaim, "which is not the attempt's"),
-    "no-quarantine": Mutant(NoQuarantine, "which is not the attempt's"),
-    "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for"),
-    "takes-back-claimed": Mutant(TakesBackClaimed, "which is not the attempt's"),
-    "ungranted-commits": Mutant(UngrantedCommits, "is wrong"),
-    "no-attempt-id": Mutant(NoAttemptId, "are taken"),
-    "no-deadline": Mutant(NoDeadline, "still waits for remote KV"),
-    "first-token-twice": Mutant(FirstTokenTwice, "tokens instead of"),
+    "no-claim": Mutant("which is not the attempt's", Shipped(ledger=_NoClaim)),
+    "no-quarantine": Mutant("which is not the attempt's", Shipped(ledger=_NoQuarantine)),
+    "no-prefix-hold": Mutant("which is not kept for", Shipped(decode_scheduler=_NoPrefixHold)),
+    "takes-back-claimed": Mutant("which is not the attempt's", Shipped(ledger=_TakesBackClaimed)),
+    "ungranted-commits": Mutant("is wrong", Shipped(decode_rank=_UngrantedCommits)),
+    "no-attempt-id": Mutant("are taken", Shipped(decode_scheduler=_NoAttemptId)),
+    "no-deadline": Mutant("still waits for remote KV", Shipped(ledger=_NoDeadline)),
+    "first-token-twice": Mutant("tokens instead of", Shipped(first_tokens=_FirstTokenTwice)),
 }

@@ -11,48 +11,27 @@ from tests.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Scenar
 #: In one run of five etcd is slow to answer calls that it has applied.
 _SLOW_STORE_S = 0.5
 
-#: Kinds by profile; the most of them in one run.
-_PROFILES: dict[str, tuple[tuple[FaultKind, ...], int]] = {
-    "calm": ((), 0),
-    "crashes": (
-        (
-            FaultKind.CRASH,
-            FaultKind.CRASH,
-            FaultKind.ENGINE_CRASH,
-            FaultKind.DRAIN,
-            FaultKind.REVOKE,
-        ),
-        5,
-    ),
-    "pauses": ((FaultKind.PAUSE, FaultKind.COMPONENT_PAUSE, FaultKind.ENGINE_PAUSE), 5),
-    "zombies": ((FaultKind.PAUSE,), 3),
-    "network": ((FaultKind.ISOLATE, FaultKind.CUT, FaultKind.CUT, FaultKind.WEATHER), 5),
-    "servers": (
-        (
-            FaultKind.BROKER_CRASH,
-            FaultKind.BROKER_PAUSE,
-            FaultKind.STORE_CRASH,
-            FaultKind.STORE_WIPE,
-            FaultKind.STORE_PAUSE,
-        ),
-        3,
-    ),
-    "everything": (tuple(FaultKind), 8),
-}
-_WEIGHTS = {
-    "calm": 1,
-    "crashes": 4,
-    "pauses": 4,
-    "zombies": 2,
-    "network": 4,
-    "servers": 3,
-    "everything": 8,
+_CRASHES = (FaultKind.CRASH, FaultKind.CRASH, FaultKind.ENGINE_CRASH, FaultKind.DRAIN)
+_PAUSES = (FaultKind.PAUSE, FaultKind.COMPONENT_PAUSE, FaultKind.ENGINE_PAUSE)
+_NETWORK = (FaultKind.ISOLATE, FaultKind.CUT, FaultKind.CUT, FaultKind.WEATHER)
+_BROKER = (FaultKind.BROKER_CRASH, FaultKind.BROKER_PAUSE)
+_STORE = (FaultKind.STORE_CRASH, FaultKind.STORE_WIPE, FaultKind.STORE_PAUSE)
+#: By profile: how often it is drawn, its kinds of faults, and the most of them in one run.
+_PROFILES: dict[str, tuple[int, tuple[FaultKind, ...], int]] = {
+    "calm": (1, (), 0),
+    "crashes": (4, (*_CRASHES, FaultKind.REVOKE), 5),
+    "pauses": (4, _PAUSES, 5),
+    "zombies": (2, (FaultKind.PAUSE,), 3),
+    "network": (4, _NETWORK, 5),
+    "servers": (3, (*_BROKER, *_STORE), 3),
+    "everything": (8, tuple(FaultKind), 8),
 }
 
 
 def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario/{seed}")
-    profile = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+    weights = [weight for weight, _, _ in _PROFILES.values()]
+    profile = rng.choices(list(_PROFILES), weights)[0]
     decode = rng.choices((1, 2, 3), (5, 4, 1))[0]
     prefill = rng.choices((1, 2, 3), (5, 4, 1))[0]
     clients = rng.choices((1, 2), (4, 1))[0]
@@ -92,7 +71,7 @@ def _clock_skews(scenario: Scenario) -> tuple[tuple[str, float], ...]:
 
 
 def _with_faults(scenario: Scenario, bursts: Sequence[float], rng: random.Random) -> Scenario:
-    kinds, most = _PROFILES[scenario.profile]
+    _, kinds, most = _PROFILES[scenario.profile]
     count = rng.randint(1, most) if most else 0
     faults = [_fault(scenario, rng.choice(kinds), bursts, rng) for _ in range(count)]
     faults.sort(key=lambda fault: fault.at_s)

@@ -3,24 +3,29 @@ as Kubernetes does, which decides by itself which worker ends."""
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from dynamo_lite.protocol.errors import Refused, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
 from dynamo_lite.protocol.planner import (
     SUPERVISOR_SOCKET,
     Add,
-    Remove,
     RoleCounts,
     SupervisorOrder,
     SupervisorRequest,
 )
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.serve.supervisor_socket import Orders
+from dynamo_lite.services.planner.connector import Counted, Order
 from tests.simulation.network.network import Network
 from tests.simulation.supervisor import Slot
+
+if TYPE_CHECKING:
+    from tests.simulation.planner_invariants import PlannerJudge
+    from tests.simulation.world import World
 
 #: Of the graph; there is no such folder.
 STATE_DIR = "/sim"
@@ -34,11 +39,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Worker:
-    """A worker that the supervisor keeps running. began: when it was started for the first time."""
+    """A worker that the supervisor keeps running."""
 
-    def __init__(self, component: str, slot: Slot, lease_of: Callable[[str], int], began: float):
-        self.component, self.slot, self._lease_of = component, slot, lease_of
-        self.began = began
+    def __init__(self, component: str, slot: Slot, world: "World"):
+        self.component, self.slot, self._world = component, slot, world
+        #: When it was started for the first time.
+        self.began = world.loop.time()
         self.retired = False
         self.ended = False
         #: Its lease when it was retired, or told to leave.
@@ -46,7 +52,7 @@ class Worker:
 
     @property
     def lease_id(self) -> int:
-        return self._lease_of(self.slot.name)
+        return self._world.lease_of(self.slot.name)
 
     @property
     def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
@@ -57,46 +63,17 @@ class Worker:
         return "ready" if self.slot.was_ready else "starting"
 
 
-class Watcher(Protocol):
-    """Sees each order before and after it is carried out. who: the name of its sender."""
-
-    def adding(self, who: str, component: str) -> None: ...
-
-    def added(self, who: str, component: str) -> None: ...
-
-    def removing(self, who: str, worker: Worker) -> None: ...
-
-    def killing(self, who: str, worker: Worker) -> None: ...
-
-
-class Cluster(Protocol):
-    """Where the workers run."""
-
-    def open_slot(self, name: str) -> Slot:
-        """Adds it to the running graph, and starts its process, in the context of no process."""
-        ...
-
-    def keeper_of(self, name: str) -> asyncio.Task[None]:
-        """Ends when the slot's process has ended for good."""
-        ...
-
-    def close_slot(self, name: str) -> None: ...
-
-    def lease_of(self, name: str) -> int:
-        """Of the slot's process while it is ready; else 0."""
-        ...
-
-
 class SimSupervisor:
     """devices: of the host; each worker has one. Orders have versions, as those of `serve`.
-    now: seconds of virtual time."""
+    watcher: sees each order before and after it is carried out, with the name of its sender."""
 
-    def __init__(self, cluster: Cluster, devices: int, now: Callable[[], float]):
-        self._cluster, self._devices, self._now = cluster, devices, now
+    watcher: "PlannerJudge"
+
+    def __init__(self, world: "World", devices: int):
+        self._world, self._devices = world, devices
         self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
         self._tasks = OwnedTasks()
         self.orders = Orders(self.counts)
-        self.watcher: Watcher | None = None
 
     def listen(self, network: Network) -> None:
         """At the socket that the shipped clients open."""
@@ -106,7 +83,7 @@ class SimSupervisor:
         network.unix_sockets[path] = server.sockets[0].getsockname()[1]
 
     def keep(self, component: str, slot: Slot) -> None:
-        worker = Worker(component, slot, self._cluster.lease_of, self._now())
+        worker = Worker(component, slot, self._world)
         self._workers[component].append(worker)
         # The worker outlives the planner, even if a planner's call has started it.
         until_ended = self._until_ended(worker)
@@ -132,29 +109,25 @@ class SimSupervisor:
 
     def carry_out(self, who: str, order: SupervisorOrder) -> None:
         """Raises Refused."""
-        match order:
-            case Add():
-                self.add(who, order.component)
-            case Remove():
-                self._retire(who, order)
+        if isinstance(order, Add):
+            return self.add(who, order.component)
+        worker = self.find(order.component, order.lease_id)
+        if worker.phase in ("starting", "ready"):
+            self.watcher.removing(who, worker)
+            self.end(worker)
 
     def add(self, who: str, component: str) -> None:
         """Raises Refused."""
         if not self.counts()[component].devices_free:
             raise Refused(f"{component}: no device is free", elsewhere=False)
-        if self.watcher is not None:
-            self.watcher.adding(who, component)
-        self._start(component)
-        if self.watcher is not None:
-            self.watcher.added(who, component)
-
-    def _start(self, component: str) -> None:
+        self.watcher.adding(who, component)
         workers = self._workers[component]
         taken = {one.slot.name for one in workers if not one.ended}
         kind = SLOTS[component]
         name = next(f"{kind}-{i}" for i in range(1000) if f"{kind}-{i}" not in taken)
         workers[:] = [one for one in workers if one.slot.name != name]
-        self.keep(component, self._cluster.open_slot(name))
+        self.keep(component, self._world.open_slot(name))
+        self.watcher.added(who, component)
 
     def find(self, component: str, lease_id: int) -> Worker:
         """Raises Refused. lease_id: 0 for one that has crashed, or was never ready."""
@@ -170,13 +143,6 @@ class SimSupervisor:
             raise Refused(f"{component}: no process is starting", elsewhere=False)
         return found[-1]
 
-    def _retire(self, who: str, order: Remove) -> None:
-        worker = self.find(order.component, order.lease_id)
-        if worker.phase in ("starting", "ready"):
-            if self.watcher is not None:
-                self.watcher.removing(who, worker)
-            self.end(worker)
-
     def end(self, worker: Worker) -> None:
         """Drains it; it is not started again."""
         worker.last_lease = worker.lease_id
@@ -185,21 +151,20 @@ class SimSupervisor:
 
     def kill(self, who: str, worker: Worker) -> None:
         """Kills the worker at once."""
-        if self.watcher is not None:
-            self.watcher.killing(who, worker)
+        self.watcher.killing(who, worker)
         worker.retired = True
         worker.slot.kill()
 
     async def _until_ended(self, worker: Worker) -> None:
         name = worker.slot.name
-        keeper = self._cluster.keeper_of(name)
+        keeper = self._world.keeper_of(name)
         while not keeper.done():
             await asyncio.wait([keeper], timeout=_DRAIN_S)
             if worker.retired and not keeper.done():
                 worker.slot.kill()
                 await asyncio.wait([keeper])
         worker.ended = True
-        self._cluster.close_slot(name)
+        self._world.close_slot(name)
 
 
 class _Connection(asyncio.Protocol):
@@ -218,8 +183,68 @@ class _Connection(asyncio.Protocol):
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             request = _decode_request(line)
-            reply = self._supervisor.orders.answer(request, self._carry_out)
-            self._transport.write(_encode(reply) + b"\n")
+            carry_out = partial(self._supervisor.carry_out, self._who)
+            self._transport.write(
+                _encode(self._supervisor.orders.answer(request, carry_out)) + b"\n"
+            )
 
-    def _carry_out(self, order: SupervisorOrder) -> None:
-        self._supervisor.carry_out(self._who, order)
+
+class SimPods:
+    """Implements Connector for the planner `who`. A request and its answer take the network's
+    time each, so that a planner may end between the two."""
+
+    chooses_victim = False
+
+    def __init__(self, supervisor: SimSupervisor, network: Network, who: str):
+        self._supervisor, self._network, self._who = supervisor, network, who
+
+    async def counts(self) -> Counted:
+        await self._way()
+        counts = self._supervisor.counts()
+        await self._way()
+        return Counted(counts, self._supervisor.orders.version)
+
+    async def add(self, order: Order) -> None:
+        await self._way()
+        counts = self._supervisor.counts()[order.component]
+        if counts.starting + counts.ready < order.count:
+            self._supervisor.add(self._who, order.component)
+        await self._way()
+
+    async def prefer(self, order: Order) -> None:
+        """Remembers the pod by its process. When the container was restarted, the pod is still
+        the preferred one."""
+        await self._way()
+        worker = self._supervisor.find(order.component, order.lease_id)
+        worker.last_lease = order.lease_id
+        await self._way()
+
+    async def remove(self, order: Order) -> None:
+        """Ends the preferred one: with SIGKILL, if it is still the process that drains."""
+        await self._way()
+        counts = self._supervisor.counts()[order.component]
+        if counts.starting + counts.ready > order.count:
+            worker = self._supervisor.find(order.component, order.lease_id)
+            if worker.phase in ("starting", "ready"):
+                self._end(worker, order.lease_id)
+        await self._way()
+
+    def _end(self, worker: Worker, lease_id: int) -> None:
+        host = worker.slot.host
+        if lease_id and host is not None and host.lease.id == lease_id:
+            self._supervisor.kill(self._who, worker)
+        else:
+            self._supervisor.end(worker)
+
+    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
+        return hosts
+
+    def ends_unready_first(self, component: str) -> bool:
+        return True
+
+    async def _way(self) -> None:
+        """Raises Unavailable."""
+        if self._network.is_cut(self._who, "supervisor"):
+            await asyncio.sleep(1.0)
+            raise Unavailable("the API server does not answer")
+        await asyncio.sleep(self._network.delay_s())

@@ -1,4 +1,4 @@
-"""The invariants of a run, and when each is checked. `request_invariants.py` has those of requests.
+"""The invariants of a run, and when each is checked. `client.py` has those of requests.
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
 attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every job
@@ -7,8 +7,7 @@ relies on a lease that etcd has ended. No task outlives its owner.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
 from typing import Any
 
 from dynamo_lite.disagg.counters import MISMATCH
@@ -16,53 +15,50 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.queue.base import Job
+from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.prefill_worker import PrefillWorker
-from tests.simulation.cancels import CancelWatch
+from tests.simulation.client import CancelWatch, RequestJudge
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves, PrefillHalves
+from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import Landing, SimMover
-from tests.simulation.engine.request import SimRequest
-from tests.simulation.loop.scheduler import START_S
-from tests.simulation.request_invariants import RequestJudge
-from tests.simulation.worker_options import MOST_JOBS
+from tests.simulation.loop.loop import START_S, VirtualLoop
 
 #: How long a cancel may take to a prefill worker in a run without faults.
 _CANCEL_S = 1.0
+#: Jobs that a prefill worker may hold at a time.
+_MOST_JOBS = PrefillWorkerConfig().most_jobs
 #: Violations beyond these are only counted.
 _MOST_TOLD = 20
 
 
-@dataclass
 class Judge:
     """Checks the invariants of one run, and collects the violations."""
 
-    #: Virtual time.
-    now: Callable[[], float]
-    #: Called with the text of each violation, for the trace.
-    say: Callable[[str], None]
-    #: Whether the scenario has no faults.
-    faultless: bool = False
-    #: Whether it has none but faults of the broker.
-    only_broker_fails: bool = False
-    violations: list[str] = field(default_factory=list[str])
-    #: Events by name; they show whether a run reached the states to be tested.
-    counts: Counter[str] = field(default_factory=Counter[str])
-    _engines: dict[SimMover, SimEngineProcess] = field(
-        default_factory=dict[SimMover, SimEngineProcess]
-    )
-    _deliveries: dict[str, int] = field(default_factory=dict[str, int])
-    _told: set[SimRequest] = field(default_factory=set[SimRequest])
-    _ends_told: set[str] = field(default_factory=set[str])
-
-    def __post_init__(self) -> None:
-        self.requests = RequestJudge(self.now, self.violate, self.counts, self.only_broker_fails)
+    def __init__(
+        self, loop: VirtualLoop, *, faultless: bool = False, only_broker_fails: bool = False
+    ):
+        """faultless, only_broker_fails: what the scenario has of faults."""
+        self._loop, self._faultless = loop, faultless
+        self.violations: list[str] = []
+        #: Events by name; they show whether a run reached the states to be tested.
+        self.counts: Counter[str] = Counter()
+        self._engines: dict[SimMover, SimEngineProcess] = {}
+        self._deliveries: dict[str, int] = {}
+        self._told: set[SimRequest] = set()
+        self._ends_told: set[str] = set()
+        self.requests = RequestJudge(self.now, self.violate, self.counts, only_broker_fails)
         self.cancels = CancelWatch(self.now, self.requests.cancelled_at, self.counts)
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self._loop.time()
 
     def violate(self, text: str) -> None:
         self.counts["violations"] += 1
         if len(self.violations) < _MOST_TOLD:
             self.violations.append(f"{self.now() - START_S:.3f} s: {text}")
-        self.say(f"VIOLATION {text}")
+        self._loop.trace.add(f"VIOLATION {text}")
 
     def engine_started(self, engine: SimEngineProcess) -> None:
         self._engines[engine.mover] = engine
@@ -101,7 +97,7 @@ class Judge:
             return
         self.counts["reads landed"] += 1
         for block in _blocks(engine, landing):
-            if not _may_be_read(engine, landing.attempt, block):
+            if _ownership(engine, landing.attempt, block, read=True) is None:
                 self.violate(
                     f"{landing.sender} read block {block} of {landing.target.address}, which is not"
                     f" kept for attempt {landing.attempt}"
@@ -150,8 +146,8 @@ class Judge:
 
     def jobs_held(self, number: int, lease_id: int) -> None:
         """A worker has pulled one job more."""
-        if number > MOST_JOBS:
-            self.violate(f"{lease_id:x} holds {number} jobs at a time: more than {MOST_JOBS}")
+        if number > _MOST_JOBS:
+            self.violate(f"{lease_id:x} holds {number} jobs at a time: more than {_MOST_JOBS}")
 
     def said(self, subject: str, payload: bytes) -> None:
         """A component has published something."""
@@ -211,11 +207,11 @@ class Judge:
         if not subject.endswith(".cancel"):
             return
         took_s = self.cancels.heard(payload)
-        if took_s is not None and took_s > _CANCEL_S and self.faultless:
+        if took_s is not None and took_s > _CANCEL_S and self._faultless:
             self.violate(f"a cancel reached its writer after {took_s:.3f} s")
 
     def judge_cancels(self) -> None:
-        if self.faultless and (left := self.cancels.under_way):
+        if self._faultless and (left := self.cancels.under_way):
             self.violate(f"cancels that have not reached their writers: {left}")
 
     def _engine(self, engine_id: str) -> SimEngineProcess | None:
@@ -235,34 +231,20 @@ class Judge:
                     self.counts[f"attempt {outcome}"] += 1
 
 
-def _ownership(engine: SimEngineProcess, attempt: str, block: int) -> str | None:
-    """The state of the attempt that allows a write into this block; None if it is not allowed."""
-    halves = engine.halves
-    if not isinstance(halves, DecodeHalves):
-        return None
-    asked = halves.asked.get(attempt)
-    if asked is None:
-        return None
-    request, blocks, _ = asked
-    if any(held.block_id == block for held in halves.held(attempt)):
-        return "in quarantine"
-    if halves.queued(attempt):
-        return None
-    if engine.core.scheduler.parked(request) and block in blocks:
-        return "in time"
-    return None
-
-
-def _may_be_read(engine: SimEngineProcess, attempt: str, block: int) -> bool:
+def _ownership(
+    engine: SimEngineProcess, attempt: str, block: int, *, read: bool = False
+) -> str | None:
+    """The state of the attempt that allows a write into this block, or a read; None if it is not
+    allowed."""
     halves = engine.halves
     if not isinstance(halves, DecodeHalves) or attempt not in halves.asked:
-        return False
-    request, _, prefix = halves.asked[attempt]
+        return None
+    request, blocks, prefix = halves.asked[attempt]
     if any(held.block_id == block for held in halves.held(attempt)):
-        return True
-    if halves.queued(attempt):
-        return False
-    return engine.core.scheduler.parked(request) and block in prefix
+        return "in quarantine"
+    if halves.queued(attempt) or not engine.core.scheduler.parked(request):
+        return None
+    return "in time" if block in (prefix if read else blocks) else None
 
 
 def _blocks(engine: SimEngineProcess, landing: Landing) -> list[int]:

@@ -1,12 +1,14 @@
-"""The environment of the shipped components in a simulation: engines, clients, clocks."""
+"""The environment of the shipped components in a simulation: options, fences, engines, clients."""
 
 import asyncio
 import random
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine_config import (
@@ -23,31 +25,100 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.permits import always_granted, no_grant
+from dynamo_lite.runtime.permits import (
+    CELLS_OF_PERMIT,
+    Permit,
+    Permits,
+    PermitVerdict,
+    grant_of,
+    verdict,
+)
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.vllm_backend import decode_role, prefill_role
-from tests.simulation.engine.assembly import EngineSetup
-from tests.simulation.engine.core import SimModelConfig
+from tests.simulation.engine.assembly import EngineSetup, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
-from tests.simulation.engine.mover import Fabric
-from tests.simulation.intruder import Intruder
-from tests.simulation.invariants import Judge
 from tests.simulation.loop.process import SimProcess
-from tests.simulation.network.network import Network
-from tests.simulation.servers.fence import MemoryFence
+from tests.simulation.scenario import Scenario
 from tests.simulation.servers.nats_server import URL
-from tests.simulation.shipped import Shipped
 from tests.simulation.status import SimStatus
-from tests.simulation.supervisor import Slot
+from tests.simulation.supervisor import NAMESPACE, Slot
 
-#: Takes a subject and a payload.
-Hear = Callable[[str, bytes], None]
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
-#: Opens the store for the running process.
-OpenStore = Callable[[], AbstractAsyncContextManager[Store]]
+_LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
+#: One block: every prefix that can be read is read.
+_READ_TOKENS = 4
+
+
+def model_options(scenario: Scenario) -> SimModelConfig:
+    return SimModelConfig(
+        num_blocks=scenario.num_blocks,
+        max_model_len=4 * (scenario.num_blocks - 1),
+        token_s=scenario.token_s,
+        tells_load=scenario.planner is not None,
+    )
+
+
+def decode_options(scenario: Scenario) -> dict[str, Any]:
+    return msgspec.to_builtins(
+        VllmWorkerConfig(
+            max_local_prefill_length=_LOCAL_TOKENS,
+            remote_prefill_timeout_s=scenario.remote_prefill_timeout_s,
+            max_queue_wait_s=scenario.max_queue_wait_s,
+            queue=_queue_options(scenario),
+            kv_events=False,
+        )
+    )
+
+
+def prefill_options(scenario: Scenario) -> dict[str, Any]:
+    return msgspec.to_builtins(
+        PrefillWorkerConfig(
+            queue=_queue_options(scenario),
+            min_prefix_read_length=_READ_TOKENS,
+        )
+    )
+
+
+def _queue_options(scenario: Scenario) -> QueueOptions:
+    return QueueOptions(
+        max_jobs=scenario.max_jobs,
+        ack_wait_s=scenario.ack_wait_s,
+        max_deliver=scenario.max_deliver,
+        short_length=_SHORT_TOKENS,
+    )
+
+
+class MemoryFence:
+    """Implements Fence, and is read by `open` and `verdict`. now: a clock in seconds, as
+    `boottime`. permits: how many may be open at a time."""
+
+    def __init__(self, now: Callable[[], float], permits: int):
+        self._now = now
+        self._cells = [0] * (CELLS_OF_PERMIT * permits)
+        self.permits = Permits(self._cells)
+        self._deadline = 0.0
+
+    def open_until(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def open(self) -> bool:
+        return self._now() < self._deadline
+
+    def verdict(self, permit: Permit) -> PermitVerdict:
+        return verdict(self._cells, permit)
+
+    def grant_of(self, permit: Permit) -> int:
+        return grant_of(self._cells, permit)
+
+    def close(self) -> None:
+        self._deadline = 0.0
+        self.permits.close()
+
 
 #: How long a component's imports take.
 _IMPORTS_S = 0.05
@@ -57,9 +128,7 @@ _IMPORTS_S = 0.05
 class SimClients:
     """Implements ServerClients in the process that opens them."""
 
-    network: Network
-    open_store: OpenStore
-    namespace: str
+    world: "World"
     clock: Clock
     queue_client: type[JetStreamQueue] = JetStreamQueue
 
@@ -67,59 +136,52 @@ class SimClients:
         return NatsMessaging(URL)
 
     def store(self) -> AbstractAsyncContextManager[Store]:
-        return self.open_store()
+        return self.world.open_store()
 
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
         return self.queue_client(
             URL,
-            stream=names.prefill_stream(self.namespace),
-            subject=names.prefill_jobs_subject(self.namespace),
+            stream=names.prefill_stream(NAMESPACE),
+            subject=names.prefill_jobs_subject(NAMESPACE),
             config=config,
             wall=self.clock.wall,
         )
 
 
-class Pulls:
-    """A worker's queue that reports pulled jobs and their ends to the judge."""
+class _Pulls:
+    """Reports the jobs that a worker has pulled, and their ends, to the judge."""
 
-    def __init__(
-        self,
-        opened: AbstractAsyncContextManager[PrefillQueue],
-        judge: Judge,
-        lease_id: int,
-        intruder: Intruder | None,
-    ):
-        self._opened, self._judge, self._lease_id = opened, judge, lease_id
-        self._intruder = intruder
+    def __init__(self, world: "World", lease_id: int):
+        self._world, self._judge, self._lease_id = world, world.judge, lease_id
         self._held: set[Job] = set()
 
-    async def __aenter__(self) -> PrefillQueue:
-        queue = await self._opened.__aenter__()
-        pull = queue.pull
+    @asynccontextmanager
+    async def seen(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
 
-        async def watched(**wanted: Any) -> Job | None:
-            job = await pull(**wanted)
-            if job is not None:
+            async def watched(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
+                if job is None:
+                    return None
                 self._judge.pulled(job)
-                if self._intruder is not None:
-                    self._intruder.pulled(job)
+                if self._world.intruder is not None:
+                    self._world.intruder.pulled(job)
                 self._watch(job)
                 self._held.add(job)
                 self._judge.jobs_held(len(self._held), self._lease_id)
-            return job
+                return await self._world.shipped.pulled(job)
 
-        queue.pull = watched
-        return queue
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        await self._opened.__aexit__(*exc_info)
+            queue.pull = watched
+            yield queue
 
     def _watch(self, job: Any) -> None:
         ack, nak, term = job.ack, job.nak, job.term
 
         async def watched_ack() -> None:
-            self._held.discard(job)
-            self._judge.job_ended(job, self._lease_id)
+            self._ended(job)
             await ack()
 
         async def watched_nak(*, delay_s: float = 0.0) -> None:
@@ -127,27 +189,24 @@ class Pulls:
             await nak(delay_s=delay_s)
 
         async def watched_term() -> None:
-            self._held.discard(job)
-            self._judge.job_ended(job, self._lease_id)
+            self._ended(job)
             await term()
 
         job.ack, job.nak, job.term = watched_ack, watched_nak, watched_term
 
+    def _ended(self, job: Job) -> None:
+        self._held.discard(job)
+        self._judge.job_ended(job, self._lease_id)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class SimParts:
     """Implements WorkerBackend for one incarnation of a worker."""
 
-    network: Network
-    open_store: OpenStore
-    fabric: Fabric
-    judge: Judge
-    shipped: Shipped
-    model: SimModelConfig
+    world: "World"
     slot: Slot
     process: SimProcess
     rng: random.Random
-    intruder: Intruder | None = None
 
     async def prepare(self) -> None:
         await asyncio.sleep(_IMPORTS_S)
@@ -158,29 +217,28 @@ class SimParts:
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        clients = replace(self._clients(host.spec), queue_client=self.shipped.queue_client)
-        opened = clients.queue(QueueConfig.of(options))
-        return self.shipped.queue(Pulls(opened, self.judge, host.lease.id, self.intruder))
+        clients = SimClients(self.world, self.process.clock, self.world.shipped.queue)
+        return _Pulls(self.world, host.lease.id).seen(clients.queue(QueueConfig.of(options)))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
-        return self._engine(host, decode_role(config, host.spec.component), None)
+        return self._engine(host, decode_role(config, host.spec.component))
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> SimEngine:
         assert isinstance(fence, MemoryFence)
-        return self._engine(host, prefill_role(config, fence_path=""), fence)
-
-    def _clients(self, spec: ProcessSpec) -> SimClients:
-        return SimClients(self.network, self.open_store, spec.namespace, self.process.clock)
+        role = prefill_role(config, fence_path="")
+        return self._engine(
+            host, role, alive=fence.open, verdict=fence.verdict, grant_of=fence.grant_of
+        )
 
     def _engine(
-        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, **fence: Any
     ) -> SimEngine:
         spec = host.spec
         engine_config = EngineConfig(
             namespace=spec.namespace,
-            engine_id=_uuid(self.rng),
+            engine_id=str(uuid.UUID(int=self.rng.getrandbits(128))),
             lease_id=host.lease.id,
             lease_ttl_s=spec.lease_ttl_s,
             nats_url=spec.nats_url,
@@ -188,46 +246,42 @@ class SimParts:
             role=role,
         )
         setup = EngineSetup(
-            config=self.model,
+            config=self.world.model,
             engine_config=engine_config,
-            clients=self._clients(spec),
-            fabric=self.fabric,
+            clients=SimClients(self.world, self.process.clock),
+            fabric=self.world.fabric,
             address=self.slot.name,
             clock=self.process.clock,
             rng=self.rng,
-            alive=fence.open if fence is not None else lambda: True,
-            verdict=fence.verdict if fence is not None else always_granted,
-            grant_of=fence.grant_of if fence is not None else no_grant,
+            **fence,
         )
         # A planner reads them.
-        metrics = RemotePrefillMetrics(host.registry) if self.model.tells_load else None
+        metrics = RemotePrefillMetrics(host.registry) if self.world.model.tells_load else None
 
         def count(counts: dict[str, Any]) -> None:
-            self.judge.count_engine(counts)
+            self.world.judge.count_engine(counts)
             if metrics is not None:
                 metrics.apply(counts)
 
         return SimEngine(
             setup,
-            home=self.slot,
-            assembly=self.shipped,
+            start_engine=self.slot.start_engine,
+            shipped=self.world.shipped,
             messaging=host.messaging,
             on_counts=count,
         )
 
 
 class _HeardMessaging(NatsMessaging):
-    """Messaging that calls `hear` with each message before its handler, and `said` with each
-    message after it was published. An intruder may answer requests first."""
+    """Tells the judge of each message before its handler, and after it was published. An intruder
+    may answer requests first."""
 
-    def __init__(
-        self, url: str, hear: Hear, said: Hear, on_drop: OnDrop, intruder: Intruder | None
-    ):
+    def __init__(self, url: str, world: "World", on_drop: OnDrop):
         super().__init__(url, on_drop=on_drop)
-        self._hear, self._said, self._intruder = hear, said, intruder
+        self._world = world
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        intruder = self._intruder
+        intruder = self._world.intruder
         if intruder is not None and (answer := intruder.answer(subject)) is not None:
             return answer
         reply = await super().request(subject, payload, timeout_s=timeout_s)
@@ -237,12 +291,12 @@ class _HeardMessaging(NatsMessaging):
 
     async def publish(self, subject: str, payload: bytes) -> None:
         await super().publish(subject, payload)
-        self._said(subject, payload)
+        self._world.judge.said(subject, payload)
 
     @asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         async def heard(payload: bytes) -> bytes | None:
-            self._hear(subject, payload)
+            self._world.judge.heard(subject, payload)
             return await handler(payload)
 
         async with super().serve(subject, heard):
@@ -253,45 +307,21 @@ class _NoStatus:
     url = "http://nowhere"
 
 
-def surroundings(
-    network: Network,
-    process: SimProcess,
-    open_store: OpenStore,
-    hear: Hear,
-    said: Hear,
-    intruder: Intruder | None,
-    *,
-    with_status: bool,
-) -> ProcessEnvironment:
-    """hear: called with each message before its handler. said: with each published message.
-    with_status: whether the process serves /health and /metrics."""
-
+def surroundings(world: "World", process: SimProcess) -> ProcessEnvironment:
     @asynccontextmanager
     async def status(
         _: ProcessSpec, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
     ) -> AsyncIterator[Status]:
-        if not with_status:
+        # A planner asks for /health and /metrics.
+        if world.planning is None:
             yield _NoStatus()
             return
         async with SimStatus(process.host, health, registry) as served:
             yield served
 
-    def store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
-        return open_store()
-
-    def open_messaging(
-        spec: ProcessSpec, on_drop: OnDrop
-    ) -> AbstractAsyncContextManager[Messaging]:
-        return _HeardMessaging(spec.nats_url, hear, said, on_drop, intruder)
-
     return ProcessEnvironment(
-        open_store=store,
-        open_messaging=open_messaging,
+        open_store=lambda spec: world.open_store(),
+        open_messaging=lambda spec, on_drop: _HeardMessaging(spec.nats_url, world, on_drop),
         open_status=status,
         clock=process.clock,
     )
-
-
-def _uuid(rng: random.Random) -> str:
-    digits = f"{rng.getrandbits(128):032x}"
-    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

@@ -9,8 +9,17 @@ from dynamo_lite.policy.scaling.limits import bounds
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.services.planner.connector import COMPONENTS
 from tests.simulation.engine.model import VOCABULARY, Sampling
-from tests.simulation.planner_scenario import BadStarts, PlannerScenario, Step, Wish
-from tests.simulation.scenario import LOAD_FROM_S, Ask, Fault, FaultKind, Scenario
+from tests.simulation.scenario import (
+    LOAD_FROM_S,
+    Ask,
+    BadStarts,
+    Fault,
+    FaultKind,
+    PlannerScenario,
+    Scenario,
+    Step,
+    Wish,
+)
 
 #: One seed of this many has a planner. All other seeds are the same as without planners.
 EVERY = 10

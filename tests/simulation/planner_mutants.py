@@ -1,53 +1,25 @@
 """Planners that lack one of their safeguards. The simulation must detect each."""
 
-import abc
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from dynamo_lite.overview.metrics import Samples
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
 from dynamo_lite.policy.scaling.inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.services.planner.connector import COMPONENTS, Connector, Counted
+from dynamo_lite.runtime.process.component import Host
+from dynamo_lite.services.planner.connector import COMPONENTS, Counted
 from dynamo_lite.services.planner.departure import Departure, worker_of
 from dynamo_lite.services.planner.observation import Observed
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.records import PlannerRecords
 from dynamo_lite.services.planner.under_way import RunningOperation
-from tests.simulation.mutant import Mutant
-from tests.simulation.shipped import Shipped
-
-
-class PlannerMutant(Shipped):
-    """Its planners are of another class."""
-
-    kind: type[Planner]
-
-    def planner(
-        self, config: dict[str, Any], spec: ProcessSpec, connector: Connector | None
-    ) -> Planner:
-        return self.kind(config, spec, connector)
-
-
-class _KillsHastily(Planner):
-    departure: type[Departure]
-
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        await_leaving = self._operations._await_leaving
-
-        async def await_hastily(one: RunningOperation, counted: Counted) -> None:
-            if one.departure is None:
-                worker = worker_of(one.record, self._spec.namespace)
-                one.departure = self.departure(worker, host.clock.monotonic)
-            await await_leaving(one, counted)
-
-        self._operations._await_leaving = await_hastily
-        return facts
+from tests.simulation.loop.process import PROCESS
+from tests.simulation.shipped import Mutant, Shipped
 
 
 class _IdleDeparture(Departure):
@@ -58,30 +30,32 @@ class _IdleDeparture(Departure):
         return verdict
 
 
-class _KillsOnIdle(_KillsHastily):
-    departure = _IdleDeparture
-
-
 class _HastyDeparture(Departure):
     async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:
         verdict = await super().look(members)
         return verdict if self.leaving.listed else Safe(reason="it gets nothing new")
 
 
-class KillsOnIdleAlone(PlannerMutant):
+def _kill_hastily(planner: Planner, kind: type[Departure]) -> None:
+    await_leaving = planner._operations._await_leaving
+
+    async def await_hastily(one: RunningOperation, counted: Counted) -> None:
+        if one.departure is None:
+            worker = worker_of(one.record, planner._spec.namespace)
+            one.departure = kind(worker, PROCESS.get().clock.monotonic)
+        await await_leaving(one, counted)
+
+    planner._operations._await_leaving = await_hastily
+
+
+def _kill_on_idle(planner: Planner) -> None:
     """A worker without requests or jobs is ended, even while writes for it or into it may go on."""
-
-    kind = _KillsOnIdle
-
-
-class _KillsUnlisted(_KillsHastily):
-    departure = _HastyDeparture
+    _kill_hastily(planner, _IdleDeparture)
 
 
-class KillsWithClaims(PlannerMutant):
+def _kill_with_claims(planner: Planner) -> None:
     """A worker that gets nothing new is ended, whatever it has claimed."""
-
-    kind = _KillsUnlisted
+    _kill_hastily(planner, _HastyDeparture)
 
 
 class _AlwaysLeads(PlannerRecords):
@@ -94,170 +68,199 @@ class _AlwaysLeads(PlannerRecords):
         return ""
 
 
-class _Usurper(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        assert self._records is not None
-        self._records.__class__ = _AlwaysLeads
-        return facts
-
-
-class ActsWithoutLeadership(PlannerMutant):
+def _usurp(planner: Planner) -> None:
     """A planner acts also while another one leads."""
-
-    kind = _Usurper
-
-
-class _WetRun(_Usurper):
-    def _hold(self, manual: bool) -> str:
-        return ""
+    assert planner._records is not None
+    planner._records.__class__ = _AlwaysLeads
 
 
-class ActsInDryRun(Shipped):
+def _act_in_dry_run(planner: Planner) -> None:
     """A planner in a dry run acts."""
-
-    def planner(
-        self, config: dict[str, Any], spec: ProcessSpec, connector: Connector | None
-    ) -> Planner:
-        kind = _WetRun if config["dry_run"] else Planner
-        return kind(config, spec, connector)
+    if planner._config.dry_run:
+        _usurp(planner)
+        planner._hold = lambda manual: ""
 
 
-class Sees(Planner, abc.ABC):
-    """A planner with wrong facts about its workers."""
+def _see(planner: Planner, other: Callable[[RoleSeen], RoleSeen]) -> None:
+    """Gives it wrong facts about its workers."""
+    right = planner._seen
 
-    def _seen(self, observed: Observed, number: Counted | None) -> Seen:
-        seen = super()._seen(observed, number)
-        roles = {role: self._other(one) for role, one in seen.roles.items()}
-        return dataclasses.replace(seen, roles=roles)
+    def wrong(observed: Observed, number: Counted | None) -> Seen:
+        seen = right(observed, number)
+        roles = {role: other(one) for role, one in seen.roles.items()}
+        return replace(seen, roles=roles)
 
-    @abc.abstractmethod
-    def _other(self, one: RoleSeen) -> RoleSeen:
-        """What it sees instead."""
-
-
-class SeesNoDraining(Sees):
-    def _other(self, one: RoleSeen) -> RoleSeen:
-        return dataclasses.replace(one, counts=msgspec.structs.replace(one.counts, draining=0))
+    planner._seen = wrong
 
 
-class DrainingCostsNothing(PlannerMutant):
+def _see_no_draining(planner: Planner) -> None:
     """The devices of draining workers do not count in the budget."""
-
-    kind = SeesNoDraining
-
-
-class PicksAny(Sees, abc.ABC):
-    """A planner that removes any worker, and not only one that others can replace."""
-
-    async def _victim(self, role: Role) -> EndpointRecord | None:
-        spared = self._under_way.victims(self._observation.members)
-        return next(
-            (
-                member
-                for lease_id, member in sorted(self._observation.members.items())
-                if member.component == COMPONENTS[role] and lease_id not in spared
-            ),
-            None,
-        )
+    _see(planner, lambda one: replace(one, counts=structs.replace(one.counts, draining=0)))
 
 
-class _SeesAllReady(PicksAny):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        self._operations._too_few = lambda record, counts: ""
-        return facts
+def _see_all_ready(planner: Planner) -> None:
+    """Workers that start or have crashed count as if they served. Any is removed, not only one that
+    others can replace."""
 
-    def _other(self, one: RoleSeen) -> RoleSeen:
+    def other(one: RoleSeen) -> RoleSeen:
         ready = one.counts.ready + one.counts.starting
-        return dataclasses.replace(
-            one, counts=msgspec.structs.replace(one.counts, ready=ready, starting=0)
+        return replace(one, counts=structs.replace(one.counts, ready=ready, starting=0))
+
+    async def victim(role: Role) -> EndpointRecord | None:
+        members = planner._observation.members
+        spared = planner._under_way.victims(members)
+        for lease_id, member in sorted(members.items()):
+            if member.component == COMPONENTS[role] and lease_id not in spared:
+                return member
+        return None
+
+    _see(planner, other)
+    planner._victim = victim
+    planner._operations._too_few = lambda record, counts: ""
+
+
+def _stale_is_zero(planner: Planner) -> None:
+    """An unknown load counts as no load."""
+    prefill = planner._observation._prefill
+
+    def zero(decode: Sequence[Samples | None]) -> PrefillLoad:
+        load, none = prefill(decode), Datum(0.0)
+        return PrefillLoad(
+            asked_per_s=load.asked_per_s or none,
+            refused_per_s=load.refused_per_s or none,
+            backlog=load.backlog or none,
+            rate=load.rate or Datum(1.0),
         )
 
-
-class RemovesTheLast(PlannerMutant):
-    """Workers that start or have crashed count as if they served."""
-
-    kind = _SeesAllReady
+    planner._observation._prefill = zero
 
 
-class _StaleIsZero(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        prefill = self._observation._prefill
-
-        def zero(decode: Sequence[Samples | None]) -> PrefillLoad:
-            load, none = prefill(decode), Datum(0.0)
-            return PrefillLoad(
-                asked_per_s=load.asked_per_s or none,
-                refused_per_s=load.refused_per_s or none,
-                backlog=load.backlog or none,
-                rate=load.rate or Datum(1.0),
-            )
-
-        self._observation._prefill = zero
-        return facts
-
-
-class StaleCountsAsZero(PlannerMutant):
-    """An unknown load counts as no load."""
-
-    kind = _StaleIsZero
-
-
-class _NoMaximum(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        self._limits = dataclasses.replace(self._limits, prefill_max=8, decode_max=8)
-        return facts
-
-
-class IgnoresTheMaximum(PlannerMutant):
+def _no_maximum(planner: Planner) -> None:
     """The maximum of a role does not count."""
-
-    kind = _NoMaximum
-
-
-class _NoMinimum(Planner):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        self._limits = dataclasses.replace(self._limits, prefill_min=1, decode_min=1)
-        return facts
+    planner._limits = replace(planner._limits, prefill_max=8, decode_max=8)
 
 
-class IgnoresTheMinimum(PlannerMutant):
+def _no_minimum(planner: Planner) -> None:
     """The minimum of a role does not count, but one worker stays."""
-
-    kind = _NoMinimum
-
-
-class _SeesNoChange(Sees):
-    def _seen(self, observed: Observed, number: Counted | None) -> Seen:
-        roles = self._memory.roles.items()
-        forgotten = {role: dataclasses.replace(each, changed_up=None) for role, each in roles}
-        self._memory = dataclasses.replace(self._memory, roles=forgotten)
-        return super()._seen(observed, number)
-
-    def _other(self, one: RoleSeen) -> RoleSeen:
-        return dataclasses.replace(one, changed=None)
+    planner._limits = replace(planner._limits, prefill_min=1, decode_min=1)
 
 
-class ReversesAtOnce(PlannerMutant):
+def _reverse_at_once(planner: Planner) -> None:
     """A change does not wait for the last one, which went the other way."""
+    _see(planner, lambda one: replace(one, changed=None))
+    seen = planner._seen
 
-    kind = _SeesNoChange
+    def forgetful(observed: Observed, number: Counted | None) -> Seen:
+        roles = planner._memory.roles.items()
+        forgotten = {role: replace(each, changed_up=None) for role, each in roles}
+        planner._memory = replace(planner._memory, roles=forgotten)
+        return seen(observed, number)
+
+    planner._seen = forgetful
 
 
-#: By the name that the command line takes.
+def _do_twice(planner: Planner) -> None:
+    """A resumed addition starts from the beginning, whatever was ordered before the crash."""
+    order_additions = planner._operations._order_additions
+
+    async def order_all(one: RunningOperation, counted: Counted, counts: RoleCounts) -> None:
+        if one.resumed:
+            counts = RoleCounts(ready=one.record.before)
+        await order_additions(one, counted, counts)
+
+    planner._operations._order_additions = order_all
+
+
+def _two_operations(planner: Planner) -> None:
+    """A role gets another operation while one is under way."""
+    _see_no_draining(planner)
+    planner._under_way.of = lambda component: ()
+
+
+def _order_before_record(planner: Planner) -> None:
+    """A change is recorded when its orders were taken."""
+    enter = planner._under_way.enter
+
+    async def enter_later(one: RunningOperation, phase: Any) -> None:
+        if phase == "ordered":
+            one.stored = True
+        else:
+            await enter(one, phase)
+
+    planner._under_way.enter = enter_later
+
+
+def _forget_operations(planner: Planner) -> None:
+    """A planner that is elected does not resume the operations that another one has begun."""
+
+    async def nothing() -> None:
+        planner._under_way.forget()
+
+    planner._under_way.load = nothing
+
+
+def _go_back(planner: Planner) -> None:
+    """An operation that is resumed begins again with its first phase."""
+    load = planner._under_way.load
+
+    async def load_from_start() -> None:
+        await load()
+        for one in planner._under_way:
+            await planner._under_way.enter(one, "ordered")
+
+    planner._under_way.load = load_from_start
+
+
+def _end_early(planner: Planner, kind: str) -> None:
+    enter = planner._under_way.enter
+
+    async def enter_and_end(one: RunningOperation, phase: Any) -> None:
+        await enter(one, phase)
+        if (one.record.kind, phase) == (kind, "asked"):
+            await planner._under_way.end(one, "done")
+
+    planner._under_way.enter = enter_and_end
+
+
+def _delete_additions(planner: Planner) -> None:
+    """The record of an addition is deleted when its orders were taken."""
+    _end_early(planner, "add")
+
+
+def _delete_removals(planner: Planner) -> None:
+    """The record of a removal is deleted when its order was taken."""
+    _end_early(planner, "remove")
+
+
+def _planner(violates: str, change: Callable[[Planner], None]) -> Mutant:
+    """change: called with each planner that has started."""
+
+    class Changed(Planner):
+        async def start(self, host: Host) -> dict[str, Any]:
+            facts = await super().start(host)
+            change(self)
+            return facts
+
+    return Mutant(violates, Shipped(planner=Changed))
+
+
+#: By the name that the command line takes. Only seeds with planners can find them.
 PLANNER_MUTANTS: dict[str, Mutant] = {
-    "kills-on-idle-alone": Mutant(KillsOnIdleAlone, "it may still be written into"),
-    "kills-with-claims": Mutant(KillsWithClaims, "may still be written by it"),
-    "acts-without-leadership": Mutant(ActsWithoutLeadership, "it does not lead"),
-    "acts-in-dry-run": Mutant(ActsInDryRun, "it is in a dry run"),
-    "draining-costs-nothing": Mutant(DrainingCostsNothing, "occupied, and the budget is"),
-    "removes-the-last": Mutant(RemovesTheLast, "removed, and it is the last one"),
-    "stale-counts-as-zero": Mutant(StaleCountsAsZero, "was decided without NATS"),
-    "ignores-the-maximum": Mutant(IgnoresTheMaximum, "are the most"),
-    "ignores-the-minimum": Mutant(IgnoresTheMinimum, "are fewer than"),
-    "reverses-at-once": Mutant(ReversesAtOnce, "a reversal after"),
+    "kills-on-idle-alone": _planner("it may still be written into", _kill_on_idle),
+    "kills-with-claims": _planner("may still be written by it", _kill_with_claims),
+    "acts-without-leadership": _planner("it does not lead", _usurp),
+    "acts-in-dry-run": _planner("it is in a dry run", _act_in_dry_run),
+    "draining-costs-nothing": _planner("occupied, and the budget is", _see_no_draining),
+    "removes-the-last": _planner("removed, and it is the last one", _see_all_ready),
+    "stale-counts-as-zero": _planner("was decided without NATS", _stale_is_zero),
+    "ignores-the-maximum": _planner("are the most", _no_maximum),
+    "ignores-the-minimum": _planner("are fewer than", _no_minimum),
+    "reverses-at-once": _planner("a reversal after", _reverse_at_once),
+    "done-twice": _planner("and the operation wanted", _do_twice),
+    "two-operations": _planner("has two operations", _two_operations),
+    "orders-before-its-record": _planner("no record of an operation", _order_before_record),
+    "forgets-operations": _planner("has two operations", _forget_operations),
+    "goes-back": _planner("goes back from", _go_back),
+    "deletes-additions": _planner("still starts, and its record is deleted", _delete_additions),
+    "deletes-removals": _planner("still drains, and its record is deleted", _delete_removals),
 }

@@ -2,30 +2,27 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.limits import refusals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.protocol.planner import OperationRecord, TargetRecord
-from dynamo_lite.runtime.process.component import Component, ProcessSpec
-from dynamo_lite.runtime.store import Store
+from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from dynamo_lite.services.planner.connector import COMPONENTS
+from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.target import Target
-from tests.simulation.cluster import NAMESPACE, Etcd
-from tests.simulation.graph_supervisor import SLOTS, Cluster, SimSupervisor
-from tests.simulation.invariants import Judge
-from tests.simulation.network.network import Network
+from tests.simulation.graph_supervisor import SLOTS, SimPods, SimSupervisor
 from tests.simulation.planner_invariants import PlannerJudge
-from tests.simulation.planner_scenario import PlannerScenario, Step, Wish
-from tests.simulation.pods import SimPods
-from tests.simulation.shipped import Shipped
-from tests.simulation.starts_and_ends import NeverReady, SlowEnd
-from tests.simulation.supervisor import Slot
+from tests.simulation.scenario import PlannerScenario, Step, Wish
+from tests.simulation.supervisor import NAMESPACE, Slot
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
 
 #: A planner that is killed in a step lives for this time of it, as powers of ten. Orders are taken
 #: within some milliseconds.
@@ -38,47 +35,27 @@ _RETRY_S = 1.0
 _HANGS_S = 30.0
 
 
-class World(Cluster, Protocol):
-    """The cluster of the planners."""
+def _start_badly(component: Component, after_s: float) -> None:
+    async def start(host: Host) -> Any:
+        await asyncio.sleep(after_s)
+        raise StartupError("no memory is free on its device")
 
-    slots: dict[str, Slot]
-    ready: dict[str, float]
-    shipped: Shipped
-
-    def open_store(self) -> AbstractAsyncContextManager[Store]:
-        """For the running process."""
-        ...
+    component.start = start
 
 
 class Planning:
     """To be made and used outside of every simulated process."""
 
-    def __init__(
-        self,
-        world: World,
-        scenario: PlannerScenario,
-        network: Network,
-        judge: Judge,
-        etcd: Etcd,
-        lease_ttl_s: float,
-    ):
-        self._world, self._scenario, self._network = world, scenario, network
-        self._loop, self._etcd = network.loop, etcd
-        self._rng = network.loop.stream("planning")
-        self.supervisor = SimSupervisor(world, scenario.devices, network.loop.time)
+    def __init__(self, world: "World", scenario: PlannerScenario):
+        self._world, self._scenario, self._network = world, scenario, world.network
+        self._loop, self._etcd = world.loop, world.etcd
+        self._rng = world.loop.stream("planning")
+        self.supervisor = SimSupervisor(world, scenario.devices)
         self.judge = PlannerJudge(
-            judge=judge,
-            scenario=scenario,
-            supervisor=self.supervisor,
-            namespace=NAMESPACE,
-            lease_ttl_s=lease_ttl_s,
-            slots=world.slots,
-            ready=world.ready,
-            on_step=self._on_step,
-            on_order=self._on_order,
+            world, scenario, self.supervisor, on_step=self._on_step, on_order=self._on_order
         )
         self.supervisor.watcher = self.judge
-        etcd.data.on_commit = self.judge.committed
+        self._etcd.data.on_commit = self.judge.committed
         self._crashes = list(scenario.crashes)
         #: The planner is to be killed when its order was taken.
         self._at_order: Step | None = None
@@ -97,10 +74,7 @@ class Planning:
         for wish in self._scenario.wishes:
             self._loop.call_at(self._began_at + wish.at_s, self._carry_out, wish)
 
-    def planner(self, kind: str, spec: ProcessSpec) -> Component | None:
-        """None for all other kinds."""
-        if kind != "planner":
-            return None
+    def planner(self, spec: ProcessSpec) -> Planner:
         scenario = self._scenario
         config = asdict(scenario.options) | {"dry_run": scenario.is_dry(spec.instance)}
         name = f"planner-{spec.instance}"
@@ -115,9 +89,17 @@ class Planning:
         for bad in self._scenario.bad_starts:
             if bad.from_s <= now < bad.to_s and slot.was_ready is bad.restarts:
                 hangs_s = _HANGS_S if bad.hang else 0.0
-                return NeverReady(bad.to_s - now if bad.restarts else hangs_s)
+                _start_badly(component, bad.to_s - now if bad.restarts else hangs_s)
+                return component
         if self._scenario.pods:
-            return SlowEnd(component, self._rng.choice((0.0, 0.5, 3.0)))
+            # Like one with an engine that ends slowly.
+            takes_s, close = self._rng.choice((0.0, 0.5, 3.0)), component.close
+
+            async def close_slowly() -> None:
+                await asyncio.sleep(takes_s)
+                await close()
+
+            component.close = close_slowly
         return component
 
     def unsettled(self) -> str | None:
@@ -131,7 +113,7 @@ class Planning:
 
     def broker_started(self) -> None:
         if self._broker_left_at is not None:
-            self.judge.broker_was_away(self._broker_left_at, self._loop.time())
+            self.judge.outages.append((self._broker_left_at, self._loop.time()))
             self._broker_left_at = None
 
     def broker_ended(self) -> None:

@@ -1,17 +1,20 @@
-"""Plays one seed: starts its cluster, runs the scenario, and checks the invariants."""
+"""Plays seeds: starts the cluster of each, runs its scenario, and checks the invariants."""
 
 import asyncio
-import logging
+import multiprocessing
+import os
+import signal
 import traceback
-
-import msgspec
+from collections import Counter, deque
+from collections.abc import Generator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
 
 from tests.simulation.draw import draw
-from tests.simulation.loop.loop import START_S, SimulationStuck, VirtualLoop
-from tests.simulation.loop.trace import Trace, log_to
+from tests.simulation.loop.loop import SimulationStuck, Trace, VirtualLoop, log_to, sweep
+from tests.simulation.mutants import MUTANTS
 from tests.simulation.scenario import LOAD_FROM_S, Fault, Scenario
 from tests.simulation.shipped import Shipped
-from tests.simulation.tally import Played, Waits
 from tests.simulation.world import World
 
 #: The graph must be settled within this time after the last fault and the last request's deadline:
@@ -19,6 +22,74 @@ from tests.simulation.world import World
 _SETTLE_S = 60.0
 _LOOK_S = 0.25
 _STOP_S = 40.0
+#: A sweep looks at all modules' objects, and takes a third of the time of a seed.
+_SWEEP_EVERY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """The result of one seed. Times are virtual."""
+
+    seed: int
+    violations: list[str]
+    counts: dict[str, int]
+    #: The longest time of a request.
+    longest_wait_s: float
+    #: The longest time that a cancel needed to reach a prefill worker.
+    cancel_s: float
+    fingerprint: str
+
+
+@dataclass
+class Tally:
+    """The results of many seeds."""
+
+    seeds: int = 0
+    #: Seed to its first violation.
+    violated: dict[int, str] = field(default_factory=dict[int, str])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    cancel_s: float = 0.0
+
+    def add(self, played: Played) -> None:
+        self.seeds += 1
+        self.cancel_s = max(self.cancel_s, played.cancel_s)
+        self.counts.update(played.counts)
+        if played.violations:
+            self.violated[played.seed] = played.violations[0]
+
+
+def violated_lines(seed: int, why: str, mutant: str | None = None) -> list[str]:
+    """With the command that repeats the seed and prints its trace."""
+    more = f" --mutant {mutant}" if mutant else ""
+    return [f"seed {seed}: {why}", f"    python -m tests.simulation --seed {seed}{more}"]
+
+
+def play_many(seeds: range, mutant: str | None = None) -> Generator[Played, None, None]:
+    """The outcomes in the order of the seeds, which are played in a process for each core. Close it
+    to stop before the end."""
+    cores = os.cpu_count() or 1
+    pool = ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), _ignore_interrupts)
+    playing: deque[Future[Played]] = deque()
+    try:
+        for seed in seeds:
+            playing.append(pool.submit(_play_here, seed, mutant))
+            if len(playing) > 2 * cores:
+                yield playing.popleft().result()
+        while playing:
+            yield playing.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """In a process of `play_many`, whose caller decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _play_here(seed: int, mutant: str | None) -> Played:
+    if seed % _SWEEP_EVERY == 0:
+        sweep()
+    return play(seed, shipped=MUTANTS[mutant].parts if mutant else None)
 
 
 def play(seed: int, *, shipped: Shipped | None = None, trace: Trace | None = None) -> Played:
@@ -30,7 +101,7 @@ def play_scenario(
     scenario: Scenario, *, shipped: Shipped | None = None, trace: Trace | None = None
 ) -> Played:
     trace = trace or Trace()
-    with VirtualLoop(scenario.seed, trace=trace) as loop, log_to(trace, logging.INFO):
+    with VirtualLoop(scenario.seed, trace=trace) as loop, log_to(trace):
         # A separate call: the loop collects garbage when it closes, and the world must be
         # garbage by then.
         return _judged(loop, scenario, shipped or Shipped(), trace)
@@ -49,18 +120,12 @@ def _judged(loop: VirtualLoop, scenario: Scenario, shipped: Shipped, trace: Trac
             trace.add(line)
     for failure in loop.failures:
         judge.violate(failure)
-    waits = Waits()
-    for wait in (judge.requests.waits.longest, judge.requests.waits.latest):
-        if wait is not None:
-            waits.add(msgspec.structs.replace(wait, seed=scenario.seed))
     return Played(
         seed=scenario.seed,
-        profile=scenario.profile,
         violations=judge.violations,
         counts=dict(judge.counts),
-        waits=waits,
+        longest_wait_s=judge.requests.longest_wait_s,
         cancel_s=judge.cancels.longest_s,
-        virtual_s=loop.time() - START_S,
         fingerprint=loop.fingerprint(),
     )
 

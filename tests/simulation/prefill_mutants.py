@@ -1,10 +1,8 @@
-"""Prefill workers without one of their safeguards, which the simulation must detect."""
+"""Prefill workers, and clients of NATS, etcd and workers, without one of their safeguards, which
+the simulation must detect."""
 
-import abc
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,107 +11,67 @@ from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.policy.attempts.grants import GrantWanted
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import decode_job
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion
-from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
+from dynamo_lite.queue.base import Job
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.queue.puller import JetStreamJob
+from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
+from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.etcd.watch import EtcdWatch
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.permits import always_granted
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.runtime.process.component import Host
+from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.simulation.engine.assembly import EngineSetup
-from tests.simulation.engine.mover import SimMover
 from tests.simulation.loop.process import PROCESS
-from tests.simulation.mutant import Mutant
-from tests.simulation.shipped import Shipped
+from tests.simulation.shipped import Mutant, Shipped
 
 
-class _Mutant(Shipped):
-    """Its prefill workers are of another class."""
-
-    kind: type[PrefillWorker]
-
-    def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
-    ) -> PrefillWorker:
-        return self.kind(config, spec, parts)
-
-
-class _PullsOtherwise(Shipped, abc.ABC):
-    """Something happens to each job that its prefill workers pull."""
-
-    @contextlib.asynccontextmanager
-    async def queue(
-        self, opened: AbstractAsyncContextManager[PrefillQueue]
-    ) -> AsyncIterator[PrefillQueue]:
-        async with opened as queue:
-            pull = queue.pull
-
-            async def pull_otherwise(**wanted: Any) -> Job | None:
-                job = await pull(**wanted)
-                return None if job is None else await self._pulled(job)
-
-            queue.pull = pull_otherwise
-            yield queue
-
-    @abc.abstractmethod
-    async def _pulled(self, job: Job) -> Job | None:
-        """What the worker gets; None: nothing."""
-
-
-class AckOnDequeue(_PullsOtherwise):
+async def _ack_on_dequeue(job: Job) -> Job | None:
     """A job is acknowledged when it is pulled, not when it has ended."""
+    await job.ack()
+    return job
 
-    async def _pulled(self, job: Job) -> Job | None:
-        await job.ack()
+
+async def _by_wall_clock(job: Job) -> Job | None:
+    """A worker drops jobs that are past their deadline by its own host's wall clock."""
+    if decode_job(job.payload).deadline >= PROCESS.get().wall():
         return job
+    await job.ack()
+    return None
 
 
-class NoFence(Shipped):
+class _NoFence(PrefillRank):
     """A writer does not check whether its lease is alive."""
 
-    def prefill_rank(
-        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
-    ) -> PrefillRank:
-        return super().prefill_rank(replace(setup, alive=lambda: True), mover, metadata)
+    def __init__(self, mover: Any, own: Any, rank: int, alive: Any, *more: Any, **named: Any):
+        super().__init__(mover, own, rank, lambda: True, *more, **named)
 
 
-class NoPermit(Shipped):
+class _NoPermit(PrefillRank):
     """A writer does not wait for the grant of its claim, but writes what it has computed."""
 
-    def prefill_rank(
-        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
-    ) -> PrefillRank:
-        return super().prefill_rank(replace(setup, verdict=always_granted), mover, metadata)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs | {"verdict": always_granted})
 
 
-class _TrustingWorker(PrefillWorker):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        assert self._jobs is not None
-
-        def unchecked(grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
-            assert grant is not None and wanted
-            return HeldGrant(grant.id, grant.for_s - elapsed_s)
-
-        self._jobs._claims._checked = unchecked
-        return facts
-
-
-class NoGrantCheck(_Mutant):
+def _no_grant_check(worker: PrefillWorker, host: Host) -> None:
     """A writer takes each grant for its own."""
+    assert worker._jobs is not None
 
-    kind = _TrustingWorker
+    def unchecked(grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
+        assert grant is not None and wanted
+        return HeldGrant(grant.id, grant.for_s - elapsed_s)
 
-
-class _ByAddressWorker(PrefillWorker):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        assert self._jobs is not None
-        self._jobs._runner._directory = _ByAddress(host.store, host.spec.namespace)
-        return facts
+    worker._jobs._claims._checked = unchecked
 
 
 class _ByAddress(MetadataDirectory):
@@ -131,67 +89,148 @@ class _ByAddress(MetadataDirectory):
         return msgspec.structs.replace(found, ranks=(rank,))
 
 
-class MetadataByAddress(_Mutant):
+def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
     """The memory layout of a decode engine is kept by its address, not by its incarnation."""
-
-    kind = _ByAddressWorker
-
-
-class _SilentWorker(PrefillWorker):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        assert self._jobs is not None
-        runner = self._jobs._runner
-        hand_back = runner._hand_back
-
-        async def hand_back_others(request: Any, outcome: Any, why: str, counted: str) -> JobEnd:
-            if counted == "used_up":
-                return JobEnd("used_up", why)
-            return await hand_back(request, outcome, why, counted)
-
-        runner._hand_back = hand_back_others
-        return facts
+    assert worker._jobs is not None
+    worker._jobs._runner._directory = _ByAddress(host.store, host.spec.namespace)
 
 
-class SilentlyUsedUp(_Mutant):
+def _silently_used_up(worker: PrefillWorker, host: Host) -> None:
     """A job that was delivered too often is dropped without a report to its engine."""
+    assert worker._jobs is not None
+    runner = worker._jobs._runner
+    hand_back = runner._hand_back
 
-    kind = _SilentWorker
+    async def hand_back_others(request: Any, outcome: Any, why: str, counted: str) -> JobEnd:
+        if counted == "used_up":
+            return JobEnd("used_up", why)
+        return await hand_back(request, outcome, why, counted)
 
-
-class WallClockDeadline(_PullsOtherwise):
-    """A worker drops jobs that are past their deadline by its own host's wall clock."""
-
-    async def _pulled(self, job: Job) -> Job | None:
-        if decode_job(job.payload).deadline >= PROCESS.get().wall():
-            return job
-        await job.ack()
-        return None
+    runner._hand_back = hand_back_others
 
 
-class _GreedyWorker(PrefillWorker):
-    async def start(self, host: Host) -> dict[str, Any]:
-        facts = await super().start(host)
-        assert self._jobs is not None
-        for index in range(2):
-            host.spawn(self._jobs.run(), f"more-prefill-jobs-{index}")
-        return facts
-
-
-class HoldsTooManyJobs(_Mutant):
+def _hold_too_many(worker: PrefillWorker, host: Host) -> None:
     """A worker pulls more jobs than it may hold at a time."""
+    assert worker._jobs is not None
+    for index in range(2):
+        host.spawn(worker._jobs.run(), f"more-prefill-jobs-{index}")
 
-    kind = _GreedyWorker
 
+def _worker(violates: str, change: Callable[[PrefillWorker, Host], None]) -> Mutant:
+    """change: called with each prefill worker that has started."""
+
+    class Changed(PrefillWorker):
+        async def start(self, host: Host) -> dict[str, Any]:
+            facts = await super().start(host)
+            change(self, host)
+            return facts
+
+    return Mutant(violates, Shipped(prefill_worker=Changed))
+
+
+class _RedeliveryLost(JetStreamQueue):
+    """After a reconnect the client of a worker's queue drops redelivered jobs."""
+
+    _reconnected = False
+
+    def _on_connection(self, connected: bool) -> None:
+        super()._on_connection(connected)
+        self._reconnected = self._reconnected or connected
+
+    async def pull(
+        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
+    ) -> JetStreamJob | None:
+        job = await super().pull(timeout_s=timeout_s, lanes=lanes)
+        return None if job is not None and self._reconnected and job.deliveries > 1 else job
+
+
+class _LateResume(EtcdStore):
+    """A watch that resumes after an outage starts one revision too late."""
+
+    @contextlib.asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
+        async with super().watch(prefix) as watch:
+            history_holds, request = watch._history_holds, watch._request
+            resumes = False
+
+            async def note_history_holds() -> bool:
+                nonlocal resumes
+                resumes = await history_holds()
+                return resumes
+
+            def late_request() -> Any:
+                made = request()
+                made.create_request.start_revision += resumes
+                return made
+
+            watch._history_holds, watch._request = note_history_holds, late_request
+            yield watch
+
+
+class _LeaseFromAnswer(EtcdStore):
+    """A lease's deadline is computed from the answer to its refresh, not from the request."""
+
+    @contextlib.asynccontextmanager
+    async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
+        async with super().lease(ttl_s) as lease:
+            assert isinstance(lease, ThreadedLease)
+            inner = lease._inner
+            refresh = inner._refresh
+
+            async def refresh_from_answer() -> bool:
+                deadline = inner.deadline
+                settled = await refresh()
+                if inner.deadline > deadline:
+                    inner._deadline = inner._boottime() + inner.ttl_s
+                return settled
+
+            inner._refresh = refresh_from_answer
+            yield lease
+
+
+def _waiting_for_broker(make: MakeTransport, messaging: Messaging) -> MakeTransport:
+    """A request to a decode worker waits while NATS is away."""
+
+    def make_waiting(on_deltas: OnDeltas, on_lost: OnLost) -> GenerateClient:
+        client = make(on_deltas, on_lost)
+        submit = client.submit
+
+        async def submit_connected(member: EndpointRecord, request: GenerateRequest) -> None:
+            await messaging.wait_connected(30.0)
+            await submit(member, request)
+
+        client.submit = submit_connected
+        return client
+
+    return make_waiting
+
+
+class _StartsOver(FailoverClient):
+    """A request that migrates begins anew for its caller, too."""
+
+    async def _migrate(self, flight: MigratingRequest, gone: str) -> None:
+        flight._sent.clear()
+        await super()._migrate(flight, gone)
+
+
+_ASTRAY = "which is not the attempt's"
+_UNCLAIMED = "still waits for a claim"
 
 #: By the name that the command line takes.
 PREFILL_MUTANTS: dict[str, Mutant] = {
-    "ack-on-dequeue": Mutant(AckOnDequeue, "still waits for a claim"),
-    "no-fence": Mutant(NoFence, "which is not the attempt's"),
-    "no-permit": Mutant(NoPermit, "which is not the attempt's"),
-    "no-grant-check": Mutant(NoGrantCheck, "which is not the attempt's"),
-    "metadata-by-address": Mutant(MetadataByAddress, "which is not the attempt's"),
-    "silently-used-up": Mutant(SilentlyUsedUp, "still waits for a claim"),
-    "wall-clock-deadline": Mutant(WallClockDeadline, "still waits for a claim"),
-    "holds-too-many-jobs": Mutant(HoldsTooManyJobs, "jobs at a time"),
+    "ack-on-dequeue": Mutant(_UNCLAIMED, Shipped(pulled=_ack_on_dequeue)),
+    "no-fence": Mutant(_ASTRAY, Shipped(prefill_rank=_NoFence)),
+    "no-permit": Mutant(_ASTRAY, Shipped(prefill_rank=_NoPermit)),
+    "no-grant-check": _worker(_ASTRAY, _no_grant_check),
+    "metadata-by-address": _worker(_ASTRAY, _metadata_by_address),
+    "silently-used-up": _worker(_UNCLAIMED, _silently_used_up),
+    "wall-clock-deadline": Mutant(_UNCLAIMED, Shipped(pulled=_by_wall_clock)),
+    "holds-too-many-jobs": _worker("jobs at a time", _hold_too_many),
+    "redelivery-lost": Mutant("jobs on the queue", Shipped(queue=_RedeliveryLost)),
+    "late-resume": Mutant("the watch on", Shipped(store=_LateResume)),
+    "lease-from-answer": Mutant("etcd has given up lease", Shipped(store=_LeaseFromAnswer)),
+    "waits-for-broker": Mutant(
+        "for a worker, and all were up", Shipped(transport=_waiting_for_broker)
+    ),
+    "moves-from-its-start": Mutant("is wrong", Shipped(failover_client=_StartsOver)),
 }

@@ -6,9 +6,72 @@ seconds after the start.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
+from dynamo_lite.protocol.options import PlannerOptions
+from dynamo_lite.protocol.planner import ChangePhase
 from tests.simulation.engine.model import Sampling
-from tests.simulation.planner_scenario import PlannerScenario
+
+
+@dataclass(frozen=True)
+class Step:
+    """A moment in a change of the numbers: its record gets this phase."""
+
+    kind: Literal["add", "remove"]
+    phase: ChangePhase
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.phase}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadStarts:
+    """Workers that are started in this time are never ready: they end, or hang."""
+
+    from_s: float
+    to_s: float
+    hang: bool
+    #: Only those that were ready before and have crashed, and only until the end of this time.
+    restarts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """An operator sets the number of a component's workers, also without the planner."""
+
+    at_s: float
+    component: str
+    count: int
+    #: `dynamo-lite scale` asks the supervisor; `dynamo-lite planner set` asks the planner.
+    by_scale: bool = False
+
+    def __str__(self) -> str:
+        command = "scale" if self.by_scale else "planner set"
+        return f"{self.at_s:10.6f}  {command} {self.component}={self.count}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerScenario:
+    """Its planners, and what happens to them."""
+
+    #: Number of planners, including the one in a dry run.
+    planners: int
+    #: Whether the last planner is in a dry run.
+    one_is_dry: bool
+    #: Whether the connector chooses which worker ends, and ends it at once, as Kubernetes may. If
+    #: not, the supervisor of `serve` runs the workers.
+    pods: bool
+    options: PlannerOptions
+    #: Of the host; a worker has one.
+    devices: int
+    #: kill -9 of the planner that leads, in each of these moments once.
+    crashes: tuple[Step, ...] = ()
+    bad_starts: tuple[BadStarts, ...] = ()
+    wishes: tuple[Wish, ...] = field(default=())
+
+    def is_dry(self, index: int) -> bool:
+        return self.one_is_dry and index == self.planners - 1
+
 
 #: The load begins when the workers are up, which is about then.
 LOAD_FROM_S = 2.0

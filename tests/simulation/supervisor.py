@@ -1,21 +1,34 @@
-"""Keeps simulated processes running, as the supervisor of `serve` does real ones.
+"""Processes and servers of a simulated cluster, which are kept running, and the faults in them.
 
 A component and its engine are two processes: the engine dies with its component,
 as by a parent-death signal, and may be stopped or killed apart from it.
 """
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.runtime.process.component import Host
 from tests.simulation.engine.assembly import SimEngineProcess
-from tests.simulation.invariants import Judge
-from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.loop.process import SimProcess, SimState
+from tests.simulation.network.network import Weather
+from tests.simulation.scenario import Fault, FaultKind
+from tests.simulation.servers.etcd import EtcdServer
+from tests.simulation.servers.etcd_data import EtcdData
+from tests.simulation.servers.nats_server import NatsServer
 
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+#: Of every simulated graph.
+NAMESPACE = "sim"
 #: After this time an operator starts an instance again that has left in order.
 _OPERATOR_S = 1.0
 _BACKOFF = Backoff(first_s=0.5, longest_s=4.0)
@@ -26,44 +39,14 @@ _NOT_REVOKED = 0.3
 _REVOKED_AFTER_S = (-3.0, 0.3)
 
 
-class SimLeaseRevoker:
-    """Revokes leases like `LeaseRevoker` of the product, after a random time, and not always.
-
-    revoke: takes a host and a lease id; returns whether it has revoked the lease.
-    """
-
-    def __init__(self, loop: VirtualLoop, judge: Judge, revoke: Callable[[str, int], bool]):
-        self._loop, self._judge, self._revoke = loop, judge, revoke
-        self._rng = loop.stream("supervisors")
-
-    async def revoke(self, host: str, lease_id: int) -> None:
-        """host: of the process that has died."""
-        if self._rng.random() < _NOT_REVOKED:
-            return
-        await asyncio.sleep(10 ** self._rng.uniform(*_REVOKED_AFTER_S))
-        if self._revoke(host, lease_id):
-            self._loop.trace.add(f"{host}: its supervisor has revoked lease {lease_id:x}")
-            self._judge.counts["leases revoked by supervisors"] += 1
-
-
 class Slot:
-    """One supervised process and its engine; implements Home for the latter.
+    """One supervised process and its engine.
 
-    main: makes the process's work, to be run as that process. leases: revokes the lease of a
-    process that has died. alone: it was added to a running graph, and is not started again when
-    it ends before it was ready.
+    alone: it was added to a running graph, and is not started again when it ends before it was
+    ready.
     """
 
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        name: str,
-        judge: Judge,
-        main: Callable[["Slot"], Coroutine[Any, Any, int]],
-        leases: SimLeaseRevoker,
-        *,
-        alone: bool = False,
-    ):
+    def __init__(self, world: "World", name: str, *, alone: bool = False):
         self.name = name
         #: Written by the world.
         self.was_ready = False
@@ -71,14 +54,11 @@ class Slot:
         self.engine: SimProcess | None = None
         #: What the component got; None until it is connected.
         self.host: Host | None = None
-        self._loop, self._judge, self._main, self._leases = loop, judge, main, leases
+        self._world, self._loop, self._judge = world, world.loop, world.judge
         #: Of the last component that was connected; 0 until it is, and after its end.
         self._lease_id = 0
         self._stopping, self._alone = False, alone
         self._wake = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"Slot({self.name}, {self.process!r})"
 
     def processes(self) -> list[SimProcess]:
         """Those that are alive."""
@@ -92,7 +72,7 @@ class Slot:
             code = await self._run_once()
             self._judge.counts[f"exit {'killed' if code is None else code}"] += 1
             if code != 0 and self._lease_id:
-                await self._leases.revoke(self.name, self._lease_id)
+                await self._revoke(self._lease_id)
             if self._stopping or (self._alone and not self.was_ready):
                 break
             delay_s = _OPERATOR_S
@@ -123,11 +103,21 @@ class Slot:
             self.process.kill()
 
     async def _pause(self, delay_s: float) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
+
+    async def _revoke(self, lease_id: int) -> None:
+        """As `LeaseRevoker` of the product, after a random time, and not always."""
+        rng = self._world.supervisors_rng
+        if rng.random() < _NOT_REVOKED:
+            return
+        await asyncio.sleep(10 ** rng.uniform(*_REVOKED_AFTER_S))
+        etcd = self._world.etcd
+        if etcd.process.running and not self._world.network.is_cut(self.name, "etcd"):
+            if etcd.revoke(lease_id):
+                self._loop.trace.add(f"{self.name}: its supervisor has revoked lease {lease_id:x}")
+                self._judge.counts["leases revoked by supervisors"] += 1
 
     async def _run_once(self) -> int | None:
         """Its exit code; None when it was killed."""
@@ -141,7 +131,7 @@ class Slot:
                 ended.set()
 
         process.watchers.append(died)
-        task = process.spawn(self._main(self), name=f"main {self.name}")
+        task = process.spawn(self._world.run(self), name=f"main {self.name}")
         task.add_done_callback(lambda _: ended.set())
         await ended.wait()
         self._lease_id = 0 if self.host is None else self.host.lease.id
@@ -155,7 +145,7 @@ class Slot:
             return 1
         return task.result()
 
-    # Home
+    # The engine's process
 
     def start_engine(
         self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
@@ -188,3 +178,180 @@ class Slot:
     def _end_engine(self) -> None:
         if self.engine is not None:
             self.engine.kill()
+
+
+#: Shortest time for which a killed server is down.
+_SERVER_RESTART_S = 0.3
+
+
+class FaultInjector:
+    """In the slots and servers of a world."""
+
+    def __init__(self, world: "World"):
+        self._world, self._network = world, world.network
+        #: Pauses that have ended: the name of the slot or server, start and end.
+        self._paused: list[tuple[str, float, float]] = []
+        self._pauses: Counter[SimProcess] = Counter()
+        self._partitions: Counter[tuple[str, str]] = Counter()
+
+    async def inject(self, fault: Fault) -> None:
+        """Returns when the fault is over."""
+        self._network.loop.trace.add(f"FAULT {fault}", "world")
+        match fault.kind:
+            case FaultKind.CRASH | FaultKind.ENGINE_CRASH | FaultKind.DRAIN | FaultKind.REVOKE:
+                self._end(fault)
+            case FaultKind.PAUSE | FaultKind.COMPONENT_PAUSE | FaultKind.ENGINE_PAUSE:
+                await self._pause(fault.target, self._paused_by(fault), fault.for_s)
+            case FaultKind.BROKER_PAUSE:
+                await self._pause("nats", [self._world.nats.process], fault.for_s)
+            case FaultKind.STORE_PAUSE:
+                await self._pause("etcd", [self._world.etcd.process], fault.for_s)
+            case FaultKind.ISOLATE | FaultKind.CUT:
+                await self._partition(fault)
+            case FaultKind.WEATHER:
+                await self._worsen_weather(fault)
+            case FaultKind.WALL_JUMP:
+                self._network.loop.jump_wall(fault.target, fault.amount)
+            case FaultKind.BROKER_CRASH | FaultKind.STORE_CRASH | FaultKind.STORE_WIPE:
+                await self._restart(fault)
+
+    def held_up_s(self, name: str, begin: float, end: float) -> float:
+        """Seconds for which `name` was stopped between two times."""
+        return sum(
+            max(0.0, min(end, until) - max(begin, since))
+            for who, since, until in self._paused
+            if who == name
+        )
+
+    def _end(self, fault: Fault) -> None:
+        slot = self._world.slots.get(fault.target)
+        if slot is None:
+            return
+        if fault.kind is FaultKind.ENGINE_CRASH:
+            if slot.engine is not None:
+                slot.engine.kill()
+        elif fault.kind is FaultKind.CRASH:
+            if slot.process is not None:
+                slot.process.kill()
+        elif fault.kind is FaultKind.DRAIN:
+            slot.terminate()
+        elif slot.host is not None:
+            self._world.etcd.revoke(slot.host.lease.id)
+
+    def _paused_by(self, fault: Fault) -> list[SimProcess]:
+        slot = self._world.slots.get(fault.target)
+        if slot is None:
+            return []
+        if fault.kind is FaultKind.PAUSE:
+            return slot.processes()
+        half = slot.engine if fault.kind is FaultKind.ENGINE_PAUSE else slot.process
+        return [half] if half is not None and not half.dead else []
+
+    async def _pause(self, name: str, processes: list[SimProcess], for_s: float) -> None:
+        """Pauses may overlap: a process resumes at the end of the last one."""
+        began = self._network.loop.time()
+        for process in processes:
+            self._pauses[process] += 1
+            process.pause()
+        await asyncio.sleep(for_s)
+        for process in processes:
+            self._pauses[process] -= 1
+            if not self._pauses[process]:
+                process.resume()
+        self._paused.append((name, began, self._network.loop.time()))
+
+    async def _partition(self, fault: Fault) -> None:
+        """Partitions may overlap: hosts are reconnected at the end of the last one."""
+        network, here, there = self._network, fault.target, fault.other
+        count = self._partitions
+        count[here, there] += 1
+        if count[here, there] == 1:
+            network.cut(here, there) if there else network.isolate(here)
+        await asyncio.sleep(fault.for_s)
+        count[here, there] -= 1
+        if not count[here, there]:
+            network.heal(here, there) if there else network.rejoin(here)
+
+    async def _worsen_weather(self, fault: Fault) -> None:
+        bad = fault.amount
+        self._network.weather = Weather(
+            delay_s=0.0005, spread_s=bad, loss=bad / 2, duplicate=bad / 2, reorder=bad
+        )
+        await asyncio.sleep(fault.for_s)
+        self._network.weather = Weather()
+
+    async def _restart(self, fault: Fault) -> None:
+        broker = fault.kind is FaultKind.BROKER_CRASH
+        server = self._world.nats if broker else self._world.etcd
+        server.process.kill()
+        await asyncio.sleep(max(fault.for_s, _SERVER_RESTART_S))
+        if server.process.dead:
+            server.start(wiped=fault.kind is FaultKind.STORE_WIPE)
+
+
+#: How often a wiped etcd has the same cluster id as before, and how often an etcd that is
+#: restarted with its data has compacted its history.
+_SAME_CLUSTER, _COMPACTED = 0.7, 0.3
+
+
+class Nats:
+    """The world's broker. Its queues are in memory, and are lost with its process."""
+
+    def __init__(self, world: "World"):
+        self._world = world
+        self.start()
+
+    def start(self, *, wiped: bool = True) -> None:
+        self.process = self._world.loop.add_process("nats")
+        self.server = NatsServer(self._world.network, self.process)
+        self.process.watchers.append(self._changed)
+        self._world.broker_started()
+
+    def _changed(self, _: SimProcess, state: SimState) -> None:
+        if state is SimState.DEAD and self._world.planning is not None:
+            self._world.planning.broker_ended()
+
+    def attempts(self) -> set[str]:
+        """The attempts with a job on the queue, waiting or pulled."""
+        return {decode_job(payload).attempt for payload in self.jobs()}
+
+    def jobs(self) -> list[bytes]:
+        """Those on the prefill queue, waiting or pulled."""
+        return self.server.jetstream.payloads(names.prefill_stream(NAMESPACE))
+
+
+class Etcd:
+    """The world's store. What it holds is on a disk."""
+
+    def __init__(self, world: "World"):
+        self._world = world
+        self._random = world.loop.stream("etcd").random
+        self.data = EtcdData()
+        #: Leases that the faults have revoked, or that their owners must take for revoked.
+        self.revoked: set[int] = set()
+        self.start()
+
+    def start(self, *, wiped: bool = False) -> None:
+        self.process = self._world.loop.add_process("etcd")
+        if wiped:
+            leases = self.data.leases.items()
+            self.revoked |= {i for i, lease in leases if lease.unmarked and not lease.keys}
+            self.data = self.data.wiped(same_cluster=self._random() < _SAME_CLUSTER)
+            if self._world.planning is not None:
+                self._world.planning.judge.wiped()
+        elif self._random() < _COMPACTED:
+            self.data.compact(self.data.revision)
+        self.server = EtcdServer(
+            self._world.network,
+            self.process,
+            self.data,
+            on_expiry=self._world.lease_expired,
+            slowest_answer_s=self._world.scenario.slowest_store_answer_s,
+        )
+
+    def revoke(self, lease_id: int) -> bool:
+        """Returns whether there was such a lease."""
+        found = not self.process.dead and self.server.revoke(lease_id)
+        if found:
+            self.revoked.add(lease_id)
+        return found

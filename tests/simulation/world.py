@@ -1,38 +1,110 @@
 """One simulated cluster: servers, supervised components, engines, the wire between them."""
 
 import asyncio
+import contextlib
 import contextvars
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
-from dynamo_lite.runtime.process.component import Component, ProcessSpec
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
-from dynamo_lite.runtime.store import Store
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from tests.simulation.client import SimFrontend, Story
-from tests.simulation.cluster import NAMESPACE, Etcd, Nats, Watched
 from tests.simulation.engine.mover import Fabric, Wire
-from tests.simulation.faults import FaultInjector
 from tests.simulation.graph_supervisor import STATE_DIR
 from tests.simulation.intruder import Intruder
 from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.loop.process import SimProcess, SimState
 from tests.simulation.network.network import Network
-from tests.simulation.parts import SimParts, surroundings
+from tests.simulation.parts import (
+    SimParts,
+    decode_options,
+    model_options,
+    prefill_options,
+    surroundings,
+)
 from tests.simulation.planning import Planning
 from tests.simulation.scenario import Ask, Scenario
-from tests.simulation.servers.etcd_backend import etcd_backend
+from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd_data import EtcdData
 from tests.simulation.servers.nats_server import URL
 from tests.simulation.shipped import Shipped
-from tests.simulation.supervisor import SimLeaseRevoker, Slot
-from tests.simulation.views import Views
-from tests.simulation.worker_options import decode_options, model_options, prefill_options
+from tests.simulation.supervisor import NAMESPACE, Etcd, FaultInjector, Nats, Slot
+
+
+class View(AsyncIterator[WatchEvent]):
+    """The events of one watch."""
+
+    def __init__(self, process: SimProcess, prefix: str, events: AsyncIterator[WatchEvent]):
+        self.process, self.prefix = process, prefix
+        #: The content after the events received so far; None before the first one.
+        self.entries: dict[str, bytes] | None = None
+        self._events = events
+
+    def __aiter__(self) -> "View":
+        return self
+
+    async def __anext__(self) -> WatchEvent:
+        event = await anext(self._events)
+        match event:
+            case Snapshot(entries):
+                self.entries = dict(entries)
+            case Put(key, value):
+                assert self.entries is not None
+                self.entries[key] = value
+            case Delete(key):
+                assert self.entries is not None
+                self.entries.pop(key, None)
+        return event
+
+
+class Views:
+    """The views of all open watches."""
+
+    def __init__(self) -> None:
+        self._open: dict[View, None] = {}
+
+    @contextlib.asynccontextmanager
+    async def seen(
+        self, opened: AbstractAsyncContextManager[EtcdStore], process: SimProcess
+    ) -> AsyncIterator[EtcdStore]:
+        """Opens the store of `process`, and records its watches here."""
+        async with opened as store:
+            watch = store.watch
+
+            @contextlib.asynccontextmanager
+            async def noted(prefix: str) -> AsyncIterator[Any]:
+                async with watch(prefix) as events:
+                    view = View(process, prefix, events)
+                    self._open[view] = None
+                    try:
+                        yield view
+                    finally:
+                        del self._open[view]
+
+            store.watch = noted
+            yield store
+
+    def differing(self, data: EtcdData) -> str | None:
+        """The first watch with another content than the store; None if all agree."""
+        for view in self._open:
+            if view.process.dead:
+                continue
+            held = data.matching(view.prefix)
+            if view.entries != held:
+                keys = sorted({*held, *(view.entries or ())})
+                wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]
+                return f"{view.process}: the watch on {view.prefix} is wrong about {wrong}"
+        return None
+
 
 _GRACE_S = 20.0
 _COMPONENTS = {
@@ -52,10 +124,7 @@ class World:
         self.loop, self.scenario, self.shipped = loop, scenario, shipped
         self.network = Network(loop)
         self.judge = Judge(
-            lambda: loop.time(),
-            lambda text: loop.trace.add(text),
-            faultless=not scenario.faults,
-            only_broker_fails=scenario.only_broker_fails,
+            loop, faultless=not scenario.faults, only_broker_fails=scenario.only_broker_fails
         )
         self.fabric = Fabric(
             loop.stream("fabric"),
@@ -64,39 +133,27 @@ class World:
             on_read=self.judge.reading,
             joined=lambda here, there: not self.network.is_cut(here, there),
         )
-        self._intruder: Intruder | None = None
+        self.intruder: Intruder | None = None
         if scenario.intruded:
             rng = loop.stream("intruder")
-            self._intruder = Intruder(rng, self.fabric, self.judge.counts)
-            self.fabric.on_notice = self._intruder.notified
+            self.intruder = Intruder(rng, self.fabric, self.judge.counts)
+            self.fabric.on_notice = self.intruder.notified
         self.planning: Planning | None = None
-        self.nats = Nats(self.network, self._broker_started, self._broker_ended)
-        self.etcd = Etcd(
-            self.network, self._lease_expired, scenario.slowest_store_answer_s, self._store_wiped
-        )
-        self._revoker = SimLeaseRevoker(loop, self.judge, self._revoke)
-        self.slots = {
-            name: Slot(loop, name, self.judge, self._main, self._revoker) for name in scenario.slots
-        }
+        self.nats, self.etcd = Nats(self), Etcd(self)
+        self.supervisors_rng = loop.stream("supervisors")
+        self.slots = {name: Slot(self, name) for name in scenario.slots}
         self.clients: dict[str, SimFrontend] = {}
         self.prefill: dict[str, PrefillWorker] = {}
         #: Ready processes, and since when.
         self.ready: dict[str, float] = {}
-        self.faults = FaultInjector(
-            self.network,
-            self.slots,
-            {"nats": self.nats, "etcd": self.etcd},
-            self.etcd.revoke,
-        )
+        self.faults = FaultInjector(self)
         for host, ahead_s in scenario.clock_skews:
             loop.jump_wall(host, ahead_s)
         self._views = Views()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         if scenario.planner is not None:
-            self.planning = Planning(
-                self, scenario.planner, self.network, self.judge, self.etcd, scenario.lease_ttl_s
-            )
-        self._model = model_options(scenario)
+            self.planning = Planning(self, scenario.planner)
+        self.model = model_options(scenario)
 
     def start(self) -> None:
         for name, slot in self.slots.items():
@@ -107,21 +164,22 @@ class World:
     # Slots that come and go
 
     def open_slot(self, name: str) -> Slot:
-        slot = Slot(self.loop, name, self.judge, self._main, self._revoker, alone=True)
-        self.slots[name] = slot
-        keeper = self.loop.create_task(
+        """Adds it to the running graph, and starts its process, in the context of no process."""
+        slot = self.slots[name] = Slot(self, name, alone=True)
+        self._keepers[name] = self.loop.create_task(
             slot.keep(), name=f"keep {name}", context=contextvars.Context()
         )
-        self._keepers[name] = keeper
         return slot
 
     def keeper_of(self, name: str) -> asyncio.Task[None]:
+        """Ends when the slot's process has ended for good."""
         return self._keepers[name]
 
     def close_slot(self, name: str) -> None:
         del self.slots[name]
 
     def lease_of(self, name: str) -> int:
+        """Of the slot's process while it is ready; else 0."""
         host = self.slots[name].host if name in self.ready and name in self.slots else None
         return 0 if host is None else host.lease.id
 
@@ -141,7 +199,7 @@ class World:
         if stories := self.judge.requests.under_way():
             return f"{len(stories)} requests have not ended: {stories[0].ask.request_id}"
         if jobs := self.nats.jobs():
-            return f"{jobs} jobs on the queue"
+            return f"{len(jobs)} jobs on the queue"
         if self.planning is not None and (left := self.planning.unsettled()):
             return left
         return self.judge.unsettled() or self._views.differing(self.etcd.data)
@@ -149,7 +207,9 @@ class World:
     def left_keys(self) -> list[str]:
         """Keys in the store that should have gone with their processes."""
         target = names.planner_target_key(NAMESPACE)
-        return [key for key in self.etcd.keys() if self.planning is None or key != target]
+        return [
+            key for key in self.etcd.data.matching("") if self.planning is None or key != target
+        ]
 
     async def stop(self, slots: Sequence[str], within_s: float) -> None:
         """Drains these processes, all at once."""
@@ -162,7 +222,7 @@ class World:
 
     # What runs in the slots
 
-    async def _main(self, slot: Slot) -> int:
+    async def run(self, slot: Slot) -> int:
         """One incarnation; runs as its process."""
         process = self.loop.current_process()
         process.watchers.append(lambda _, state: self._changed(slot.name, state))
@@ -191,43 +251,25 @@ class World:
         component = self._component(kind, slot, spec, process)
         if self.planning is not None:
             component = self.planning.worker(slot, component)
-        return await run_process(
-            spec,
-            Watched(component, slot),
-            report,
-            surroundings(
-                self.network,
-                process,
-                self.open_store,
-                self.judge.heard,
-                self.judge.said,
-                self._intruder,
-                with_status=self.planning is not None,
-            ),
-        )
+        start = component.start
+
+        async def start_in_slot(host: Host) -> Any:
+            slot.host = host
+            return await start(host)
+
+        component.start = start_in_slot
+        return await run_process(spec, component, report, surroundings(self, process))
 
     def _component(
         self, kind: str, slot: Slot, spec: ProcessSpec, process: SimProcess
     ) -> Component:
-        if self.planning is not None and (planner := self.planning.planner(kind, spec)):
-            return planner
+        if self.planning is not None and kind == "planner":
+            return self.planning.planner(spec)
         if kind == "client":
-            on_story = self._on_story(slot.name)
-            client = SimFrontend(spec, on_story, self.shipped)
+            client = SimFrontend(spec, self._on_story(slot.name), self.shipped)
             self.clients[slot.name] = client
             return client
-        parts = SimParts(
-            network=self.network,
-            open_store=self.open_store,
-            fabric=self.fabric,
-            judge=self.judge,
-            shipped=self.shipped,
-            model=self._model,
-            slot=slot,
-            process=process,
-            rng=self.loop.stream(f"{process}"),
-            intruder=self._intruder,
-        )
+        parts = SimParts(self, slot, process, self.loop.stream(f"{process}"))
         if kind == "prefill":
             options = prefill_options(self.scenario)
             worker = self.prefill[slot.name] = self.shipped.prefill_worker(options, spec, parts)
@@ -249,34 +291,21 @@ class World:
         return on_story
 
     def open_store(self) -> AbstractAsyncContextManager[Store]:
-        opened = self.shipped.store(etcd_backend(self.network))
+        """For the running process."""
+        opened = self.shipped.store(ETCD_URL, backend=etcd_backend(self.network))
         return self._views.seen(opened, self.loop.current_process())
 
-    def _revoke(self, host: str, lease_id: int) -> bool:
-        """As the supervisor on this host. Returns whether the lease was revoked."""
-        reached = self.etcd.process.state is SimState.RUNNING
-        reached = reached and not self.network.is_cut(host, "etcd")
-        return reached and self.etcd.revoke(lease_id)
-
-    def _lease_expired(self, lease_id: int) -> None:
+    def lease_expired(self, lease_id: int) -> None:
         for slot in self.slots.values():
             if slot.host is not None and slot.host.lease.id == lease_id and slot.processes():
                 lease = slot.host.lease
                 assert isinstance(lease, ThreadedLease)
                 self.judge.lease_expired(slot.name, lease_id, lease.deadline)
 
-    def _broker_started(self) -> None:
+    def broker_started(self) -> None:
         self.judge.broker_started()
         if self.planning is not None:
             self.planning.broker_started()
-
-    def _broker_ended(self) -> None:
-        if self.planning is not None:
-            self.planning.broker_ended()
-
-    def _store_wiped(self) -> None:
-        if self.planning is not None:
-            self.planning.judge.wiped()
 
     def _changed(self, name: str, state: SimState) -> None:
         if state is not SimState.DEAD:

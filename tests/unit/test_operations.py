@@ -25,7 +25,7 @@ from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import UnderWay
 from tests.builders import endpoint_record, graph_secret
 from tests.contract.planning import D, FakeSupervisor, P
-from tests.simulation.servers.memory_store import MemoryStore
+from tests.simulation.servers.memory import MemoryStore
 from tests.unit.planner_heir import Heir
 
 

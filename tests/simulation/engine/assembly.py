@@ -1,42 +1,222 @@
-"""Builds a simulated engine's process: pool, memory, mover, halves, core."""
+"""The process of a simulated engine: what it is built from, its steps, and their outputs.
+
+A step computes digests over real blocks and takes virtual time. The component
+is another process: it posts commands and receives outputs, and neither waits
+for the other.
+"""
 
 import asyncio
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
-from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.resume import CacheBlocks
-from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
-    PrefillEngineConfig,
 )
-from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.running_job import BlockIds
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.engine.base import EngineLoad
+from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
-from tests.simulation.engine.core import Outputs, SimCore, SimModelConfig
 from tests.simulation.engine.halves import (
     DecodeHalves,
     PrefillHalves,
     TaskBridge,
     rank_clock,
-    watch,
 )
-from tests.simulation.engine.memory import SimKvMemory
+from tests.simulation.engine.model import BlockPool, SimKvMemory, SimRequest, SimRequestStatus
 from tests.simulation.engine.mover import Fabric, SimMover
-from tests.simulation.engine.pool import BlockPool
-from tests.simulation.engine.request import SimRequest
+from tests.simulation.engine.scheduler import SimScheduler, StepPlan
+from tests.simulation.shipped import Shipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimModelConfig:
+    """Size and speed of a simulated engine; times in (virtual) seconds.
+
+    budget_tokens: computed in one step at most. A step takes step_s and token_s for
+    each token; one that has nothing to compute takes poll_s. load_s: the start.
+    """
+
+    model: str = "sim"
+    block_size: int = 4
+    num_blocks: int = 96
+    max_model_len: int = 192
+    budget_tokens: int = 48
+    max_running: int = 8
+    step_s: float = 0.004
+    token_s: float = 0.0005
+    poll_s: float = 0.02
+    load_s: float = 0.2
+    #: Whether an idle engine reports its load once more.
+    tells_load: bool = False
+
+
+@dataclass
+class Outputs:
+    """The outputs of one step, from the engine to its component."""
+
+    deltas: list[TokenDelta] = field(default_factory=list[TokenDelta])
+    counts: dict[str, Any] = field(default_factory=dict[str, Any])
+    load: EngineLoad = field(default_factory=EngineLoad)
+
+
+class SimCore:
+    """deliver: takes the outputs."""
+
+    def __init__(
+        self,
+        config: SimModelConfig,
+        pool: BlockPool,
+        memory: SimKvMemory,
+        halves: DecodeHalves | PrefillHalves,
+        *,
+        clock: Clock,
+        deliver: Callable[[Outputs], None],
+    ):
+        self.config, self.pool, self.memory, self.halves = config, pool, memory, halves
+        self.scheduler = SimScheduler(
+            pool,
+            config.block_size,
+            halves,
+            budget_tokens=config.budget_tokens,
+            max_running=config.max_running,
+        )
+        self._gave_tokens = False
+        #: The load that was reported last.
+        self._told = EngineLoad()
+        #: Called after each step with the time at which it was scheduled.
+        self.on_step: Callable[[float], None] = lambda scheduled_at: None
+        #: Called with the ids of requests that are about to be aborted.
+        self.on_abort: Callable[[Sequence[str]], None] = lambda request_ids: None
+        self._clock, self._deliver = clock, deliver
+        self._added: list[SimRequest] = []
+        self._aborted: list[str] = []
+        self._posted = asyncio.Event()
+        self._stopping = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it has a request that was not aborted. An abort is carried out after the step
+        that is being computed."""
+        requests = {*self.scheduler.requests, *(added.request_id for added in self._added)}
+        return not requests.issubset(self._aborted)
+
+    # Commands of the component
+
+    def add(self, request: SimRequest) -> None:
+        self._added.append(request)
+        self._posted.set()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._aborted += request_ids
+        self._posted.set()
+
+    def stop(self) -> None:
+        """`run` ends after the step that is being computed."""
+        self._stopping = True
+        self._posted.set()
+
+    # The engine's own process
+
+    async def run(self) -> None:
+        while not self._stopping:
+            self._apply_commands()
+            if self.scheduler.has_work:
+                await self._step()
+            else:
+                self._tell_load()
+                self._posted.clear()
+                await self._posted.wait()
+
+    def _apply_commands(self) -> None:
+        added, self._added = self._added, []
+        for request in added:
+            self.scheduler.add(request)
+        aborted, self._aborted = self._aborted, []
+        if aborted:
+            self.on_abort(aborted)
+            self.scheduler.abort(aborted)
+
+    async def _step(self) -> None:
+        config = self.config
+        scheduled_at = self._clock.monotonic()
+        plan = self.scheduler.schedule(scheduled_at)
+        self.halves.before_forward(plan.step)
+        tokens = plan.tokens
+        await asyncio.sleep(config.step_s + tokens * config.token_s if tokens else config.poll_s)
+        outputs = self._forward(plan)
+        results, report = self.halves.after_forward(plan.step)
+        self._end_generated(plan)
+        self.scheduler.apply_results(results, report)
+        outputs.counts = self.halves.take_counts()
+        self.on_step(scheduled_at)
+        self._gave_tokens = self._gave_tokens or bool(outputs.deltas)
+        if outputs.deltas or outputs.counts:
+            outputs.load = self._told = self._load()
+            self._deliver(outputs)
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            kv_usage=1 - self.pool.get_num_free_blocks() / max(1, self.pool.num_gpu_blocks - 1),
+            gave_tokens=self._gave_tokens,
+        )
+
+    def _tell_load(self) -> None:
+        """As vLLM does after the last request was aborted."""
+        if self.config.tells_load and (load := self._load()) != self._told:
+            self._told = load
+            self._deliver(Outputs(load=load))
+
+    def _forward(self, plan: StepPlan) -> Outputs:
+        """First the KV of all requests: prompts of one step may share blocks. Then the tokens."""
+        computed = [
+            (self.scheduler.requests[request_id], count)
+            for request_id, count in plan.num_scheduled_tokens.items()
+        ]
+        for request, count in computed:
+            end = request.num_computed_tokens
+            self.memory.fill(request.block_ids, end - count, request.states[end - count : end])
+        outputs = Outputs()
+        for request, _ in computed:
+            if request.num_computed_tokens == request.num_tokens:
+                outputs.deltas.append(self._sample(request))
+        return outputs
+
+    def _sample(self, request: SimRequest) -> TokenDelta:
+        first = not request.output_token_ids
+        kv = self.memory.read(request.block_ids, request.num_tokens)
+        request.take(token := request.sampler.draw(kv))
+        counts = PrefillCounts(
+            request.num_prompt_tokens,
+            request.cached_tokens,
+            request.external_tokens,
+            request.waited_s,
+            self._clock.monotonic() - request.arrived,
+        )
+        return TokenDelta(
+            request_id=request.request_id,
+            token_ids=[token],
+            finish_reason=request.finish_reason,
+            prefill=counts if first else None,
+        )
+
+    def _end_generated(self, plan: StepPlan) -> None:
+        for request_id in plan.num_scheduled_tokens:
+            request = self.scheduler.requests.get(request_id)
+            if request is None or request.status is not SimRequestStatus.RUNNING:
+                continue
+            if request.finish_reason is not None:
+                self.scheduler.finish(request)
+
 
 #: An incarnation's memory begins at most this many blocks after this address.
 _BASE, _SHIFTS = 1 << 20, 4
@@ -85,137 +265,102 @@ class SimEngineProcess:
             self.halves.rank.close()
 
 
-class Assembly:
-    """Makes engines of shipped parts. Mutants override its methods."""
+def build_engine(
+    parts: Shipped, setup: EngineSetup, deliver: Callable[[Outputs], None]
+) -> SimEngineProcess:
+    config, rng = setup.config, setup.rng
+    decodes = isinstance(setup.engine_config.role, DecodeEngineConfig)
+    shift = rng.randrange(_SHIFTS) * config.block_size * 8
+    memory = SimKvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
+    mover = SimMover(setup.fabric, setup.engine_config.engine_id, setup.address, memory)
+    pool = BlockPool(config.num_blocks)
+    metadata = _metadata(setup, mover)
 
-    def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> SimEngineProcess:
-        config, rng = setup.config, setup.rng
-        decodes = isinstance(setup.engine_config.role, DecodeEngineConfig)
-        shift = rng.randrange(_SHIFTS) * config.block_size * 8
-        memory = SimKvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
-        mover = SimMover(setup.fabric, setup.engine_config.engine_id, setup.address, memory)
-        pool = BlockPool(config.num_blocks)
-        metadata = self._metadata(setup, mover)
+    # The halves call these when the core runs.
+    def cache(request: SimRequest, tokens: int) -> None:
+        core.scheduler.cache(request, tokens)
 
-        # The halves call these when the core runs.
-        def cache(request: SimRequest, tokens: int) -> None:
-            core.scheduler.cache(request, tokens)
+    def block_ids(job: str) -> list[int]:
+        return core.scheduler.requests[job].block_ids
 
-        def block_ids(job: str) -> list[int]:
-            return core.scheduler.requests[job].block_ids
+    if decodes:
+        halves = _decode_halves(parts, setup, pool, cache, mover, metadata)
+    else:
+        halves = _prefill_halves(parts, setup, pool, block_ids, mover, metadata)
+    core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
+    return SimEngineProcess(setup, core, halves, mover, metadata)
 
-        if decodes:
-            halves = self.decode_halves(setup, pool, cache, mover, metadata)
-        else:
-            halves = self.prefill_halves(setup, pool, block_ids, mover, metadata)
-        core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
-        return SimEngineProcess(setup, core, halves, mover, metadata)
 
-    def decode_halves(
-        self,
-        setup: EngineSetup,
-        pool: BlockPool,
-        cache: CacheBlocks,
-        mover: SimMover,
-        metadata: EngineMetadata,
-    ) -> DecodeHalves:
-        bridges: list[TaskBridge] = []
-        grants = random.Random(f"grants/{setup.engine_config.engine_id}")
+def _decode_halves(
+    parts: Shipped,
+    setup: EngineSetup,
+    pool: BlockPool,
+    cache: CacheBlocks,
+    mover: SimMover,
+    metadata: EngineMetadata,
+) -> DecodeHalves:
+    grants = random.Random(f"grants/{setup.engine_config.engine_id}")
+    scheduler = parts.decode_scheduler(
+        setup.engine_config,
+        setup.config.block_size,
+        pool,
+        clients=setup.clients,
+        open_bridge=TaskBridge,
+        cache=cache,
+        clock=setup.clock,
+        ledger=parts.ledger(writer_grace_s=setup.engine_config.lease_ttl_s),
+        new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
+        new_grant=lambda: grants.getrandbits(63) or 1,
+        hash_block_size=setup.config.block_size,
+    )
+    scheduler.metadata = metadata
+    rank = parts.decode_rank(mover, metadata.ranks[0])
+    return DecodeHalves(scheduler, rank, setup.config.block_size)
 
-        def open_bridge(session: Any) -> TaskBridge:
-            bridges.append(TaskBridge(session))
-            return bridges[0]
 
-        scheduler = self.decode_scheduler(
-            setup.engine_config,
-            setup.config.block_size,
-            pool,
-            clients=setup.clients,
-            open_bridge=open_bridge,
-            cache=cache,
-            clock=setup.clock,
-            ledger=self.ledger(setup),
-            new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
-            new_grant=lambda: grants.getrandbits(63) or 1,
-            hash_block_size=setup.config.block_size,
-        )
-        scheduler.metadata = metadata
-        return DecodeHalves(
-            scheduler,
-            self.decode_rank(mover, metadata.ranks[0]),
-            bridges[0],
-            setup.config.block_size,
-        )
+def _prefill_halves(
+    parts: Shipped,
+    setup: EngineSetup,
+    pool: BlockPool,
+    block_ids: BlockIds,
+    mover: SimMover,
+    metadata: EngineMetadata,
+) -> PrefillHalves:
+    scheduler = PrefillScheduler(
+        setup.engine_config,
+        setup.config.block_size,
+        pool,
+        block_ids,
+        clients=setup.clients,
+        open_bridge=TaskBridge,
+        clock=setup.clock,
+    )
+    scheduler.metadata = metadata
+    rank = parts.prefill_rank(
+        mover,
+        metadata.ranks[0],
+        0,
+        setup.alive,
+        rank_clock(setup.clock),
+        verdict=setup.verdict,
+        grant_of=setup.grant_of,
+    )
+    return PrefillHalves(scheduler, rank, mover)
 
-    decode_rank: type[DecodeRank] = DecodeRank
 
-    def first_tokens(self, setup: EngineSetup) -> FirstTokens:
-        """Of an engine's component."""
-        return FirstTokens(CollectorRegistry(), setup.clock)
-
-    #: Makes a decode engine's scheduler half.
-    decode_scheduler: type[DecodeScheduler] = DecodeScheduler
-
-    def ledger(self, setup: EngineSetup) -> Ledger:
-        return Ledger(writer_grace_s=setup.engine_config.lease_ttl_s)
-
-    def prefill_halves(
-        self,
-        setup: EngineSetup,
-        pool: BlockPool,
-        block_ids: BlockIds,
-        mover: SimMover,
-        metadata: EngineMetadata,
-    ) -> PrefillHalves:
-        bridges: list[TaskBridge] = []
-
-        def open_bridge(session: Any) -> TaskBridge:
-            bridges.append(TaskBridge(session))
-            return bridges[0]
-
-        scheduler = PrefillScheduler(
-            setup.engine_config,
-            setup.config.block_size,
-            pool,
-            block_ids,
-            clients=setup.clients,
-            open_bridge=open_bridge,
-            clock=setup.clock,
-        )
-        scheduler.metadata = metadata
-        rank = self.prefill_rank(setup, mover, metadata)
-        return PrefillHalves(scheduler, rank, bridges[0], mover)
-
-    def prefill_rank(
-        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
-    ) -> PrefillRank:
-        role = setup.engine_config.role
-        assert isinstance(role, PrefillEngineConfig)
-        rank = PrefillRank(
-            mover,
-            metadata.ranks[0],
-            0,
-            setup.alive,
-            rank_clock(setup.clock),
-            verdict=setup.verdict,
-            grant_of=setup.grant_of,
-        )
-        watch(rank, mover)
-        return rank
-
-    def _metadata(self, setup: EngineSetup, mover: SimMover) -> EngineMetadata:
-        config = setup.config
-        rank = RankMetadata(
-            agent=mover.metadata(),
-            memory="DRAM",
-            device=0,
-            regions=mover.memory.regions(),
-        )
-        return EngineMetadata(
-            engine_id=setup.engine_config.engine_id,
-            lease_id=setup.engine_config.lease_id,
-            fingerprint={"model": config.model, "block_size": str(config.block_size)},
-            block_size_tokens=config.block_size,
-            num_blocks=config.num_blocks,
-            ranks=(rank,),
-        )
+def _metadata(setup: EngineSetup, mover: SimMover) -> EngineMetadata:
+    config = setup.config
+    rank = RankMetadata(
+        agent=mover.metadata(),
+        memory="DRAM",
+        device=0,
+        regions=mover.memory.regions(),
+    )
+    return EngineMetadata(
+        engine_id=setup.engine_config.engine_id,
+        lease_id=setup.engine_config.lease_id,
+        fingerprint={"model": config.model, "block_size": str(config.block_size)},
+        block_size_tokens=config.block_size,
+        num_blocks=config.num_blocks,
+        ranks=(rank,),
+    )

@@ -7,9 +7,10 @@ own, which can be stopped, killed or slow while its component works.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
@@ -40,51 +41,43 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.permits import Permit
-from tests.simulation.engine.assembly import Assembly, EngineSetup, SimEngineProcess
-from tests.simulation.engine.core import Outputs
-from tests.simulation.engine.model import VOCABULARY, Sampling, sampling_from_bytes
-from tests.simulation.engine.request import SimRequest
+from tests.simulation.engine.assembly import EngineSetup, Outputs, SimEngineProcess, build_engine
+from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, sampling_from_bytes
+from tests.simulation.shipped import Shipped
 
 _START_S = 15.0
 _STOP_S = 5.0
 _DESCRIBE_S = 5.0
 
 
-class EngineProcess(Protocol):
-    def kill(self) -> None: ...
-
-
-class Home(Protocol):
-    """Where engines' processes run."""
-
-    def start_engine(
-        self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
-    ) -> EngineProcess:
-        """Runs `main` as a process of its own; `on_end` is called in the caller's process
-        when it has ended, however it did."""
-        ...
+#: Takes the inside, the main function, and what to call at the end.
+StartEngine = Callable[[SimEngineProcess, Coroutine[Any, Any, None], Callable[[], None]], Any]
 
 
 class SimEngine:
-    """on_counts: takes what the halves have counted."""
+    """start_engine: runs a main function as a process of its own, and returns that; calls `on_end`
+    in the caller's process when it has ended, however it did. on_counts: takes what the halves have
+    counted."""
 
     def __init__(
         self,
         setup: EngineSetup,
         *,
-        home: Home,
-        assembly: Assembly,
+        start_engine: Callable[
+            [SimEngineProcess, Coroutine[Any, Any, None], Callable[[], None]], Any
+        ],
+        shipped: Shipped,
         messaging: Messaging,
         on_counts: Callable[[dict[str, Any]], None],
     ):
-        self._setup, self._home, self._assembly = setup, home, assembly
+        self._setup, self._start_engine, self._shipped = setup, start_engine, shipped
         self._messaging, self._on_counts = messaging, on_counts
         self._engine: SimEngineProcess | None = None
-        self._process: EngineProcess | None = None
+        self._process: Any = None
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
         self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()
         self._attempts = OpenAttempts()
-        self._first_tokens = assembly.first_tokens(setup)
+        self._first_tokens = shipped.first_tokens(CollectorRegistry(), setup.clock)
         self._left: list[str] = []
         self._ids = RequestIds()
         self._on_broken_link: OnBrokenLink = lambda engine_id, why: None
@@ -97,8 +90,8 @@ class SimEngine:
         return self._setup.config.model
 
     async def __aenter__(self) -> Self:
-        self._engine = engine = self._assembly.build(self._setup, self._outputs.put_nowait)
-        self._process = self._home.start_engine(engine, engine.main(self._ready.set), self._on_end)
+        self._engine = engine = build_engine(self._shipped, self._setup, self._outputs.put_nowait)
+        self._process = self._start_engine(engine, engine.main(self._ready.set), self._on_end)
         try:
             await self._wait_ready()
             self.metadata = (await self.describe()).metadata
@@ -136,34 +129,20 @@ class SimEngine:
         done = request.output_token_ids
         prompt = [*request.prompt_token_ids, *done]
         self._check_prompt(prompt)
-        now = self._setup.clock.monotonic()
         left = sampling.max_tokens - len(done)
+        own = self._ids.enter(request.request_id)
         if left <= 0:
             # Another worker has generated its last token, and the message of its end was lost.
-            own = self._ids.enter(request.request_id)
             delta = TokenDelta(request_id=own, token_ids=[], finish_reason="length")
             self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
             return
-        own = self._ids.enter(request.request_id)
         max_tokens = min(left, self._setup.config.max_model_len - len(prompt))
-        limit = time_limit(request.timeout_s, now)
+        limit = time_limit(request.timeout_s, self._setup.clock.monotonic())
         if max_tokens > 1 and (sampling.greedy or sampling.seed is not None):
             self._first_tokens.expect(own, request, frozenset())
             drawn = FirstTokenSampling(temperature=sampling.temperature, seed=sampling.seed)
             limit = with_first_token(limit, drawn)
-        self._add(
-            SimRequest(
-                request_id=own,
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                arrived=now,
-                block_size=self._setup.config.block_size,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                kv_transfer_params=limit,
-            )
-        )
+        self._add(own, request, prompt, sampling, max_tokens, limit)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._engine is not None:
@@ -211,19 +190,7 @@ class SimEngine:
         left, self._left = self._left, []
         transfer = pack(PrefillJobParams.of(job, target, left, permit))
         with self._attempts.open(job.attempt) as attempt:
-            self._add(
-                SimRequest(
-                    request_id=job.attempt,
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    max_tokens=1,
-                    arrived=self._setup.clock.monotonic(),
-                    block_size=self._setup.config.block_size,
-                    priority=job.priority,
-                    cache_salt=job.cache_salt,
-                    kv_transfer_params=transfer,
-                )
-            )
+            self._add(job.attempt, job, prompt, sampling, 1, transfer)
             if wanted is not None and (token := await attempt.first_token()) is not None:
                 await on_first_token(token)
             return await attempt.ended
@@ -268,9 +235,28 @@ class SimEngine:
                 f"prompt of {len(prompt)} tokens; this model takes 1 to {longest}", elsewhere=False
             )
 
-    def _add(self, request: SimRequest) -> None:
+    def _add(
+        self,
+        request_id: str,
+        asked: GenerateRequest | RemotePrefillRequest,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        transfer: dict[str, Any] | None,
+    ) -> None:
         if self._ended.is_set() or self._engine is None:
             raise Refused("the engine's process is gone", elsewhere=True)
+        request = SimRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            arrived=self._setup.clock.monotonic(),
+            block_size=self._setup.config.block_size,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            kv_transfer_params=transfer,
+        )
         self._engine.core.add(request)
 
     async def _next(self) -> Outputs | None:

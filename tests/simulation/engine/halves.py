@@ -5,7 +5,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.counters import Counters
@@ -25,9 +25,12 @@ from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.transfer.base import Transfer
+from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import SimMover
-from tests.simulation.engine.plan import StepPlan
-from tests.simulation.engine.request import SimRequest
+from tests.simulation.engine.scheduler import StepPlan
+
+S = TypeVar("S", DecodeScheduler, PrefillScheduler)
+R = TypeVar("R", DecodeRank, PrefillRank)
 
 
 class TaskBridge:
@@ -61,17 +64,43 @@ class TaskBridge:
         """Leaving `running` ends it."""
 
 
-class DecodeHalves:
-    """Both halves of a decode engine; implements the scheduler's Connector.
+class _Halves(Generic[S, R]):
+    """Both halves of an engine. A step is the scheduler half's message to the rank."""
 
-    asked: attempt -> its request, and the blocks that were offered for it: to be written,
+    def __init__(self, scheduler: S, rank: R):
+        self.scheduler, self.rank = scheduler, rank
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        assert isinstance(self.scheduler.bridge, TaskBridge)
+        return self.scheduler.bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results, report)
+
+    def take_counts(self) -> dict[str, Any]:
+        """As one step's: numbers add up, lists follow each other."""
+        merged = Counters()
+        for counts in (self.scheduler.stats.take(), self.rank.stats.take()):
+            for name, value in counts.items():
+                if isinstance(value, list):
+                    for item in value:
+                        merged.append(name, item)
+                else:
+                    merged.add(name, value)
+        return merged.data
+
+
+class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
+    """asked: attempt -> its request, and the blocks that were offered for it: to be written,
     and to be read.
     """
 
-    def __init__(
-        self, scheduler: DecodeScheduler, rank: DecodeRank, bridge: TaskBridge, block_size: int
-    ):
-        self.scheduler, self.rank, self._bridge = scheduler, rank, bridge
+    def __init__(self, scheduler: DecodeScheduler, rank: DecodeRank, block_size: int):
+        super().__init__(scheduler, rank)
         self._size = block_size
         self._offered: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
         self.asked: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
@@ -124,13 +153,6 @@ class DecodeHalves:
             return "the scheduler half is busy"
         return None
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._bridge.running()
-
-    @property
-    def busy(self) -> bool:
-        return self.scheduler.busy
-
     def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
         return self.scheduler.num_new_matched_tokens(request, cached)
 
@@ -154,15 +176,9 @@ class DecodeHalves:
         self.rank.step(step)
         return self.rank.results(), self.rank.report()
 
-    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
-        self.scheduler.worker_output(results, report)
-
     def finished(self, request: SimRequest) -> bool:
         self.scheduler.request_finished(request.request_id)
         return False
-
-    def take_counts(self) -> list[dict[str, Any]]:
-        return [self.scheduler.stats.take(), self.rank.stats.take()]
 
 
 def watch(rank: PrefillRank, mover: SimMover) -> None:
@@ -180,20 +196,11 @@ def watch(rank: PrefillRank, mover: SimMover) -> None:
     rank._writes._write, rank._reads.start = write, read
 
 
-class PrefillHalves:
-    """Both halves of a prefill engine; implements the scheduler's Connector."""
-
-    def __init__(
-        self, scheduler: PrefillScheduler, rank: PrefillRank, bridge: TaskBridge, mover: SimMover
-    ):
-        self.scheduler, self.rank, self._bridge, self._mover = scheduler, rank, bridge, mover
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._bridge.running()
-
-    @property
-    def busy(self) -> bool:
-        return self.scheduler.busy
+class PrefillHalves(_Halves[PrefillScheduler, PrefillRank]):
+    def __init__(self, scheduler: PrefillScheduler, rank: PrefillRank, mover: SimMover):
+        super().__init__(scheduler, rank)
+        self._mover = mover
+        watch(rank, mover)
 
     def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
         return self.scheduler.num_new_matched_tokens(request, cached)
@@ -210,38 +217,15 @@ class PrefillHalves:
             self.rank.drain_preempted(step)
 
     def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
-        self.rank.step(step, _computed)
+        # A step has ended when its KV is written.
+        self.rank.step(step, lambda: True)
         return self.rank.results(), self.rank.report()
-
-    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
-        self.scheduler.worker_output(results, report)
 
     def finished(self, request: SimRequest) -> bool:
         return self.scheduler.request_finished(request)
-
-    def take_counts(self) -> list[dict[str, Any]]:
-        return [self.scheduler.stats.take(), self.rank.stats.take()]
 
 
 def rank_clock(clock: Clock) -> Clock:
     """`clock`, where each reading takes a little time: a rank's busy loops end in virtual time."""
     looks = itertools.count()
     return Clock(monotonic=lambda: clock.monotonic() + next(looks) * 1e-4, wall=clock.wall)
-
-
-def _computed() -> bool:
-    """A step has ended when its KV is written."""
-    return True
-
-
-def merge(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """As one step's counts; numbers add up, lists follow each other."""
-    merged = Counters()
-    for data in counts:
-        for name, value in data.items():
-            if isinstance(value, list):
-                for item in value:
-                    merged.append(name, item)
-            else:
-                merged.add(name, value)
-    return merged.data

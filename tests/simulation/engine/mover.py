@@ -10,13 +10,55 @@ reads what is there when it resumes.
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.block_map import Descriptors
-from tests.simulation.engine.copies import Copy, copies_of
-from tests.simulation.engine.memory import SimKvMemory
+from tests.simulation.engine.model import SimKvMemory
+
+#: Address on the transfer's own side, address at the peer, length.
+Copy = tuple[int, int, int]
+
+
+class LocalMover:
+    """What the movers of one process have in common. agents: by their metadata."""
+
+    def __init__(self, agents: Mapping[bytes, Any]):
+        self._agents = agents
+        self._peers: dict[str, bytes] = {}
+        self.inbox: list[bytes] = []
+        self.closed = False
+
+    def covers(self, address: int, length: int) -> bool:
+        """Whether this range of its memory is registered."""
+        raise NotImplementedError
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._peers[peer] = metadata
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def notices(self) -> list[bytes]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def match(self, peer: str, local: Descriptors, remote: Descriptors) -> tuple[Any, list[Copy]]:
+        """The peer, and the copies. Raises TransferError."""
+        target = self._agents.get(self._peers.get(peer, b""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
+            raise TransferError(peer, "not started: the two sides differ or are empty")
+        copies: list[Copy] = []
+        for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
+            if not (self.covers(here, length) and target.covers(there, length)):
+                raise TransferError(peer, "not started: memory is not registered")
+            copies.append((here, there, length))
+        return target, copies
+
 
 #: A write's descriptors land in at most this many portions.
 _PORTIONS = 3
@@ -53,22 +95,6 @@ class Landing:
     length: int
 
 
-def _nothing(_landing: Landing) -> None:
-    return None
-
-
-def _nothing_read(_reader: "SimMover", _landing: Landing) -> None:
-    return None
-
-
-def _unheard(_target: "SimMover", _notice: bytes) -> None:
-    return None
-
-
-def _always(_here: str, _there: str) -> bool:
-    return True
-
-
 @dataclass
 class Fabric:
     """Connects the movers of a simulation.
@@ -81,10 +107,10 @@ class Fabric:
 
     rng: random.Random
     wire: Wire = field(default_factory=Wire)
-    on_landing: Callable[[Landing], None] = _nothing
-    on_read: Callable[["SimMover", Landing], None] = _nothing_read
-    on_notice: Callable[["SimMover", bytes], None] = _unheard
-    joined: Callable[[str, str], bool] = _always
+    on_landing: Callable[[Landing], None] = lambda landing: None
+    on_read: Callable[["SimMover", Landing], None] = lambda reader, landing: None
+    on_notice: Callable[["SimMover", bytes], None] = lambda target, notice: None
+    joined: Callable[[str, str], bool] = lambda here, there: True
     agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
     _context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
@@ -204,7 +230,7 @@ class SimRead:
         self._failure = why
 
 
-class SimMover:
+class SimMover(LocalMover):
     """Implements Mover. One per engine, with one memory.
 
     name: unique per engine incarnation. address: its host. attempt: of the write
@@ -213,12 +239,14 @@ class SimMover:
 
     def __init__(self, fabric: Fabric, name: str, address: str, memory: SimKvMemory):
         self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
+        super().__init__(fabric.agents)
         self.attempt = ""
-        self.inbox: list[bytes] = []
-        self.closed = self.dead = False
-        self._peers: dict[str, bytes] = {}
+        self.dead = False
         self._writes: list[SimWrite] = []
         fabric.agents[self.metadata()] = self
+
+    def covers(self, address: int, length: int) -> bool:
+        return self.memory.covers(address, length)
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
         """The memory is known already."""
@@ -226,12 +254,6 @@ class SimMover:
     def metadata(self) -> bytes:
         """ADDRESS/NAME."""
         return f"{self.address}/{self.name}".encode()
-
-    def add_peer(self, peer: str, metadata: bytes) -> None:
-        self._peers[peer] = metadata
-
-    def remove_peer(self, peer: str) -> None:
-        self._peers.pop(peer, None)
 
     def write(
         self,
@@ -242,7 +264,7 @@ class SimMover:
         memory: tuple[str, str],
         notice: bytes = b"",
     ) -> SimWrite:
-        target, copies = self._match(peer, local, remote)
+        target, copies = self.match(peer, local, remote)
         write = SimWrite(self, peer, target, copies, notice)
         self._writes = [w for w in self._writes if w.flying]
         self._writes.append(write)
@@ -251,11 +273,7 @@ class SimMover:
     def read(
         self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
     ) -> SimRead:
-        return SimRead(self, peer, *self._match(peer, local, remote))
-
-    def notices(self) -> list[bytes]:
-        arrived, self.inbox = self.inbox, []
-        return arrived
+        return SimRead(self, peer, *self.match(peer, local, remote))
 
     def close(self) -> None:
         """The engine leaves in order."""
@@ -270,12 +288,3 @@ class SimMover:
         """All writes in flight arrive now: the engine does nothing but wait for them."""
         for write in self._writes:
             write.hurry()
-
-    def _match(
-        self, peer: str, local: Descriptors, remote: Descriptors
-    ) -> tuple["SimMover", list[Copy]]:
-        """The peer, and the copies. Raises TransferError."""
-        target = self.fabric.agents.get(self._peers.get(peer, b""))
-        if target is None:
-            raise TransferError(peer, "no such peer")
-        return target, copies_of(peer, local, remote, self.memory.covers, target.memory.covers)

@@ -8,12 +8,31 @@ running request loses its own, and is computed again.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.disagg.messages import RankResults
-from tests.simulation.engine.plan import SchedulerHalf, StepPlan
-from tests.simulation.engine.pool import Block, BlockPool
-from tests.simulation.engine.request import SimRequest, SimRequestStatus
+from tests.simulation.engine.model import Block, BlockPool, SimRequest, SimRequestStatus
+
+if TYPE_CHECKING:
+    from tests.simulation.engine.halves import DecodeHalves, PrefillHalves
+
+
+@dataclass
+class StepPlan:
+    """One step."""
+
+    #: Request id to tokens to compute.
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    preempted: list[str] = field(default_factory=list[str])
+    #: Blocks that the step completes.
+    filling: list[int] = field(default_factory=list[int])
+    #: The connector's message to its rank.
+    step: Any = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
 
 
 class SimScheduler:
@@ -23,7 +42,7 @@ class SimScheduler:
         self,
         pool: BlockPool,
         block_size: int,
-        connector: SchedulerHalf | None,
+        connector: "DecodeHalves | PrefillHalves",
         *,
         budget_tokens: int,
         max_running: int,
@@ -50,8 +69,7 @@ class SimScheduler:
     def has_work(self) -> bool:
         """Whether requests are computed, wait, or have blocks in use; also for one step after each
         end, which reports it."""
-        busy = self._connector is not None and self._connector.busy
-        return bool(self.requests) or self._unreported_end or busy
+        return bool(self.requests) or self._unreported_end or self._connector.busy
 
     def parked(self, request: SimRequest) -> bool:
         """Whether its blocks wait for KV from elsewhere, or did so when it ended."""
@@ -59,14 +77,14 @@ class SimScheduler:
             return False
         if request.status is SimRequestStatus.FINISHED:
             return bool(request.blocks)
-        return request.status is SimRequestStatus.PARKED and request.request_id not in self._arrived
+        return self._waits_for_kv(request)
 
     def waiting_for_kv(self) -> list[SimRequest]:
-        return [
-            r
-            for r in self._holding
-            if r.status is SimRequestStatus.PARKED and r.request_id not in self._arrived
-        ]
+        return [request for request in self._holding if self._waits_for_kv(request)]
+
+    def _waits_for_kv(self, request: SimRequest) -> bool:
+        parked = request.status is SimRequestStatus.PARKED
+        return parked and request.request_id not in self._arrived
 
     def add(self, request: SimRequest) -> None:
         self.requests[request.request_id] = request
@@ -83,7 +101,7 @@ class SimScheduler:
                 self._holding.remove(request)
             else:
                 self._waiting.remove(request)
-            parked = request.status is SimRequestStatus.PARKED and request_id not in self._arrived
+            parked = self._waits_for_kv(request)
             self._arrived.discard(request_id)
             self._failed.discard(request_id)
             self._finish(request, parked=parked)
@@ -102,13 +120,12 @@ class SimScheduler:
         self._schedule_running(plan)
         if not plan.preempted:
             self._schedule_waiting(plan, now)
-        if self._connector is not None:
-            for request_id, count in plan.num_scheduled_tokens.items():
-                request = self.requests[request_id]
-                start = request.num_computed_tokens // self._size
-                end = (request.num_computed_tokens + count) // self._size
-                plan.filling += request.block_ids[start:end]
-            plan.step = self._connector.build_step(plan)
+        for request_id, count in plan.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            start = request.num_computed_tokens // self._size
+            end = (request.num_computed_tokens + count) // self._size
+            plan.filling += request.block_ids[start:end]
+        plan.step = self._connector.build_step(plan)
         for request_id, count in plan.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += count
         return plan
@@ -120,9 +137,7 @@ class SimScheduler:
             if request is not None and request.status is SimRequestStatus.PARKED:
                 request.num_computed_tokens = 0
                 self._failed.add(request_id)
-        if self._connector is not None and (
-            results.received or results.lost or results.sent or report
-        ):
+        if results.received or results.lost or results.sent or report:
             self._connector.worker_output(results, report)
         for request_id in sorted(results.received | results.lost):
             if self.requests[request_id].status is SimRequestStatus.PARKED:
@@ -140,7 +155,7 @@ class SimScheduler:
     def _finish(self, request: SimRequest, *, parked: bool) -> None:
         request.status = SimRequestStatus.FINISHED
         self._unreported_end = True
-        sending = self._connector is not None and self._connector.finished(request)
+        sending = self._connector.finished(request)
         if not (parked or sending):
             self._free(request)
 
@@ -230,11 +245,10 @@ class SimScheduler:
         if fresh:
             known = self._cached_prefix(request)
             cached = len(known) * self._size
-            if self._connector is not None:
-                matched, park = self._connector.matched(request, cached)
-                if matched is None:
-                    return None
-                external = matched
+            matched, park = self._connector.matched(request, cached)
+            if matched is None:
+                return None
+            external = matched
             self.pool.touch(known)
             request.blocks = known
         computed = cached + external if fresh else request.num_computed_tokens
@@ -247,8 +261,7 @@ class SimScheduler:
             if fresh:
                 self._release(request)
             return False
-        if self._connector is not None:
-            self._connector.allocated(request, external)
+        self._connector.allocated(request, external)
         request.num_computed_tokens = computed
         if fresh and not request.output_token_ids:
             request.cached_tokens, request.external_tokens = cached, external

@@ -1,18 +1,93 @@
-"""An event loop in virtual time for many simulated processes: their lives, and the end."""
+"""An event loop in virtual time for many simulated processes: their lives, trace, and end."""
 
 import asyncio
 import contextvars
 import gc
+import hashlib
+import logging
 import random
+import sys
+import warnings
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tests.simulation.loop.handles import SimHandle, SimTask
-from tests.simulation.loop.process import PROCESS, SimProcess, SimState
-from tests.simulation.loop.scheduler import START_S, Scheduler, SimulationStuck
-from tests.simulation.loop.teardown import bury, silence
-from tests.simulation.loop.trace import Trace
+from tests.simulation.loop.process import (
+    PROCESS,
+    START_S,
+    Scheduler,
+    SimHandle,
+    SimProcess,
+    SimState,
+    SimTask,
+    SimulationStuck,
+)
+
+if TYPE_CHECKING:
+    from tests.simulation.network.network import Network
+
+
+class Trace:
+    """Lines of (loop time, process, text); costs one comparison while it is off.
+
+    Text must not contain anything that differs between equal runs: addresses of objects, pids.
+    """
+
+    def __init__(self, *, on: bool = False):
+        self.on = on
+        self.loop: VirtualLoop | None = None
+        self.lines: list[tuple[float, str, str]] = []
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def add(self, text: str, process: str | None = None) -> None:
+        """process: the name in the line; that of the running process if None."""
+        if not self.on or self.loop is None:
+            return
+        name = process or str(self.loop.current_process())
+        line = (self.loop.time(), name, text)
+        self.lines.append(line)
+        self._digest.update(repr(line).encode())
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def text(self) -> Iterator[str]:
+        """Lines to read: seconds since the start, process, text."""
+        for when_s, process, text in self.lines:
+            yield f"{when_s - START_S:11.6f}  {process:<14} {text}"
+
+
+class _Tap(logging.Handler):
+    def __init__(self, trace: Trace):
+        super().__init__()
+        self._trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" [{record.exc_info[1]!r}]"
+        self._trace.add(f"{record.levelname}: {text}")
+
+
+@contextmanager
+def log_to(trace: Trace) -> Iterator[None]:
+    """dynamo_lite's log lines go to `trace` alone, and nowhere while it is off."""
+    root = logging.getLogger("dynamo_lite")
+    before = (root.handlers[:], root.level, root.propagate, root.manager.disable)
+    if trace.on:
+        root.handlers[:] = [_Tap(trace)]
+        root.setLevel(logging.INFO)
+        root.propagate = False
+    else:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        root.handlers[:], root.propagate = before[0], before[2]
+        root.setLevel(before[1])
+        logging.disable(before[3])
+
 
 __all__ = ["START_S", "SimulationStuck", "VirtualLoop"]
 
@@ -22,24 +97,50 @@ T = TypeVar("T")
 EPOCH_S = 1_800_000_000.0
 
 
-class Network(Protocol):
-    """What the loop needs of a network to offer TCP (`simulation/network/network.py`)."""
+@contextmanager
+def silence() -> Iterator[None]:
+    """Suppresses the errors and logs of coroutines that are closed before their end."""
+    hook, disabled = sys.unraisablehook, logging.root.manager.disable
+    sys.unraisablehook = lambda _: None
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            # Of coroutines that were never started.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(disabled)
 
-    def create_server(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
-    ) -> asyncio.AbstractServer: ...
 
-    async def create_connection(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
-    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """Raises OSError."""
-        ...
+def sweep() -> None:
+    """Collects objects that outlived their run because of a finaliser; call it between runs.
 
-    async def create_unix_connection(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], path: str
-    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """Raises OSError."""
-        ...
+    The collector ignores the objects that existed before a run.
+    """
+    with silence():
+        gc.collect()
+
+
+def bury(tasks: list[asyncio.Task[Any]], loop: asyncio.AbstractEventLoop) -> None:
+    """Closes the coroutines of `tasks`, empties the list, and collects the garbage.
+
+    loop: of the tasks. No loop is the thread's afterwards.
+    """
+    # A coroutine's `finally` that awaits `asyncio.gather()` of no tasks asks for the thread's loop,
+    # and asyncio would make one that nothing closes.
+    asyncio.set_event_loop(loop)
+    try:
+        for task in tasks:
+            task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+            try:
+                task.get_coro().close()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            except BaseException:
+                continue
+        tasks.clear()
+        gc.collect()
+    finally:
+        asyncio.set_event_loop(None)
 
 
 class VirtualLoop(Scheduler):
@@ -153,34 +254,17 @@ class VirtualLoop(Scheduler):
         self.call_soon(work)
         return future
 
-    async def create_server(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        protocol_factory: Callable[[], asyncio.BaseProtocol],
-        host: str | None = None,
-        port: int | None = None,
-        **_: Any,
-    ) -> asyncio.AbstractServer:
-        return self._network.create_server(protocol_factory, host or "127.0.0.1", port or 0)
+    async def create_server(self, *args: Any, **named: Any) -> Any:
+        return self._network.create_server(*args, **named)
 
-    async def create_connection(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        protocol_factory: Callable[[], asyncio.BaseProtocol],
-        host: str | None = None,
-        port: int | None = None,
-        **_: Any,
-    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        return await self._network.create_connection(protocol_factory, host or "", port or 0)
+    async def create_connection(self, *args: Any, **named: Any) -> Any:
+        return await self._network.create_connection(*args, **named)
 
-    async def create_unix_connection(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        protocol_factory: Callable[[], asyncio.BaseProtocol],
-        path: str | None = None,
-        **_: Any,
-    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        return await self._network.create_unix_connection(protocol_factory, path or "")
+    async def create_unix_connection(self, *args: Any, **named: Any) -> Any:
+        return await self._network.create_unix_connection(*args, **named)
 
     @property
-    def _network(self) -> Network:
+    def _network(self) -> "Network":
         if self.network is None:
             raise OSError("this loop has no network")
         return self.network

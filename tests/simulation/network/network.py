@@ -8,16 +8,12 @@ import asyncio
 import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from tests.simulation.loop.handles import SimHandle
 from tests.simulation.loop.loop import VirtualLoop
-from tests.simulation.loop.process import SimProcess, SimState
-from tests.simulation.network.channel import End
-from tests.simulation.network.dial import Dial, SimListener
+from tests.simulation.loop.process import SimHandle, SimProcess, SimState
+from tests.simulation.network.connection import Dial, End, SimListener
 from tests.simulation.network.stream import StreamServer, StreamTransport
-
-T = TypeVar("T")
 
 _FIRST_PORT = 20_000
 #: Longest delay of a message that others overtake.
@@ -49,9 +45,11 @@ class Network:
         self.random = loop.stream("network").random
         self._cuts: set[tuple[str, str]] = set()
         self._isolated: set[str] = set()
-        self._ends: dict[End, None] = {}
+        #: Open ones, and closed ones with items that wait for the end of a partition.
+        self.ends: dict[End, None] = {}
         self._watched: dict[SimProcess, None] = {}
-        self._listeners: dict[int, SimListener] = {}
+        #: By port.
+        self.listeners: dict[int, SimListener] = {}
         #: Unix sockets: path to the port that stands for it.
         self.unix_sockets: dict[str, int] = {}
         self._numbers = 0
@@ -133,16 +131,12 @@ class Network:
         """
         if port == 0:
             port = _FIRST_PORT + self.next_number()
-        if port in self._listeners:
+        if port in self.listeners:
             raise OSError(f"port {port} is in use")
         listener = SimListener(self, process, port, on_accept)
-        self._listeners[port] = listener
+        self.listeners[port] = listener
         self.watch(process)
         return listener
-
-    def forget_listener(self, listener: SimListener) -> None:
-        if self._listeners.get(listener.port) is listener:
-            del self._listeners[listener.port]
 
     def dial(
         self,
@@ -156,21 +150,35 @@ class Network:
         self.watch(process)
         return Dial(self, process, port, on_open, on_error)
 
-    async def connect(
-        self, process: SimProcess, port: int, make: Callable[[End], T], undo: Callable[[T], None]
-    ) -> T:
-        """As `dial`: returns what `make` makes of the end in the moment it is open.
+    def create_server(
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        host: str | None = None,
+        port: int | None = None,
+        **_: Any,
+    ) -> StreamServer:
+        """TCP, for the loop's method of that name."""
+        return StreamServer(self, protocol_factory, host or "127.0.0.1", port or 0)
 
-        `undo` takes it back if this call is cancelled in the same moment. Raises
-        ConnectionRefusedError, or TimeoutError after a minute.
-        """
-        done: asyncio.Future[T] = self.loop.create_future()
+    async def create_connection(
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        host: str = "",
+        port: int = 0,
+        **_: Any,
+    ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
+        """TCP, for the loop's method of that name. Raises ConnectionRefusedError, or TimeoutError
+        after a minute."""
+        process = self.loop.current_process()
+        mine = (process.name, _FIRST_PORT + self.next_number())
+        done: asyncio.Future[StreamTransport] = self.loop.create_future()
 
         def opened(end: End) -> None:
             if done.done():
                 end.abort()
             else:
-                done.set_result(make(end))
+                transport = StreamTransport(end, protocol_factory(), mine, (host, port))
+                done.set_result(transport.open())
 
         def failed(exc: OSError) -> None:
             if not done.done():
@@ -178,37 +186,17 @@ class Network:
 
         dial = self.dial(process, port, opened, failed)
         try:
-            return await done
+            transport = await done
         except asyncio.CancelledError:
             dial.cancel()
+            # It may have been opened in the same moment.
             if done.done() and not done.cancelled() and done.exception() is None:
-                undo(done.result())
+                done.result().abort()
             raise
-
-    def create_server(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
-    ) -> StreamServer:
-        """TCP, for the loop's method of that name."""
-        process = self.loop.current_process()
-        return StreamServer(
-            host, lambda accept: self.listen(process, accept, port), protocol_factory
-        )
-
-    async def create_connection(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
-    ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
-        """TCP, for the loop's method of that name. Raises OSError."""
-        process = self.loop.current_process()
-        mine = (process.name, _FIRST_PORT + self.next_number())
-
-        def make(end: End) -> StreamTransport:
-            return StreamTransport(end, protocol_factory(), mine, (host, port)).open()
-
-        transport = await self.connect(process, port, make, StreamTransport.abort)
         return transport, transport.get_protocol()
 
     async def create_unix_connection(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], path: str
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], path: str = "", **_: Any
     ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
         """For the loop's method of that name. A partition counts as a listener that hangs."""
         if path not in self.unix_sockets:
@@ -220,22 +208,13 @@ class Network:
         self._numbers += 1
         return self._numbers
 
-    def listener_at(self, port: int) -> SimListener | None:
-        return self._listeners.get(port)
-
     def call_at(self, when: float, function: Callable[..., Any], *args: Any) -> SimHandle:
         """Runs events that belong to no process: those of kernels and cables."""
         return self.loop.call_at(when, function, *args, context=self._nobody)
 
-    def add_end(self, end: End) -> None:
-        self._ends[end] = None
-
-    def forget_end(self, end: End) -> None:
-        self._ends.pop(end, None)
-
     def ends_of(self, process: SimProcess) -> list[End]:
         """The open connections of `process`."""
-        return [end for end in self._ends if end.process is process]
+        return [end for end in self.ends if end.process is process]
 
     def watch(self, process: SimProcess) -> None:
         """Its connections break when it dies."""
@@ -245,13 +224,13 @@ class Network:
 
     def _process_changed(self, process: SimProcess, state: SimState) -> None:
         if state is SimState.DEAD:
-            for listener in [x for x in self._listeners.values() if x.process is process]:
-                self.forget_listener(listener)
+            for listener in [x for x in self.listeners.values() if x.process is process]:
+                listener.close()
             for end in self.ends_of(process):
                 end.owner_died()
             del self._watched[process]
         self._reconsider()
 
     def _reconsider(self) -> None:
-        for end in list(self._ends):
+        for end in list(self.ends):
             end.reconsider()

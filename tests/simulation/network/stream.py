@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network.channel import End
+from tests.simulation.network.connection import End
+
+if TYPE_CHECKING:
+    from tests.simulation.network.network import Network
 
 #: What the kernels of both sides hold before a writer's buffer fills.
 _WINDOW_BYTES = 256 << 10
@@ -30,10 +33,6 @@ class StreamTransport(asyncio.Transport):
         self._lost = False
         self._writing_paused = False
 
-    def __repr__(self) -> str:
-        state = "closed" if self._lost else "closing" if self._closing else "open"
-        return f"<StreamTransport {self._end.process} {state} unread={self._unread}>"
-
     def open(self) -> "StreamTransport":
         """Tells the protocol that it is connected, and lets data in."""
         self._protocol.connection_made(self)
@@ -42,9 +41,6 @@ class StreamTransport(asyncio.Transport):
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = protocol
 
     def is_closing(self) -> bool:
         # Also called when the StreamWriter of a dead process is collected.
@@ -62,12 +58,6 @@ class StreamTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return max(0, self._unread - _WINDOW_BYTES)
-
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        return _LOW_WATER_BYTES, _HIGH_WATER_BYTES
-
-    def can_write_eof(self) -> bool:
-        return False
 
     def close(self) -> None:
         if not self._closing:
@@ -132,12 +122,6 @@ class StreamTransport(asyncio.Transport):
         protocol.connection_lost(exc)
 
 
-class _Listens(Protocol):
-    port: int
-
-    def close(self) -> None: ...
-
-
 class _Socket:
     """As much of a listening socket as asyncio's servers show."""
 
@@ -151,23 +135,15 @@ class _Socket:
 class StreamServer(asyncio.AbstractServer):
     """A listening TCP socket of the process that made it; open connections outlive it."""
 
-    def __init__(
-        self,
-        host: str,
-        listen: Callable[[Callable[[End], None]], _Listens],
-        factory: ProtocolFactory,
-    ):
+    def __init__(self, network: "Network", factory: ProtocolFactory, host: str, port: int):
         self._factory = factory
-        self._listener = listen(self._accept)
+        self._listener = network.listen(network.loop.current_process(), self._accept, port)
         self._address = (host, self._listener.port)
         self._serving = True
 
     @property
     def sockets(self) -> tuple[_Socket, ...]:
         return (_Socket(self._address),) if self._serving else ()
-
-    def is_serving(self) -> bool:
-        return self._serving
 
     def close(self) -> None:
         self._serving = False

@@ -4,23 +4,33 @@ Requests, responses and errors are those of etcd's gRPC service. A method or a f
 request that no code here uses is refused, not ignored.
 """
 
+import asyncio
+import contextlib
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from aetcd import rpc
 
+from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.tasks import OwnedTasks
 from tests.simulation.loop.process import SimProcess
-from tests.simulation.network.grpc import rpc_error
+from tests.simulation.network.connection import End
+from tests.simulation.network.grpc import SimChannel, rpc_error
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd_data import EtcdData, in_range
-from tests.simulation.servers.etcd_leases import EtcdLeases
-from tests.simulation.servers.server import ClientConnection, SimServer
+from tests.simulation.servers.etcd_data import EtcdData, EtcdLeases, in_range
 
 PORT = 2379
 
 _MEMBER_ID = 1
+
+_NO_LEASE = "etcdserver: requested lease not found"
+_LEASE_EXISTS = "etcdserver: lease already exists"
+_FUTURE = "etcdserver: mvcc: required revision is a future revision"
+_COMPACTED = "etcdserver: mvcc: required revision has been compacted"
 
 _RESULTS: dict[int, Callable[[Any, Any], bool]] = {
     rpc.Compare.EQUAL: operator.eq,
@@ -28,33 +38,27 @@ _RESULTS: dict[int, Callable[[Any, Any], bool]] = {
     rpc.Compare.LESS: operator.lt,
     rpc.Compare.GREATER: operator.gt,
 }
-_TARGETS: dict[int, str] = {
-    rpc.Compare.VALUE: "value",
-    rpc.Compare.CREATE: "create_revision",
-    rpc.Compare.MOD: "mod_revision",
-    rpc.Compare.VERSION: "version",
-}
 
 
 @dataclass
 class _Watch:
     """A client's watch on a range of keys."""
 
-    connection: ClientConnection
+    end: End
     #: Of the stream within the connection.
     number: int
     watch_id: int
     first: bytes
-    end: bytes
+    last: bytes
     #: Changes of earlier revisions are not sent, also if they are in the future.
     from_revision: int
 
     def wants(self, event: Any) -> bool:
         kv = event.kv
-        return kv.mod_revision >= self.from_revision and in_range(kv.key, self.first, self.end)
+        return kv.mod_revision >= self.from_revision and in_range(kv.key, self.first, self.last)
 
 
-class EtcdServer(SimServer):
+class EtcdServer:
     """Runs as `process` on `data` until that dies. At its start every lease gets its whole
     time-to-live again, as in etcd.
 
@@ -72,7 +76,7 @@ class EtcdServer(SimServer):
         on_expiry: Callable[[int], None] = lambda _: None,
         slowest_answer_s: float = 0.0,
     ):
-        super().__init__(network, process, port)
+        self._loop, self._process = network.loop, process
         self.data = data or EtcdData()
         self._leases = EtcdLeases(self.data, network, self._commit, on_expiry)
         self._slowest_answer_s = slowest_answer_s
@@ -88,16 +92,17 @@ class EtcdServer(SimServer):
             "/etcdserverpb.Lease/LeaseRevoke": self._revoke,
             "/etcdserverpb.Lease/LeaseKeepAlive": self._keep_alive,
         }
+        process.run(network.listen, process, self._accept, port)
         for lease_id in self.data.leases:
             process.run(self._leases.live_on, lease_id)
 
     def revoke(self, lease_id: int) -> bool:
         """As an operator's call, without a client. Returns whether the lease was known."""
-        return self.process.run(self._leases.end, lease_id)
+        return self._process.run(self._leases.end, lease_id)
 
     def put(self, key: str, value: bytes) -> None:
         """As an operator's call, without a client."""
-        self.process.run(self._put, rpc.PutRequest(key=key.encode(), value=value))
+        self._process.run(self._put, rpc.PutRequest(key=key.encode(), value=value))
 
     def compact(self) -> None:
         """Forgets all history, as an operator's call without a client."""
@@ -105,15 +110,34 @@ class EtcdServer(SimServer):
 
     # The connections
 
-    def on_unary(
-        self, connection: ClientConnection, number: int, method: str, request: Any
-    ) -> None:
-        item = ("answer", number, *self._answer(method, request))
-        if self._slowest_answer_s:
-            delay_s = self._slowest_answer_s * self._random()
-            self.loop.call_later(delay_s, connection.send, item)
-        else:
-            connection.send(item)
+    def _accept(self, end: End) -> None:
+        end.send("hello")
+        end.start(lambda item: self._take(end, item), lambda _: self._cancel(end))
+
+    def _take(self, end: End, item: Any) -> None:
+        match item:
+            case ("unary", number, method, request):
+                answer = ("answer", number, *self._answer(method, request))
+                if self._slowest_answer_s:
+                    delay_s = self._slowest_answer_s * self._random()
+                    self._loop.call_later(delay_s, end.send, answer)
+                else:
+                    end.send(answer)
+            case ("stream", number, "/etcdserverpb.Watch/Watch", request):
+                if request.WhichOneof("request_union") == "create_request":
+                    self._watch(end, number, request.create_request)
+            case ("stream", number, method, _):
+                end.send(("answer", number, _unknown(method), None))
+            case (_, number):
+                self._cancel(end, number)
+
+    def _cancel(self, end: End, number: int | None = None) -> None:
+        """Ends the watches of a stream; of all streams when the connection has ended."""
+        self._watches = [
+            watch
+            for watch in self._watches
+            if watch.end is not end or number not in (None, watch.number)
+        ]
 
     def _answer(self, method: str, request: Any) -> tuple[rpc.AioRpcError | None, Any]:
         """The error or the response."""
@@ -124,25 +148,6 @@ class EtcdServer(SimServer):
             return None, function(request)
         except rpc.AioRpcError as error:
             return error, None
-
-    def left(self, connection: ClientConnection) -> None:
-        super().left(connection)
-        self._watches = [watch for watch in self._watches if watch.connection is not connection]
-
-    def on_stream(
-        self, connection: ClientConnection, number: int, method: str, request: Any
-    ) -> None:
-        if method != "/etcdserverpb.Watch/Watch":
-            connection.send(("answer", number, _unknown(method), None))
-        elif request.WhichOneof("request_union") == "create_request":
-            self._watch(connection, number, request.create_request)
-
-    def on_cancel(self, connection: ClientConnection, number: int) -> None:
-        self._watches = [
-            watch
-            for watch in self._watches
-            if watch.connection is not connection or watch.number != number
-        ]
 
     # Keys
 
@@ -166,13 +171,12 @@ class EtcdServer(SimServer):
         return rpc.RangeResponse(header=self._header(), kvs=found, count=count)
 
     def _put(self, request: Any) -> Any:
-        response = self._apply_put(request)
-        self._commit()
-        response.header.CopyFrom(self._header())
-        return response
+        return self._committed(self._apply_put(request))
 
     def _delete_range(self, request: Any) -> Any:
-        response = self._apply_delete(request)
+        return self._committed(self._apply_delete(request))
+
+    def _committed(self, response: Any) -> Any:
         self._commit()
         response.header.CopyFrom(self._header())
         return response
@@ -200,7 +204,7 @@ class EtcdServer(SimServer):
 
     def _holds(self, compare: Any) -> bool:
         kv = self.data.keys.get(compare.key)
-        target = _TARGETS[compare.target]
+        target = compare.WhichOneof("target_union") or "create_revision"
         if kv is None:
             if target == "value":
                 return False
@@ -253,24 +257,18 @@ class EtcdServer(SimServer):
 
     # Watches
 
-    def _watch(self, connection: ClientConnection, number: int, request: Any) -> None:
+    def _watch(self, end: End, number: int, request: Any) -> None:
         """A revision in the future is waited for in silence, as etcd does."""
         data = self.data
-        watch_id = sum(w.connection is connection and w.number == number for w in self._watches)
-        watch = _Watch(
-            connection=connection,
-            number=number,
-            watch_id=watch_id,
-            first=request.key,
-            end=request.range_end,
-            from_revision=request.start_revision or data.revision + 1,
-        )
+        watch_id = sum(w.end is end and w.number == number for w in self._watches)
+        from_revision = request.start_revision or data.revision + 1
+        watch = _Watch(end, number, watch_id, request.key, request.range_end, from_revision)
         self._respond(watch, created=True)
         if watch.from_revision < data.compacted:
             self._respond(watch, canceled=True, compact_revision=data.compacted)
             return
         self._watches.append(watch)
-        if events := data.events_since(watch.first, watch.end, watch.from_revision):
+        if events := data.events_since(watch.first, watch.last, watch.from_revision):
             self._respond(watch, events=events)
 
     def _commit(self) -> None:
@@ -283,7 +281,7 @@ class EtcdServer(SimServer):
 
     def _respond(self, watch: _Watch, **what: Any) -> None:
         response = rpc.WatchResponse(header=self._header(), watch_id=watch.watch_id, **what)
-        watch.connection.send(("message", watch.number, response))
+        watch.end.send(("message", watch.number, response))
 
     def _header(self) -> Any:
         return rpc.ResponseHeader(
@@ -292,12 +290,6 @@ class EtcdServer(SimServer):
             revision=self.data.revision,
             raft_term=1,
         )
-
-
-_NO_LEASE = "etcdserver: requested lease not found"
-_LEASE_EXISTS = "etcdserver: lease already exists"
-_FUTURE = "etcdserver: mvcc: required revision is a future revision"
-_COMPACTED = "etcdserver: mvcc: required revision has been compacted"
 
 
 def _unknown(method: str) -> rpc.AioRpcError:
@@ -309,3 +301,54 @@ def _without_value(kv: Any) -> Any:
     bare.CopyFrom(kv)
     bare.ClearField("value")
     return bare
+
+
+#: Of the simulated etcd. The network knows servers by their ports alone.
+ETCD_URL = f"http://etcd:{PORT}"
+
+
+def etcd_backend(network: Network) -> EtcdBackend:
+    """For the process that is running. Hosts of the client's URL are found by their ports."""
+    return EtcdBackend(
+        open_channel=lambda host, _: SimChannel(network, host[1]),
+        open_portal=_open_portal,
+        clock=network.loop.current_process().clock,
+    )
+
+
+class _LoopPortal:
+    """Implements Portal in the caller's own event loop: a simulation has no threads."""
+
+    def __init__(self) -> None:
+        self.tasks = OwnedTasks()
+
+    def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        task = self.tasks.start(_run(func, args, future), name="portal")
+        future.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
+        return future
+
+
+async def _run(func: Callable[..., Any], args: tuple[Any, ...], future: Future[Any]) -> None:
+    try:
+        result = func(*args)
+        if inspect.isawaitable(result):
+            result = await result
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    except Exception as exc:
+        if not future.cancelled():
+            future.set_exception(exc)
+    else:
+        if not future.cancelled():
+            future.set_result(result)
+
+
+@contextlib.asynccontextmanager
+async def _open_portal() -> AsyncIterator[_LoopPortal]:
+    portal = _LoopPortal()
+    try:
+        yield portal
+    finally:
+        await portal.tasks.join()

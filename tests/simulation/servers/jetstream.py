@@ -9,31 +9,25 @@ import datetime
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation.loop.handles import SimHandle
-from tests.simulation.loop.process import SimProcess
-from tests.simulation.servers.nats_protocol import status
+from tests.simulation.loop.process import SimHandle
+
+if TYPE_CHECKING:
+    from tests.simulation.servers.nats_server import NatsServer
 
 _NS = 1e9
+
+
+def status(code: int, text: str = "") -> bytes:
+    """Headers that are a status of the server's own, such as 503 for no responders."""
+    return f"NATS/1.0 {code} {text}".rstrip().encode() + b"\r\n\r\n"
 
 
 def _time_text(wall_s: float) -> str:
     """A time as in JetStream's answers: RFC 3339 in UTC."""
     when = datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
     return when.isoformat().replace("+00:00", "Z")
-
-
-class Sender(Protocol):
-    """The server, as its streams use it."""
-
-    def interested(self, subject: str) -> bool: ...
-
-    def tell(self, subject: str, payload: bytes, headers: bytes = b"") -> None: ...
-
-    def deliver(
-        self, inbox: str, subject: str, reply: str, headers: bytes, payload: bytes
-    ) -> None: ...
 
 
 class StreamFull(Exception):
@@ -56,15 +50,14 @@ class Message:
 class SimStream:
     """Messages in their order until they are acknowledged, deleted or too old."""
 
-    def __init__(self, config: Mapping[str, Any], process: SimProcess, sender: Sender):
+    def __init__(self, config: Mapping[str, Any], server: "NatsServer"):
         #: As the client sent it.
         self.config = config
         #: Wall time of the server.
-        self.created = _time_text(process.wall())
+        self.created = _time_text(server.process.wall())
         self.name: str = config["name"]
         self.consumers: dict[str, Consumer] = {}
-        self._process = process
-        self._sender = sender
+        self.server = server
         self._max_messages: int = config.get("max_msgs") or -1
         self._max_age_s: float = (config.get("max_age") or 0) / _NS
         self._window_s: float = (config.get("duplicate_window") or 0) / _NS
@@ -115,7 +108,7 @@ class SimStream:
         """The durable consumer of this configuration, which is made if it is not there."""
         name: str = config["durable_name"]
         if name not in self.consumers:
-            consumer = self.consumers[name] = Consumer(self, config, self._process, self._sender)
+            consumer = self.consumers[name] = Consumer(self, config)
             for message in self.messages.values():
                 if message.subject == consumer.subject:
                     consumer.add(message.sequence)
@@ -135,7 +128,7 @@ class SimStream:
         return self._ids[message_id][0] if message_id in self._ids else None
 
     def _now(self) -> float:
-        return self._process.loop.time()
+        return self.server.network.loop.time()
 
 
 @dataclass
@@ -168,55 +161,40 @@ class Consumer:
     counts as well as that of the present one.
     """
 
-    def __init__(
-        self, stream: SimStream, config: Mapping[str, Any], process: SimProcess, sender: Sender
-    ):
+    def __init__(self, stream: SimStream, config: Mapping[str, Any]):
         self.config = config
-        self.created = _time_text(process.wall())
+        self._stream, self._server = stream, stream.server
+        self._loop = self._server.network.loop
+        self.created = _time_text(self._server.process.wall())
         self.name: str = config["durable_name"]
         self.subject: str = config["filter_subject"]
-        self._stream, self._process, self._sender = stream, process, sender
         self._ack_wait_s: float = config["ack_wait"] / _NS
-        self._new: dict[int, None] = {}  # never delivered
+        self.new: dict[int, None] = {}  # never delivered
         self._again: dict[int, None] = {}  # to be delivered again
-        self._delivered: dict[int, _Delivery] = {}
-        self._requests: deque[_Request] = deque()
+        #: Those included that wait to be delivered again.
+        self.delivered: dict[int, _Delivery] = {}
+        self.requests: deque[_Request] = deque()
         self.deliveries = 0
 
-    @property
-    def waiting(self) -> int:
-        """Messages that were never delivered."""
-        return len(self._new)
-
-    @property
-    def unacknowledged(self) -> int:
-        """Messages that were delivered, those included that wait to be delivered again."""
-        return len(self._delivered)
-
-    @property
-    def requests(self) -> int:
-        return len(self._requests)
-
     def add(self, sequence: int) -> None:
-        self._new[sequence] = None
+        self.new[sequence] = None
         self._serve()
 
     def forget(self, sequence: int) -> None:
-        self._new.pop(sequence, None)
+        self.new.pop(sequence, None)
         self._again.pop(sequence, None)
-        delivery = self._delivered.pop(sequence, None)
+        delivery = self.delivered.pop(sequence, None)
         if delivery is not None:
             delivery.stop()
 
     def ask(self, inbox: str, expires_s: float | None) -> None:
         """A pull request. expires_s: None: it does not wait."""
-        loop = self._process.loop
         if expires_s is None:
             if not self._hand_out(inbox):
-                self._sender.tell(inbox, b"", status(404, "No Messages"))
+                self._server.tell(inbox, b"", status(404, "No Messages"))
             return
-        request = _Request(inbox, loop.call_later(expires_s, lambda: self._expire(request)))
-        self._requests.append(request)
+        request = _Request(inbox, self._loop.call_later(expires_s, lambda: self._expire(request)))
+        self.requests.append(request)
         self._serve()
 
     def acknowledge(self, sequence: int) -> None:
@@ -224,7 +202,7 @@ class Consumer:
         self._stream.remove(sequence)
 
     def give_back(self, sequence: int, delay_s: float) -> None:
-        delivery = self._delivered.get(sequence)
+        delivery = self.delivered.get(sequence)
         if delivery is None:
             return
         if delay_s > 0:
@@ -234,33 +212,33 @@ class Consumer:
             self._deliver_again(sequence)
 
     def extend(self, sequence: int) -> None:
-        delivery = self._delivered.get(sequence)
+        delivery = self.delivered.get(sequence)
         if delivery is not None and delivery.timer is not None:
             self._hold(sequence, delivery, self._ack_wait_s)
 
     def close(self) -> None:
-        for sequence in list(self._delivered):
+        for sequence in list(self.delivered):
             self.forget(sequence)
-        while self._requests:
-            request = self._requests.popleft()
+        while self.requests:
+            request = self.requests.popleft()
             request.timer.cancel()
-            self._sender.tell(request.inbox, b"", status(409, "Consumer Deleted"))
+            self._server.tell(request.inbox, b"", status(409, "Consumer Deleted"))
 
     def _hold(self, sequence: int, delivery: _Delivery, seconds: float) -> None:
         delivery.stop()
-        delivery.timer = self._process.loop.call_later(seconds, self._deliver_again, sequence)
+        delivery.timer = self._loop.call_later(seconds, self._deliver_again, sequence)
 
     def _deliver_again(self, sequence: int) -> None:
-        self._delivered[sequence].stop()
+        self.delivered[sequence].stop()
         self._again[sequence] = None
         self._serve()
 
     def _serve(self) -> None:
-        while self._requests:
-            request = self._requests[0]
-            if self._sender.interested(request.inbox) and not self._hand_out(request.inbox):
+        while self.requests:
+            request = self.requests[0]
+            if self._server.interested(request.inbox) and not self._hand_out(request.inbox):
                 return
-            self._requests.popleft().timer.cancel()
+            self.requests.popleft().timer.cancel()
 
     def _hand_out(self, inbox: str) -> bool:
         """Delivers the next message, if there is one."""
@@ -268,22 +246,22 @@ class Consumer:
         if sequence is None:
             return False
         message = self._stream.messages[sequence]
-        delivery = self._delivered.setdefault(sequence, _Delivery())
+        delivery = self.delivered.setdefault(sequence, _Delivery())
         delivery.count += 1
         self._hold(sequence, delivery, self._ack_wait_s)
         self.deliveries += 1
-        wall_ns = int(self._process.wall() * _NS)
+        wall_ns = int(self._server.process.wall() * _NS)
         ack = (
             f"$JS.ACK.{self._stream.name}.{self.name}.{delivery.count}.{sequence}"
-            f".{self.deliveries}.{wall_ns}.{len(self._new)}"
+            f".{self.deliveries}.{wall_ns}.{len(self.new)}"
         )
-        self._sender.deliver(inbox, message.subject, ack, message.headers, message.payload)
+        self._server.deliver(inbox, message.subject, ack, message.headers, message.payload)
         return True
 
     def _ready(self) -> Iterator[int]:
         """Takes out what may be delivered next: redeliveries go before new messages."""
         messages = self._stream.messages
-        for table in (self._again, self._new):
+        for table in (self._again, self.new):
             while table:
                 sequence = next(iter(table))
                 del table[sequence]
@@ -291,40 +269,5 @@ class Consumer:
                     yield sequence
 
     def _expire(self, request: _Request) -> None:
-        self._requests.remove(request)
-        self._sender.tell(request.inbox, b"", status(408, "Request Timeout"))
-
-
-class JetStream:
-    """The streams of one server."""
-
-    def __init__(self, process: SimProcess, sender: Sender):
-        self._process, self._sender = process, sender
-        self._streams: dict[str, SimStream] = {}
-        self._by_subject: dict[str, SimStream] = {}
-
-    def stream(self, name: str) -> SimStream | None:
-        return self._streams.get(name)
-
-    def taking(self, subject: str) -> SimStream | None:
-        """The stream that stores what is published to `subject`."""
-        return self._by_subject.get(subject)
-
-    def add(self, config: Mapping[str, Any]) -> SimStream:
-        """A new stream; none has its name or one of its subjects."""
-        stream = SimStream(config, self._process, self._sender)
-        self._streams[stream.name] = stream
-        for subject in config["subjects"]:
-            self._by_subject[subject] = stream
-        return stream
-
-    def delete(self, name: str) -> None:
-        stream = self._streams.pop(name)
-        for subject in stream.config["subjects"]:
-            del self._by_subject[subject]
-        stream.close()
-
-    def payloads(self, name: str) -> list[bytes]:
-        """The payloads of all messages of a stream; empty if there is no such stream."""
-        stream = self._streams.get(name)
-        return [] if stream is None else [m.payload for m in stream.messages.values()]
+        self.requests.remove(request)
+        self._server.tell(request.inbox, b"", status(408, "Request Timeout"))

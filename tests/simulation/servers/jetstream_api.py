@@ -1,18 +1,18 @@
-"""Messages to JetStream, by subject: requests to its API, acks, messages for streams."""
+"""JetStream's streams and messages to it, by subject: requests to its API, acks, jobs."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tests.simulation.servers.jetstream import (
     Consumer,
-    JetStream,
-    Sender,
     SimStream,
     StreamFull,
 )
-from tests.simulation.servers.nats_protocol import header
+
+if TYPE_CHECKING:
+    from tests.simulation.servers.nats_server import NatsServer
 
 API = "$JS.API."
 _ACK = "$JS.ACK."
@@ -39,14 +39,26 @@ _FULL = (503, 10077, "maximum messages exceeded")
 _BAD_REQUEST = (400, 10025, "invalid JSON")
 
 
-class JetStreamApi:
-    """Takes what is published to JetStream's subjects and to those of its streams.
+def header(headers: bytes, name: str) -> str | None:
+    """The value of one header of `NATS/1.0` headers."""
+    for line in headers.split(b"\r\n"):
+        key, colon, value = line.partition(b":")
+        if colon and key.strip() == name.encode():
+            return value.strip().decode(errors="surrogateescape")
+    return None
+
+
+class JetStream:
+    """The streams of one server. Takes what is published to JetStream's subjects and to theirs.
 
     A subject that it does not know has no subscriber, as on a server without that feature.
     """
 
-    def __init__(self, jetstream: JetStream, sender: Sender):
-        self._jetstream, self._sender = jetstream, sender
+    def __init__(self, server: "NatsServer"):
+        self._server = server
+        self._streams: dict[str, SimStream] = {}
+        #: By the subjects that they store.
+        self._by_subject: dict[str, SimStream] = {}
         self._requests: dict[str, Callable[[list[str], bytes], _Answer]] = {
             "CONSUMER.LIST.": self._list_consumers,
             "CONSUMER.DURABLE.CREATE.": self._create_consumer,
@@ -56,13 +68,18 @@ class JetStreamApi:
             "STREAM.MSG.DELETE.": self._delete_message,
         }
 
+    def payloads(self, name: str) -> list[bytes]:
+        """The payloads of all messages of a stream; empty if there is no such stream."""
+        stream = self._streams.get(name)
+        return [] if stream is None else [m.payload for m in stream.messages.values()]
+
     def take(self, subject: str, reply: str, headers: bytes, payload: bytes) -> bool:
         """Returns whether anything here takes the subject."""
         if subject.startswith("$JS."):
             if subject.startswith(_ACK):
                 return self._acknowledge(subject, reply, payload)
             return subject.startswith(API) and self._request(subject[len(API) :], reply, payload)
-        stream = self._jetstream.taking(subject)
+        stream = self._by_subject.get(subject)
         if stream is None:
             return False
         self._store(stream, subject, reply, headers, payload)
@@ -81,12 +98,12 @@ class JetStreamApi:
         except StreamFull:
             answer = {**_Refused(*_FULL).answer, "stream": stream.name, "seq": 0}
         if reply:
-            self._sender.deliver(reply, reply, "", b"", msgspec.json.encode(answer))
+            self._server.deliver(reply, reply, "", b"", msgspec.json.encode(answer))
 
     def _acknowledge(self, subject: str, reply: str, payload: bytes) -> bool:
         """subject: the reply of a delivered message (see `Consumer`)."""
         tokens = subject[len(_ACK) :].split(".")
-        stream = self._jetstream.stream(tokens[0])
+        stream = self._streams.get(tokens[0])
         consumer = stream.consumers.get(tokens[1]) if stream is not None else None
         if consumer is None:
             return False
@@ -103,7 +120,7 @@ class JetStreamApi:
             case _:
                 pass
         if reply:
-            self._sender.deliver(reply, reply, "", b"", b"")
+            self._server.deliver(reply, reply, "", b"", b"")
         return True
 
     # The API
@@ -120,12 +137,12 @@ class JetStreamApi:
                     reply_data = exc.answer
                 except (msgspec.DecodeError, KeyError):
                     reply_data = _Refused(*_BAD_REQUEST).answer
-                self._sender.tell(reply, msgspec.json.encode(reply_data))
+                self._server.tell(reply, msgspec.json.encode(reply_data))
                 return True
         return False
 
     def _pull(self, words: list[str], reply: str, payload: bytes) -> bool:
-        stream = self._jetstream.stream(words[3])
+        stream = self._streams.get(words[3])
         consumer = stream.consumers.get(words[4]) if stream is not None else None
         if consumer is None:
             return False
@@ -140,20 +157,26 @@ class JetStreamApi:
 
     def _create_stream(self, names: list[str], payload: bytes) -> _Answer:
         config = msgspec.json.decode(payload)
-        stream = self._jetstream.stream(names[0])
+        stream = self._streams.get(names[0])
         if stream is not None:
             if stream.config != config:
                 raise _Refused(*_NAME_IN_USE)
             return _stream_facts(stream)
-        if any(self._jetstream.taking(subject) for subject in config["subjects"]):
+        if self._by_subject.keys() & set(config["subjects"]):
             raise _Refused(*_OVERLAP)
         wanted = (config["retention"], config["storage"], config["discard"])
         if wanted != ("workqueue", "memory", "new"):
             raise NotImplementedError(f"streams of the kind {wanted} are not simulated")
-        return {**_stream_facts(self._jetstream.add(config)), "did_create": True}
+        stream = self._streams[names[0]] = SimStream(config, self._server)
+        self._by_subject |= dict.fromkeys(config["subjects"], stream)
+        return {**_stream_facts(stream), "did_create": True}
 
     def _delete_stream(self, names: list[str], _: bytes) -> _Answer:
-        self._jetstream.delete(self._stream(names[0]).name)
+        stream = self._stream(names[0])
+        del self._streams[stream.name]
+        for subject in stream.config["subjects"]:
+            del self._by_subject[subject]
+        stream.close()
         return {"success": True}
 
     def _delete_message(self, names: list[str], payload: bytes) -> _Answer:
@@ -174,7 +197,7 @@ class JetStreamApi:
         return _consumer_facts(stream, stream.consumer(msgspec.json.decode(payload)["config"]))
 
     def _stream(self, name: str) -> SimStream:
-        stream = self._jetstream.stream(name)
+        stream = self._streams.get(name)
         if stream is None:
             raise _Refused(*_NO_STREAM)
         return stream
@@ -202,7 +225,7 @@ def _consumer_facts(stream: SimStream, consumer: Consumer) -> _Answer:
         "name": consumer.name,
         "config": consumer.config,
         "created": consumer.created,
-        "num_pending": consumer.waiting,
-        "num_ack_pending": consumer.unacknowledged,
-        "num_waiting": consumer.requests,
+        "num_pending": len(consumer.new),
+        "num_ack_pending": len(consumer.delivered),
+        "num_waiting": len(consumer.requests),
     }

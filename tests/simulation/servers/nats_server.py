@@ -1,21 +1,105 @@
-"""A simulated NATS server: connections, subscriptions, and who gets which message."""
+"""A simulated NATS server: its protocol, subscriptions, and who gets which message."""
 
 import asyncio
-from typing import Any
+import re
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from tests.simulation.loop.process import SimProcess
 from tests.simulation.network.network import Network
-from tests.simulation.servers import nats_protocol as wire
-from tests.simulation.servers.jetstream import JetStream
-from tests.simulation.servers.jetstream_api import API, JetStreamApi
-from tests.simulation.servers.nats_subjects import Subjects
+from tests.simulation.servers.jetstream import status
+from tests.simulation.servers.jetstream_api import API, JetStream
+
+T = TypeVar("T")
 
 PORT = 4222
 #: For clients; names do not matter in the simulated network.
 URL = f"nats://nats:{PORT}"
-_VERSION = "2.12.0"
-_NO_RESPONDERS = wire.status(503)
+_CRLF = b"\r\n"
+#: As regular expressions.
+_WILDCARDS = {"*": r"[^.]+", ">": ".+"}
+_UNKNOWN = "Unknown Protocol Operation"
+
+
+class BrokenProtocol(Exception):
+    """The client sent an invalid command. The text is that of the -ERR line."""
+
+
+class Command(NamedTuple):
+    """words: of its line; subjects may be any bytes, and go out as they came in. body: behind the
+    line, or what CONNECT has behind its name."""
+
+    words: list[str]
+    body: bytes = b""
+
+
+class CommandReader:
+    """Cuts the byte stream of one client into commands.
+
+    max_payload: in bytes, headers included.
+    """
+
+    def __init__(self, max_payload: int):
+        self._max_payload = max_payload
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Command]:
+        """The commands that `data` completes. Raises BrokenProtocol."""
+        data = self._rest + data
+        commands: list[Command] = []
+        at = 0
+        while (end := data.find(_CRLF, at)) >= 0:
+            line = data[at:end].decode(errors="surrogateescape")
+            words = line.split()
+            begin = behind = end + 2
+            if words[:1] in (["PUB"], ["HPUB"]):
+                behind += self._size(words[-1]) + 2
+                if len(data) < behind:
+                    break
+                commands.append(Command(words, data[begin : behind - 2]))
+            elif words[:1] == ["CONNECT"]:
+                commands.append(Command(words[:1], line[len("CONNECT") :].encode()))
+            else:
+                commands.append(Command(words))
+            at = behind
+        self._rest = data[at:]
+        return commands
+
+    def _size(self, word: str) -> int:
+        if not word.isdigit():
+            raise BrokenProtocol(_UNKNOWN)
+        if int(word) > self._max_payload:
+            raise BrokenProtocol("Maximum Payload Violation")
+        return int(word)
+
+
+class Subjects(Generic[T]):
+    """Subscribers by subject; `*` stands for one token, a last `>` for one or more.
+
+    Subscribers of one pattern come in the order in which they were added.
+    """
+
+    def __init__(self) -> None:
+        self._exact: dict[str, dict[T, None]] = {}
+        #: Subscribers to patterns with a wildcard.
+        self._wild: dict[T, re.Pattern[str]] = {}
+
+    def add(self, pattern: str, subscriber: T) -> None:
+        words = [_WILDCARDS.get(token, re.escape(token)) for token in pattern.split(".")]
+        if any(token in _WILDCARDS for token in pattern.split(".")):
+            self._wild[subscriber] = re.compile(r"\.".join(words))
+        else:
+            self._exact.setdefault(pattern, {})[subscriber] = None
+
+    def remove(self, pattern: str, subscriber: T) -> None:
+        if self._wild.pop(subscriber, None) is None:
+            del self._exact[pattern][subscriber]
+
+    def matching(self, subject: str) -> list[T]:
+        wild = (one for one, pattern in self._wild.items() if pattern.fullmatch(subject))
+        return [*self._exact.get(subject, ()), *wild]
 
 
 class NatsServer:
@@ -30,24 +114,24 @@ class NatsServer:
     def __init__(self, network: Network, process: SimProcess, port: int = PORT):
         self.network = network
         self.process = process
-        self.jetstream = JetStream(process, self)
-        self._api = JetStreamApi(self.jetstream, self)
+        self.jetstream = JetStream(self)
         self.subjects: Subjects[_Subscription] = Subjects()
         self.clients: dict[_Client, None] = {}
         self._unsent: dict[_Client, None] | None = None
         process.run(network.create_server, lambda: _Client(self), "nats", port)
 
-    def publish(self, message: wire.Publish, sender: "_Client") -> None:
+    def publish(
+        self, sender: "_Client", subject: str, reply: str, headers: bytes, payload: bytes
+    ) -> None:
         """What a client has published arrives."""
-        subject, reply, headers, payload = message
-        taken = self._api.take(subject, reply, headers, payload)
+        taken = self.jetstream.take(subject, reply, headers, payload)
         for subscription in self.subjects.matching(subject):
             subscription.deliver(subject, reply, headers, payload)
             taken = True
         if not taken and reply and sender.no_responders:
             for subscription in self.subjects.matching(reply):
                 if subscription.client is sender:
-                    subscription.tell(reply, "", _NO_RESPONDERS, b"")
+                    subscription.tell(reply, "", status(503), b"")
 
     # What JetStream asks of the server
 
@@ -69,7 +153,7 @@ class NatsServer:
     def send(self, client: "_Client", frame: bytes) -> None:
         """What one turn of the server sends to a client arrives in one piece."""
         if self._unsent is None:
-            client.write((frame,))
+            client.transport.write(frame)
         else:
             self._unsent[client] = None
             client.unsent.append(frame)
@@ -80,7 +164,7 @@ class NatsServer:
     def flush(self) -> None:
         unsent, self._unsent = self._unsent, None
         for client in unsent or ():
-            client.write(client.unsent)
+            client.transport.write(b"".join(client.unsent))
             client.unsent = []
 
 
@@ -99,7 +183,12 @@ class _Subscription:
         self.client.network.as_the_weather_is(self.tell, subject, reply, headers, payload)
 
     def tell(self, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        self.client.send(wire.message(subject, self._sid, reply, headers, payload))
+        """Sends MSG, or HMSG where there are headers."""
+        words = [subject, self._sid, *([reply] if reply else [])]
+        words = ["HMSG", *words, str(len(headers))] if headers else ["MSG", *words]
+        line = " ".join([*words, str(len(headers) + len(payload))])
+        head = line.encode(errors="surrogateescape")
+        self.client.send(b"".join((head, _CRLF, headers, payload, _CRLF)))
         self.delivered += 1
         if self.left is not None and self.delivered >= self.left:
             self.client.unsubscribe(self._sid)
@@ -108,32 +197,29 @@ class _Subscription:
 class _Client(asyncio.Protocol):
     """One client's connection."""
 
+    transport: asyncio.Transport
+
     def __init__(self, server: NatsServer):
         self._server = server
         self.network = server.network
-        self._reader = wire.CommandReader(MAX_MESSAGE_BYTES)
+        self._reader = CommandReader(MAX_MESSAGE_BYTES)
         self._subscriptions: dict[str, _Subscription] = {}
-        self._transport: Any = None
-        self._verbose = False
         #: Whether it requested a status for requests to subjects without subscribers.
         self.no_responders = False
         self.unsent: list[bytes] = []
 
-    def __repr__(self) -> str:
-        return f"<NATS client {self._transport!r}>"
-
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self.transport = transport
         self._server.clients[self] = None
         facts = {
             "server_id": str(self._server.process),
-            "version": _VERSION,
+            "version": "2.12.0",
             "proto": 1,
             "headers": True,
             "max_payload": MAX_MESSAGE_BYTES,
             "jetstream": True,
         }
-        transport.write(wire.info(facts))
+        transport.write(b"INFO " + msgspec.json.encode(facts) + _CRLF)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.clients.pop(self, None)
@@ -146,56 +232,65 @@ class _Client(asyncio.Protocol):
         try:
             for command in self._reader.feed(data):
                 self._obey(command)
-        except wire.BrokenProtocol as exc:
-            self.send(wire.error(str(exc)))
+        except BrokenProtocol as exc:
+            self.send(f"-ERR '{exc}'\r\n".encode())
             broken = True
         finally:
             self._server.flush()
         if broken:
-            self._transport.close()
+            self.transport.close()
 
     def send(self, frame: bytes) -> None:
         if self in self._server.clients:
             self._server.send(self, frame)
-
-    def write(self, frames: "list[bytes] | tuple[bytes]") -> None:
-        self._transport.write(b"".join(frames))
 
     def unsubscribe(self, sid: str) -> None:
         subscription = self._subscriptions.pop(sid, None)
         if subscription is not None:
             self._server.subjects.remove(subscription.subject, subscription)
 
-    def _obey(self, command: wire.Command) -> None:
-        match command:
-            case wire.Publish():
-                self._publish(command)
-            case wire.Ping():
-                self.send(wire.PONG)
-            case wire.Pong():
+    def _obey(self, command: Command) -> None:
+        body = command.body
+        match command.words:
+            case ["PUB", subject, _]:
+                self._publish(subject, "", b"", body)
+            case ["PUB", subject, reply, _]:
+                self._publish(subject, reply, b"", body)
+            case ["HPUB", subject, *reply, size, _] if len(reply) < 2 and size.isdigit():
+                headers, payload = body[: int(size)], body[int(size) :]
+                self._publish(subject, "".join(reply), headers, payload)
+            case ["PING"]:
+                self.send(b"PONG\r\n")
+            case ["PONG"]:
                 return
-            case wire.Subscribe(subject, queue, sid):
-                if queue:
-                    raise wire.BrokenProtocol("queue groups are not simulated")
+            case ["SUB", subject, sid]:  # queue groups are not simulated
                 self.unsubscribe(sid)
                 subscription = self._subscriptions[sid] = _Subscription(self, subject, sid)
                 self._server.subjects.add(subject, subscription)
-            case wire.Unsubscribe(sid, limit):
-                self._limit(sid, limit)
-            case wire.Connect():
-                self._verbose = command.verbose
-                self.no_responders = command.no_responders
-        if self._verbose and not isinstance(command, wire.Ping):
-            self.send(wire.OK)
+            case ["UNSUB", sid]:
+                self.unsubscribe(sid)
+            case ["UNSUB", sid, limit] if limit.isdigit():
+                self._limit(sid, int(limit))
+            case ["CONNECT"]:
+                self._connect(body)
+            case _:
+                raise BrokenProtocol(_UNKNOWN)
 
-    def _publish(self, message: wire.Publish) -> None:
-        server = self._server
-        if message.subject.startswith(API):
-            server.publish(message, self)
+    def _connect(self, options: bytes) -> None:
+        try:
+            self.no_responders = bool(msgspec.json.decode(options).get("no_responders"))
+        except (msgspec.DecodeError, AttributeError) as exc:
+            raise BrokenProtocol(_UNKNOWN) from exc
+
+    def _publish(self, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        publish = self._server.publish
+        if subject.startswith(API):
+            publish(self, subject, reply, headers, payload)
         else:
-            self.network.as_the_weather_is(server.publish, message, self)
+            self.network.as_the_weather_is(publish, self, subject, reply, headers, payload)
 
     def _limit(self, sid: str, limit: int) -> None:
+        """The subscription ends after this many messages since its start."""
         subscription = self._subscriptions.get(sid)
         if subscription is not None and subscription.delivered < limit:
             subscription.left = limit

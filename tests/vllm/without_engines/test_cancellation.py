@@ -57,14 +57,12 @@ from tests.contract.generating import FakeEngine, Outputs, tokens
 from tests.sim.pair import GREEDY, QUEUE, Pair
 from tests.sim.pair import tokens as random_tokens
 from tests.sim.servers import SimNats
-from tests.simulation.engine.assembly import Assembly
 from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory import MemoryMessaging, MemoryStore, MemoryWatch
 from tests.simulation.servers.memory_queue import MemoryQueue
-from tests.simulation.servers.memory_store import MemoryWatch
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene, Twins
@@ -688,7 +686,7 @@ class RemotePrefill(Pair):
     @contextlib.asynccontextmanager
     async def open(cls) -> AsyncIterator["RemotePrefill"]:
         async with contextlib.AsyncExitStack() as stack:
-            pair = cls(stack, Wire(fastest_s=0.01, slowest_s=0.05), Assembly(), num_blocks=160)
+            pair = cls(stack, Wire(fastest_s=0.01, slowest_s=0.05), num_blocks=160)
             await pair.start()
             yield pair
 

@@ -1,4 +1,4 @@
-"""One connection between two simulated processes: ordered, without gaps.
+"""Connections between two simulated processes, and how they are made: ordered, without gaps.
 
 While the two are partitioned, sent items wait. They are delivered when the partition ends, or
 lost when an end gives up.
@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.loop.process import SimProcess, SimState
+from tests.simulation.loop.process import SimHandle, SimProcess, SimState
 
 if TYPE_CHECKING:
-    from tests.simulation.loop.handles import SimHandle
+    from tests.simulation.loop.process import SimHandle
     from tests.simulation.network.network import Network
+
 
 #: Range of seconds after which a connection breaks when its peer is unreachable.
 CUT_BREAKS_S = (6.0, 15.0)
@@ -46,16 +47,11 @@ class End:
         self._last_arrival = 0.0  # at the peer
         self._give_up: SimHandle | None = None
 
-    def __repr__(self) -> str:
-        where = f"-> {self.peer.process} open" if self.is_open else "closed"
-        return f"<End {self.process} {where}>"
-
     def join(self, peer: "End", *, at: float) -> None:
         """Makes the two one connection; nothing arrives here before `at`."""
         self.peer, peer.peer = peer, self
         peer._last_arrival = at
-        self.network.add_end(self)
-        self.network.add_end(peer)
+        self.network.ends |= {self: None, peer: None}
 
     def send(self, item: Any) -> None:
         """Arrives at the peer in order, or never. Dropped when this end is closed."""
@@ -124,7 +120,7 @@ class End:
         for item in held:
             self._send(item)
         if not self.is_open:
-            self.network.forget_end(self)
+            self.network.ends.pop(self, None)
 
     def _arrive(self, item: Any) -> None:
         if not self.is_open:
@@ -169,6 +165,87 @@ class End:
         # little to do at the end of the run.
         self.on_item = self.on_closed = None
         if not self._held:
-            self.network.forget_end(self)
+            self.network.ends.pop(self, None)
             if not (self.peer.is_open or self.peer._held):
                 del self.peer.peer
+
+
+#: Seconds between two SYNs during a partition, and how many are sent.
+_RETRY_S = 1.0
+_TRIES = 60
+
+
+class SimListener:
+    def __init__(
+        self, network: "Network", process: SimProcess, port: int, on_accept: Callable[[End], None]
+    ):
+        self._network = network
+        self.process = process
+        self.port = port
+        self.on_accept = on_accept
+        self.context = contextvars.copy_context()
+
+    def close(self) -> None:
+        if self._network.listeners.get(self.port) is self:
+            del self._network.listeners[self.port]
+
+
+class Dial:
+    """One attempt to connect. The kernel of a paused process answers all the same."""
+
+    def __init__(
+        self,
+        network: "Network",
+        process: SimProcess,
+        port: int,
+        on_open: Callable[[End], None],
+        on_error: Callable[[OSError], None],
+    ):
+        self._network = network
+        self._process = process
+        self._port = port
+        self._on_open = on_open
+        self._on_error = on_error
+        self._context = contextvars.copy_context()
+        self._tries = 0
+        #: The open connection until `on_open` has it.
+        self._end: End | None = None
+        #: Until one of the two callbacks is called.
+        self._timer: SimHandle | None = network.call_at(
+            network.loop.time() + network.delay_s(), self._reach
+        )
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._end is not None:
+            self._end.abort()
+
+    def _reach(self) -> None:
+        network, process = self._network, self._process
+        if process.dead:
+            return
+        now = network.loop.time()
+        back_at = now + network.delay_s()
+        listener = network.listeners.get(self._port)
+        if listener is not None and network.is_cut(process.host, listener.process.host):
+            self._tries += 1
+            if self._tries < _TRIES:
+                self._timer = network.call_at(now + _RETRY_S, self._reach)
+            else:
+                self._answer(back_at, self._on_error, TimeoutError("connection timed out"))
+        elif listener is None:
+            self._answer(back_at, self._on_error, ConnectionRefusedError("connection refused"))
+        else:
+            mine = self._end = End(network, process, self._context)
+            theirs = End(network, listener.process, listener.context)
+            mine.join(theirs, at=back_at)
+            network.loop.call_soon(listener.on_accept, theirs, context=listener.context)
+            self._answer(back_at, self._opened, mine)
+
+    def _opened(self, end: End) -> None:
+        self._end = self._timer = None
+        self._on_open(end)
+
+    def _answer(self, when: float, function: Callable[..., None], what: Any) -> None:
+        self._timer = self._network.loop.call_at(when, function, what, context=self._context)
