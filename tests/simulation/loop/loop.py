@@ -191,11 +191,6 @@ class VirtualLoop(Scheduler):
         self._processes[name] = process
         return process
 
-    @property
-    def processes(self) -> dict[str, SimProcess]:
-        """The newest incarnation of each name, dead or not."""
-        return self._processes
-
     def current_process(self) -> SimProcess:
         """The process whose code is running; "world" outside of all others."""
         return PROCESS.get(self.world)

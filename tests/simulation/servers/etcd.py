@@ -104,10 +104,6 @@ class EtcdServer:
         """As an operator's call, without a client."""
         self._process.run(self._put, rpc.PutRequest(key=key.encode(), value=value))
 
-    def compact(self) -> None:
-        """Forgets all history, as an operator's call without a client."""
-        self.data.compact(self.data.revision)
-
     # The connections
 
     def _accept(self, end: End) -> None:
