@@ -12,7 +12,13 @@ from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.routing.kv_routing import KvView
 from dynamo_lite.policy.routing.pending_requests import PendingRequests
 from dynamo_lite.policy.routing.pickers import Selection
-from dynamo_lite.policy.routing.scoring import Candidate, draw, score, with_room
+from dynamo_lite.policy.routing.scoring import (
+    REQUEST_LOAD_TOKENS,
+    Candidate,
+    draw,
+    score,
+    with_room,
+)
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -182,7 +188,7 @@ class StraightforwardPicker:
         if (report := self._view.load(member.lease_id)) is not None:
             others = self._others.get(member.lease_id, (0, 0))
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
-        load = tokens + requests * self.options.request_load_tokens
+        load = tokens + requests * REQUEST_LOAD_TOKENS
         return Candidate(member, matched, load, usage, credit)
 
     def _choose(
@@ -191,7 +197,7 @@ class StraightforwardPicker:
         if len(candidates) == 1:
             return candidates[0], "only"
         options = self.options
-        fit = with_room(candidates, options.max_kv_usage)
+        fit = with_room(candidates)
         scores = [score(c, options) for c in fit]
         best = min(
             range(len(fit)),

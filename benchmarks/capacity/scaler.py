@@ -5,7 +5,7 @@ are those of the tick's moment; in a graph they are up to a second older.
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
@@ -22,8 +22,9 @@ from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 
-#: Windows of rates and of the median time between two tokens, as in `overview/compose.py`.
-_RATE_S, _ITL_S = 10.0, 60.0
+#: Window of rates.
+_RATE_S = 10.0
+
 
 Fleet = RoleFleet[PrefillWorkerModel] | RoleFleet[DecodeWorkerModel]
 
@@ -81,23 +82,19 @@ class PlannerScaler:
         return Seen(
             roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
             prefill=self._demand.load(totals, graph.queue.tokens_per_s, now, complete=True),
-            # As in the service, the limit is an option: no worker reports its own.
-            decode=replace(decode, max_num_seqs=self._limits.decode_max_num_seqs or None),
+            decode=decode,
         )
 
     def _rates(self, graph: GraphModel, now: float) -> TokenRates:
         tally, past = graph.tally, self._past
-        while len(past) > 1 and past[0][0] < now - _ITL_S:
+        while len(past) > 1 and past[0][0] < now - _RATE_S - 1e-6:
             past.popleft()
-        began, gaps, admitted = next(
-            (one for one in past if one[0] >= now - _RATE_S - 1e-6), past[-1]
-        )
+        began, gaps, admitted = past[0]
         seconds, recent = now - began, tally.gaps.since(gaps)
         rates = TokenRates(
             admitted_per_s=(tally.admitted - admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,
-            itl_s=tally.gaps.since(past[0][1]).median_s,
         )
         past.append((now, tally.gaps.copy(), tally.admitted))
         return rates

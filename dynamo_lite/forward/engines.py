@@ -12,6 +12,7 @@ from dynamo_lite.forward.engine_tls import engine_tls
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.policy.routing.forwarding import EngineView
+from dynamo_lite.policy.routing.scoring import REQUEST_LOAD_TOKENS
 from dynamo_lite.runtime.address import host_port
 
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
@@ -275,12 +276,12 @@ class KnownEngines:
         ]
 
 
-def view(engine: KnownEngine, matched: int, request_load_tokens: int) -> EngineView:
+def view(engine: KnownEngine, matched: int) -> EngineView:
     requests = engine.legs + engine.other_requests
     return EngineView(
         engine=engine.number,
         matched=matched,
-        load=engine.waiting_tokens + requests * request_load_tokens,
+        load=engine.waiting_tokens + requests * REQUEST_LOAD_TOKENS,
         kv_usage=engine.kv_usage,
     )
 

@@ -250,9 +250,8 @@ class Placer:
         tokens: int,
         tried: Tried,
     ) -> KnownEngine:
-        each = self._config.routing.request_load_tokens
         choice = chooser.choose(
-            [view(engine, matched.get(engine.number, 0), each) for engine in able], tokens
+            [view(engine, matched.get(engine.number, 0)) for engine in able], tokens
         )
         assert isinstance(choice, EngineChoice)
         self.choices[leg, choice.reason] += 1

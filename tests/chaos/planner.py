@@ -54,7 +54,6 @@ from tests.vllm.graph import NAMESPACE, Graph
 _OPTIONS = (
     *(f"--Planner.{role}-max={MOST}" for role in ("prefill", "decode")),
     f"--Planner.budget-devices={2 * MOST}",
-    "--Planner.decode-max-num-seqs=6",
 )
 _CONCURRENCY = 8  # the least that is sure to need a second decode worker
 #: Prompts that are longer are prefilled remotely: `max-local-prefill-length`.
@@ -91,7 +90,7 @@ VLLM = Kind(
     (
         *_OPTIONS,
         *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
-        *("--Planner.start-s=20", "--Planner.young-s=5", "--Graph.lease-ttl-s=60"),
+        *("--Planner.start-s=10", "--Graph.lease-ttl-s=60", "--VllmWorker.max-num-seqs=6"),
     ),
     plain=True,
 )
@@ -100,8 +99,7 @@ NULL = Kind(
     (
         *_OPTIONS,
         *("--Planner.tick-s=0.3", "--Planner.down-window-s=4", "--Planner.cooldown-s=1"),
-        *("--Planner.start-s=2", "--Planner.young-s=0.1", "--Graph.lease-ttl-s=10"),
-        "--Graph.restart-max-s=1",
+        *("--Planner.start-s=2", "--Graph.lease-ttl-s=10"),
     ),
     plain=False,
 )

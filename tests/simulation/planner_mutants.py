@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo_lite.overview.model import LiveProcess
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
-from dynamo_lite.policy.scaling.inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.inputs import PrefillLoad, Role, RoleSeen, Seen
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.planner.connector import COMPONENTS, Connector, Counted
@@ -187,12 +187,12 @@ class _StaleIsZero(Planner):
         prefill = self._observation._prefill
 
         def zero(decode: Sequence[LiveProcess]) -> PrefillLoad:
-            load, none = prefill(decode), Datum(0.0)
+            load, none = prefill(decode), 0.0
             return PrefillLoad(
                 asked_per_s=load.asked_per_s or none,
                 refused_per_s=load.refused_per_s or none,
                 backlog=load.backlog or none,
-                rate=load.rate or Datum(1.0),
+                rate=load.rate or 1.0,
             )
 
         self._observation._prefill = zero

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from dynamo_lite.policy.scaling.inputs import (
-    Datum,
     DecodeLoad,
     Operation,
     PrefillLoad,
@@ -156,20 +155,19 @@ def prefill_load(
     asked: float, *, refused: float = 0, backlog: float = 0, rate: float | None = 1000
 ):
     return PrefillLoad(
-        asked_per_s=Datum(asked),
-        refused_per_s=Datum(refused),
-        backlog=Datum(backlog),
-        rate=None if rate is None else Datum(rate),
+        asked_per_s=asked,
+        refused_per_s=refused,
+        backlog=backlog,
+        rate=rate,
     )
 
 
-def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0, itl=None):
+def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0):
     return DecodeLoad(
-        kv_used=Datum(kv),
-        kv_parked=Datum(parked),
-        kv_waiting=Datum(0),
-        running=Datum(requests),
-        waiting=Datum(waiting),
-        max_num_seqs=100,
-        itl_s=None if itl is None else Datum(itl),
+        kv_used=kv,
+        kv_parked=parked,
+        kv_waiting=0,
+        running=requests,
+        waiting=waiting,
+        max_running=100,
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.scaling.inputs import Datum, Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.memory import AddWorkers, Proposal, RemoveWorker
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
@@ -120,7 +120,7 @@ def test_the_giver_must_pass_its_check_for_the_cooldown():
 def test_an_unknown_load_gives_nobody():
     w = world(1, 3)
     w.run(100)
-    w.decode = replace(w.decode, kv_used=Datum(0.5, age_s=100.0))
+    w.decode = replace(w.decode, kv_used=None)
     w.prefill = prefill_load(1200)
     assert changes(w.run(200)) == []
 

@@ -101,14 +101,14 @@ def test_a_busy_worker_loses_its_prefix():
     router.load(1, tokens=49)
     assert router.pick() in (2, 3)
     assert router.reason == "balance"
-    patient = Router(load_weight=0.9)
+    patient = Router(kv_weight=2.1)
     patient.hold(1, PROMPT[:24])
     patient.load(1, tokens=49)
     assert patient.pick() == 1
 
 
 def test_running_requests_are_load():
-    router = Router(request_load_tokens=10)
+    router = Router()
     for lease_id, requests in ((1, 3), (2, 1), (3, 2)):
         router.load(lease_id, requests=requests)
     assert router.pick() == 2
@@ -116,7 +116,7 @@ def test_running_requests_are_load():
 
 
 def test_what_was_just_routed_counts_before_anybody_says_so():
-    router = Router(request_load_tokens=1)
+    router = Router()
     first = router.pick()
     assert router.pick() == first, "the same prompt follows the first one"
     others = [router.pick([n] * 41) for n in (1, 2)]
@@ -134,7 +134,7 @@ def test_equal_workers_take_turns():
 
 
 def test_a_refused_request_leaves_nothing_behind():
-    router = Router(workers=2, request_load_tokens=1)
+    router = Router(workers=2)
     first = router.pick()
     router.picker.released(router.last)
     assert router.pick([7] * 9) != first, "by turns: the other one"
@@ -180,7 +180,7 @@ def test_salts_keep_prefixes_apart():
 
 
 def test_a_session_stays_where_it_was_unless_that_is_much_busier():
-    router = Router(workers=2, request_load_tokens=0)
+    router = Router(workers=2)
     home = router.pick([1] * 9, session="s")
     router.picker.answered(router.last)
     router.picker.released(router.last)
@@ -203,7 +203,7 @@ def test_block_sizes_of_their_own():
 
 
 def test_others_requests_count_once_and_ours_are_not_counted_twice():
-    router = Router(workers=2, request_load_tokens=1)
+    router = Router(workers=2)
     assert router.pick([1] * 50) == 1
     router.load(1, requests=1, tokens=50)  # that one
     router.load(2, requests=9, tokens=60)  # somebody else's
@@ -212,7 +212,7 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
 
 
 def test_temperature_draws_by_score():
-    router = Router(workers=2, kv_weight=1.0, temperature=1.0, request_load_tokens=0)
+    router = Router(workers=2, kv_weight=1.0, temperature=1.0)
     router.hold(1, PROMPT)
     picks: Counter[int] = Counter()
     for _ in range(400):
@@ -223,14 +223,14 @@ def test_temperature_draws_by_score():
 
 
 def test_parts():
-    options = KvRoutingOptions(kv_weight=2.0, load_weight=0.5)
+    options = KvRoutingOptions(kv_weight=2.0)
     low, full = (
         Candidate(endpoint_record(1), matched=10, load=4, kv_usage=0.1),
         Candidate(endpoint_record(2), matched=0, load=0, kv_usage=1.0),
     )
-    assert score(low, options) == 18.0
-    assert with_room([low, full], 0.9) == [low]
-    assert with_room([full], 0.9) == [full]
+    assert score(low, options) == 16.0
+    assert with_room([low, full]) == [low]
+    assert with_room([full]) == [full]
     assert [draw([0.0, 0.0], 1.0, chance) for chance in (0.0, 0.49, 0.51, 0.999)] == [0, 0, 1, 1]
     assert draw([-1e9, 0.0], 1.0, 0.0) == 1
 

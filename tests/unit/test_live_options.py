@@ -89,7 +89,7 @@ def test_edits(words: list[str], edits: dict[str, Any]):
             "did you mean VllmWorker.max-local-prefill-length",
         ),
         ("Router.kv-router.kv-weight=-1", "a number ≥ 0 and ≤ 1,000,000, got -1"),
-        ("Frontend.kv-router.max-kv-usage=1.5", "a number > 0 and ≤ 1, got 1.5"),
+        ("Planner.decode-up-share=1.5", "a number > 0 and ≤ 1, got 1.5"),
         ("Router.kv-weight=1", "did you mean Router.kv-router.kv-weight"),
         ("Frontend.port=1", "unknown key"),
         ("max-local-prefill-length=1", "unknown key"),
@@ -198,10 +198,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         assert options.facts() == {
             "file": {
                 "kv-router.kv-weight": 3.0,
-                "kv-router.load-weight": 1.0,
-                "kv-router.request-load-tokens": 32,
                 "kv-router.temperature": 0.0,
-                "kv-router.max-kv-usage": 0.95,
                 "max-in-flight-requests": 2048,
                 "max-queued-tokens": 7,
             },
@@ -224,11 +221,10 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
 
 
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
-    file = KvRouterOptions(kv_weight=3.0, max_kv_usage=0.5)
+    file = KvRouterOptions(kv_weight=3.0, max_index_blocks=5)
     assert applied({}, file, "kv_router").kv_weight == 3.0
     values = decode_live_options(
         b'{"values":{"kv-router.kv-weight":0.5,"kv-router.temperature":2},"version":1}', "Router"
     ).values
     made = applied(values, file, "kv_router")
-    assert (made.kv_weight, made.temperature, made.max_kv_usage) == (0.5, 2.0, 0.5)
-    assert (made.load_weight, made.request_load_tokens) == (1.0, 32)
+    assert (made.kv_weight, made.temperature, made.max_index_blocks) == (0.5, 2.0, 5)

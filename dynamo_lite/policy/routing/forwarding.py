@@ -47,7 +47,7 @@ class EngineView:
     engine: int
     #: Tokens of the prompt that are assumed to be in its prefix cache.
     matched: int = 0
-    #: What it computes before this prompt, with `request_load_tokens` for each request.
+    #: What it computes before this prompt, with `REQUEST_LOAD_TOKENS` for each request.
     load: int = 0
     kv_usage: float = 0.0
     #: A field of the router's candidates; unused here.
@@ -105,7 +105,7 @@ class EngineChooser:
 
     def _best(self, views: Sequence[EngineView], prompt_tokens: int) -> EngineChoice:
         options = self._options
-        fit = with_room(views, options.max_kv_usage)
+        fit = with_room(views)
         scores = [score(view, options) for view in fit]
         by_engine = {view.engine: value for view, value in zip(fit, scores, strict=True)}
         best = min(range(len(fit)), key=lambda i: (-scores[i], self._last_turn(fit[i])))

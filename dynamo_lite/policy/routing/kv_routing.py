@@ -206,7 +206,7 @@ class KvPicker:
             for lease_id in self._loads.workers
             if lease_id not in without
         ]
-        fit = with_room(candidates, options.max_kv_usage)
+        fit = with_room(candidates)
         scores = [score(c, options) for c in fit]
         drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
         if scores[drawn] < max(scores):

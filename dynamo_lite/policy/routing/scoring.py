@@ -42,16 +42,21 @@ class Rated(Protocol):
 
 R = TypeVar("R", bound=Rated)
 
+#: From this share of its KV cache in use on, a worker gets nothing while another one has room.
+MAX_KV_USAGE = 0.95
+#: Tokens that a request in the engine counts as, in addition to its prompt.
+REQUEST_LOAD_TOKENS = 32
 
-def with_room(candidates: Sequence[R], max_kv_usage: float) -> Sequence[R]:
+
+def with_room(candidates: Sequence[R]) -> Sequence[R]:
     """The candidates whose KV cache is not full; all, if all are full."""
-    return [c for c in candidates if c.kv_usage < max_kv_usage] or candidates
+    return [c for c in candidates if c.kv_usage < MAX_KV_USAGE] or candidates
 
 
 def score(candidate: Rated, options: KvRoutingOptions) -> float:
     """Higher is better."""
     held = max(candidate.matched, candidate.credit)
-    return options.kv_weight * held - options.load_weight * candidate.load
+    return options.kv_weight * held - candidate.load
 
 
 def draw(scores: Sequence[float], scale: float, chance: float) -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from dynamo_lite.policy.routing.kv_index import KvIndex
 from dynamo_lite.policy.routing.pending_requests import PendingRequests
+from dynamo_lite.policy.routing.scoring import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 
@@ -237,11 +238,9 @@ class WorkerLoads:
         if report is not None:
             others = self._others.get(lease_id, (0, 0))
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
-        worker.load = load = tokens + requests * self._options.request_load_tokens
+        worker.load = load = tokens + requests * REQUEST_LOAD_TOKENS
         worker.kv_usage = usage
-        # If load has no weight, all loads count as equal, and equally good workers take turns.
-        rank = load if self._options.load_weight else 0, self.turn(lease_id), worker.position
-        return rank, usage >= self._options.max_kv_usage
+        return (load, self.turn(lease_id), worker.position), usage >= MAX_KV_USAGE
 
     def _see(self, worker: MemberLoad, report: LoadReport | None) -> None:
         worker.report = report

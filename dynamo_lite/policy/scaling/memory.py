@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynamo_lite.policy.scaling.forecast import Line, Trend
 from dynamo_lite.policy.scaling.inputs import LastChange, Role
 from dynamo_lite.policy.scaling.work import Work
 
@@ -110,8 +109,6 @@ class RoleMemory:
     starting_since: float | None = None
     starts_done: int = 0
     starts_failed: int = 0
-    #: Of the role's load.
-    trend: Trend = field(default_factory=Trend)
 
     def last_change(self, seen: LastChange | None, now: float) -> LastChange | None:
         """The later of this memory's and the one of the planner before."""
@@ -132,8 +129,6 @@ class PlannerMemory:
     roles: Mapping[Role, RoleMemory] = field(default_factory=dict[Role, RoleMemory])
     #: Tokens per second of one busy prefill worker, when it was last measured; None: never.
     prefill_rate: float | None = None
-    #: Time between tokens by requests per decode worker.
-    itl: Line = field(default_factory=Line)
     #: What requests need.
     work: Work = field(default_factory=Work)
 

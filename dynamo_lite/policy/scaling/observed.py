@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.policy.decision.backlog import BacklogTotals
-from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad
+from dynamo_lite.policy.scaling.inputs import DecodeLoad, PrefillLoad
 
 #: Window of the rates of demand.
 _RATE_S = 15.0
@@ -33,6 +33,11 @@ class ReportsLoad(Protocol):
         """That its KV blocks hold."""
         ...
 
+    @property
+    def max_running(self) -> int | None:
+        """Requests that it runs at a time, at most."""
+        ...
+
 
 class DemandRates:
     """Rates of the demand for prefill workers, from counters that never decrease."""
@@ -50,24 +55,23 @@ class DemandRates:
     ) -> PrefillLoad:
         """With one reading more. rate: tokens per second of a busy prefill worker. complete:
         whether every decode engine is in the totals."""
-        measured = _datum(rate)
         self._demand.append((now, totals.asked_tokens, totals.overflow_tokens))
         while now - self._demand[0][0] > _RATE_S and len(self._demand) > 2:
             self._demand.popleft()
         began, asked, refused = self._demand[0]
-        backlog = Datum(totals.tokens)
+        backlog = totals.tokens
         if now <= began:
-            return PrefillLoad(backlog=backlog, rate=measured)
+            return PrefillLoad(backlog=backlog, rate=rate)
         asked_per_s = (totals.asked_tokens - asked) / (now - began)
         refused_per_s = (totals.overflow_tokens - refused) / (now - began)
         if not complete:
-            both = Datum(asked_per_s + refused_per_s)
-            return PrefillLoad(asked_per_s=both, backlog=backlog, rate=measured)
+            both = asked_per_s + refused_per_s
+            return PrefillLoad(asked_per_s=both, backlog=backlog, rate=rate)
         return PrefillLoad(
-            asked_per_s=Datum(asked_per_s),
-            refused_per_s=Datum(refused_per_s),
+            asked_per_s=asked_per_s,
+            refused_per_s=refused_per_s,
             backlog=backlog,
-            rate=measured,
+            rate=rate,
         )
 
 
@@ -80,8 +84,6 @@ class TokenRates:
     #: Output tokens per second, and the mean time between two of a request.
     tokens_per_s: float | None
     token_s: float | None
-    #: Median time between two tokens, over a longer time.
-    itl_s: float | None
 
 
 def decode_load(
@@ -109,20 +111,16 @@ def decode_load(
     each = used / running if running else 0.0
     complete = len(known) == len(workers)
     return DecodeLoad(
-        kv_used=Datum(used) if usages else None,
-        kv_parked=None if totals is None else Datum(min(parked, used)),
+        kv_used=used if usages else None,
+        kv_parked=None if totals is None else min(parked, used),
         kv_waiting=(
-            Datum(each * without_blocks) if waiting_known and len(usages) == len(workers) else None
+            each * without_blocks if waiting_known and len(usages) == len(workers) else None
         ),
-        running=Datum(running),
-        waiting=Datum(waiting) if complete else None,
-        queued=Datum(without_blocks) if waiting_known and complete else None,
-        admitted_per_s=_datum(rates.admitted_per_s),
-        tokens_per_s=_datum(rates.tokens_per_s),
-        token_s=_datum(rates.token_s),
-        itl_s=_datum(rates.itl_s),
+        running=running,
+        waiting=waiting if complete else None,
+        queued=without_blocks if waiting_known and complete else None,
+        admitted_per_s=rates.admitted_per_s,
+        tokens_per_s=rates.tokens_per_s,
+        token_s=rates.token_s,
+        max_running=min((w.max_running for w in workers if w.max_running), default=None),
     )
-
-
-def _datum(value: float | None) -> Datum | None:
-    return None if value is None else Datum(value)

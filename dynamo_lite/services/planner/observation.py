@@ -12,7 +12,7 @@ from typing import Self
 from dynamo_lite.overview.model import LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.decision.backlog import DrainRate
-from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad, Role
+from dynamo_lite.policy.scaling.inputs import DecodeLoad, PrefillLoad, Role
 from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
 from dynamo_lite.protocol.backlog import Backlog
 from dynamo_lite.protocol.records import EndpointRecord
@@ -97,7 +97,7 @@ class Observation:
         rate = self._drain.tokens_per_s(now)
         if not self._host.messaging.connected or not self._backlog.engines:
             self._demand.forget()
-            return PrefillLoad(rate=None if rate is None else Datum(rate))
+            return PrefillLoad(rate=rate)
         complete = self._backlog.engines >= len(decode)
         return self._demand.load(self._backlog.totals(), rate, now, complete=complete)
 
@@ -107,7 +107,6 @@ class Observation:
             admitted_per_s=sum(admitted) if seen.rate_s else None,
             tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
             token_s=seen.tokens.mean_s,
-            itl_s=seen.itl.p50_s,
         )
         # Engines that never tell have no remote prefills.
         known = self._host.messaging.connected and (self._backlog.engines > 0 or not self._told)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +149,10 @@ class Planner:
         }
 
     def _open_connector(self) -> Connector:
-        if self._config.connector == "local":
-            return LocalConnector(Path(self._spec.state_dir))
         options = self._config.kubernetes
-        api = KubernetesApi(options.url, Path(options.service_account), options.timeout_s)
+        if not options.scales:
+            return LocalConnector(Path(self._spec.state_dir))
+        api = KubernetesApi(options.url, Path(options.service_account))
         return KubernetesConnector(api, options)
 
     def _least(self, component: str) -> int:
@@ -232,11 +232,10 @@ class Planner:
             members = self._observation.members
             roles = roles_seen(observed, number, self._under_way, members, self._changes)
         manual = self._manual.wanted(roles)
-        limit = self._limits.decode_max_num_seqs
         return Seen(
             roles=roles,
             prefill=observed.prefill,
-            decode=replace(observed.decode, max_num_seqs=limit or None),
+            decode=observed.decode,
             hold=self._hold(bool(manual)),
             manual=manual,
         )
