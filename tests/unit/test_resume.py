@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from dynamo_lite.disagg.decode.resume import ResumeReason, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
 from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.policy.attempts.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
 from tests.builders import ManualClock
@@ -21,18 +21,18 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 @pytest.mark.parametrize(
     ("outcome", "facts", "verdict"),
     [
-        (Outcome.WRITER_SILENT, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {"others": 0}, PrefillHere(ResumeReason.NO_OTHER)),
-        (Outcome.WRITER_ABANDONED, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_UNUSABLE, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {"others": 0}, PrefillHere(ResumeReason.NO_OTHER)),
-        (Outcome.WRITER_LOST, {"tries": 2}, PrefillHere(ResumeReason.TRIED)),
-        (Outcome.WRITER_LOST, {"left_s": 4.9}, PrefillHere(ResumeReason.LATE)),
-        (Outcome.DEADLINE, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
-        (Outcome.CORRUPT, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
-        (Outcome.REFUSED, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
+        (Outcome.WRITER_SILENT, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_LOST, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_FAILED, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_FAILED, {"others": 0}, ResumeReason.NO_OTHER),
+        (Outcome.WRITER_ABANDONED, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_UNUSABLE, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_LOST, {"others": 0}, ResumeReason.NO_OTHER),
+        (Outcome.WRITER_LOST, {"tries": 2}, ResumeReason.TRIED),
+        (Outcome.WRITER_LOST, {"left_s": 4.9}, ResumeReason.LATE),
+        (Outcome.DEADLINE, {}, ResumeReason.NOT_THE_WRITER),
+        (Outcome.CORRUPT, {}, ResumeReason.NOT_THE_WRITER),
+        (Outcome.REFUSED, {}, ResumeReason.NOT_THE_WRITER),
     ],
 )
 def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):
