@@ -95,18 +95,6 @@ async def test_two_planners_one_acts_and_the_other_takes_over(bench: Bench):
     assert [order.count for order in bench.supervisor.taken("add")] == [2, 3]
 
 
-@pytest.mark.parametrize("moment", ["add before", "add after"])
-async def test_an_addition_goes_on_after_its_planner_s_end(bench: Bench, moment: str):
-    bench.supervisor.stop_at = moment
-    async with bench.planner():
-        await bench.want(PrefillWorker=3)
-        await bench.supervisor.stopped.wait()
-        assert [op.phase for op in await bench.operations()] == ["ordered"]
-    async with bench.planner(1):
-        await bench.until_settled(PrefillWorker=3)
-    assert len(bench.supervisor.taken("add")) == 2
-
-
 async def test_a_start_is_awaited_by_the_next_planner(bench: Bench):
     bench.supervisor.instant = False
     async with bench.planner():
@@ -117,26 +105,6 @@ async def test_a_start_is_awaited_by_the_next_planner(bench: Bench):
         bench.supervisor.finish_starts()
         await bench.until_settled(PrefillWorker=2)
     assert len(bench.supervisor.orders) == 1
-
-
-@pytest.mark.parametrize("moment", ["remove before", "remove after"])
-async def test_a_removal_goes_on_after_its_planner_s_end(bench: Bench, moment: str):
-    bench.supervisor.ready[D] = 2
-    bench.supervisor.stop_at = moment
-    bench.supervisor.instant = False
-    await bench.worker(D)
-    await bench.worker(D)
-    async with bench.planner():
-        await bench.want(VllmWorker=1)
-        await bench.supervisor.stopped.wait()
-        (operation,) = await bench.operations()
-        assert operation.phase == "ordered"
-    async with bench.planner(1):
-        await _in_phase(bench, "asked")
-        assert bench.supervisor.draining[D] == {operation.lease_id}
-        bench.supervisor.finish_drains()
-        await bench.until_settled(VllmWorker=1)
-    assert {order.lease_id for order in bench.supervisor.taken("remove")} == {operation.lease_id}
 
 
 @pytest.mark.parametrize("moment", ["remove before", "remove after"])
@@ -352,12 +320,6 @@ async def test_without_etcd_it_does_not_act(
             finally:
                 etcd_server.thaw()
             assert bench.supervisor.orders == []
-
-
-async def test_limits_that_contradict_each_other_end_the_start(bench: Bench):
-    with pytest.raises(ValueError, match="prefill-min is 5 and prefill-max is 2"):
-        async with bench.planner(prefill_min=5, prefill_max=2):
-            pass
 
 
 @pytest.mark.parametrize(

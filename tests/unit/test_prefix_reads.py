@@ -519,13 +519,6 @@ def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, de
     assert prefill.ended() == ({"p-a2"}, {})
 
 
-def test_reports_of_ranks_join_whom_they_do_not_know_and_do_not_reach():
-    one = WorkerReport(unknown={"e1"}, broken={"e3": "reset"})
-    joined = one.joined(WorkerReport(unknown={"e2"}, broken={"e4": "gone"}))
-    assert joined.unknown == {"e1", "e2"}
-    assert joined.broken == {"e3": "reset", "e4": "gone"}
-
-
 def test_links_that_broke_are_told_to_the_component():
     half = Half()
     half.half.worker_output(RankResults(), WorkerReport(broken={"e1": "reset"}))

@@ -232,15 +232,6 @@ def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
     assert decode.ranks[1].stats.take()[LATE] == 2
 
 
-def test_half_a_commit_that_is_given_up_is_lost_once():
-    prefill, decode = pair(Shape(tensor=2), Shape())
-    decode.expect()
-    prefill.write(decode.metadata(), ranks=[0])
-    assert decode.settle(DecodeStep(give_up=[("a1", "r-a1")], poll=True)) == [(set(), {"r-a1"})]
-    prefill.write(decode.metadata(), ranks=[1])
-    assert decode.settle() == [(set(), set())]
-
-
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_commit_that_does_not_fit_is_told_only_when_nobody_writes_any_more(wrong, caplog):
     prefill, decode = pair(Shape(tensor=2), Shape())

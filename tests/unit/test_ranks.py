@@ -624,10 +624,6 @@ def test_data_that_came_first_is_not_failed_by_giving_up(decode):
     assert decode.settle(give_up=[("a1", "r1")]) == (set(), set())
 
 
-def test_an_attempt_may_be_expected_and_given_up_in_one_step(decode):
-    assert decode.settle(expect={"a1": "r1"}, give_up=[("a1", "r1")]) == (set(), {"r1"})
-
-
 def test_an_unknown_attempt_is_never_reported(decode):
     decode.mover.inbox += [notice("stranger"), b"", b"\xff" * 10]
     assert decode.settle(give_up=[("other", "r9")]) == (set(), set())
@@ -639,23 +635,6 @@ def test_a_doubled_notice_is_received_once(decode):
     decode.mover.inbox += [notice("a1"), notice("a1")]
     assert decode.settle() == ({"r1"}, set())
     assert decode.settle() == (set(), set())
-
-
-def test_several_settle_in_one_step(decode):
-    decode.settle(expect={f"a{i}": f"r{i}" for i in range(6)})
-    decode.mover.inbox += [notice("a1"), notice("a3")]
-    assert decode.settle(give_up=[("a4", "r4")]) == ({"r1", "r3"}, {"r4"})
-    decode.mover.inbox += [notice("a0"), notice("a4")]
-    assert decode.settle() == ({"r0"}, set())
-
-
-def test_results_wait_until_they_are_asked_for(decode):
-    decode.mover.inbox.append(notice("a1"))
-    decode.rank.step(expecting({"a1": "r1"}))
-    decode.rank.step(expecting({"a2": "r2"}, give_up=[("a2", "r2")]))
-    results = decode.rank.results()
-    assert results.received == {"r1"}
-    assert results.lost == {"r2"}
 
 
 def test_an_idle_engine_is_not_polled(decode):
@@ -691,15 +670,6 @@ def checked(fabric) -> tuple[Prefill, Decode]:
 
 def expected(attempt: str, *block_ids: int) -> dict[str, dict]:
     return {"expect": {attempt: f"r-{attempt}"}, "blocks": {attempt: block_ids}}
-
-
-def test_blocks_that_a_commit_fits_are_received(checked):
-    prefill, decode = checked
-    decode.settle(**expected("a1", 10, 11, 20))
-    prefill.step(blocks([3, 4], [10, 11], num_blocks=3), targets=targets(decode))
-    prefill.step(blocks([7], [20], last=True, num_blocks=3, first=2))
-    assert decode.settle() == ({"r-a1"}, set())
-    assert MISMATCH not in decode.rank.stats.take()
 
 
 def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
