@@ -39,7 +39,7 @@ from tests.contract.generating import Outputs, Setup, open_setup, tokens
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-@pytest.fixture(params=["tcp", "tls", "local"])
+@pytest.fixture(params=["tcp", "tls"])
 async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     async with AsyncExitStack() as stack:
         yield await open_setup(request.param, stack)

@@ -64,15 +64,6 @@ def test_a_tick_soon_after_another_one_confirms_no_need():
     assert adds(w.tick(), P) == 1
 
 
-def test_one_tick_of_load_changes_nothing():
-    w = world()
-    for _ in range(5):
-        w.prefill = prefill_load(5000)
-        assert not w.tick().actions
-        w.prefill = prefill_load(0)
-        assert not w.tick().actions
-
-
 @pytest.mark.parametrize(
     ("load", "wanted"),
     [
@@ -139,17 +130,6 @@ def test_young_workers_teach_nothing():
     assert proposal.roles[P].wanted == 2
 
 
-def test_steps_up_are_at_most_half_or_four():
-    w = world(prefill=Pool(ready=2))
-    w.prefill = prefill_load(20_000)
-    w.tick()
-    assert adds(w.tick(), P) == 4
-    w = world(prefill=Pool(ready=10))
-    w.prefill = prefill_load(20_000)
-    w.tick()
-    assert adds(w.tick(), P) == 5
-
-
 def test_below_the_minimum_a_worker_is_added_at_once():
     w = world(prefill=Pool(ready=0), prefill_min=2)
     w.prefill, w.decode = PrefillLoad(), DecodeLoad()
@@ -181,20 +161,6 @@ def test_one_busy_moment_keeps_a_worker_for_a_whole_window():
     assert w.orders[0][0] - busy_at >= 300
 
 
-def test_between_both_shares_nothing_changes():
-    w = world(prefill=Pool(ready=2))
-    w.prefill = prefill_load(1450)  # 2 needed at 0.8 and 3 at 0.7
-    w.run(700)
-    assert w.orders == []
-
-
-def test_an_unknown_load_removes_nobody():
-    w = world(prefill=Pool(ready=3), decode=Pool(ready=3))
-    w.prefill, w.decode = PrefillLoad(), DecodeLoad()
-    assert {p.roles[P].state for p in w.run(1000)} == {"hold"}
-    assert w.orders == []
-
-
 def test_a_gap_begins_the_window_again():
     w = world(prefill=Pool(ready=2))
     w.run(290)
@@ -215,33 +181,11 @@ def test_a_fresh_zero_is_a_zero():
     assert w.pools[P].count == 1
 
 
-def test_a_starting_worker_goes_before_a_serving_one():
-    w = world(prefill=Pool(ready=2, starting=[math.inf]))
-    w.run(305)
-    assert w.pools[P].ready == 2
-    assert w.pools[P].starting == []
-
-
 def test_a_removal_that_ends_within_a_tick_begins_no_window():
     w = world(prefill=Pool(ready=4, drain_s=1.0))
     w.run(320)
     assert w.pools[P].ready == 1
     assert len(w.orders) == 3
-
-
-def test_of_many_workers_five_percent_drain_together():
-    w = world(decode=Pool(ready=60, drain_s=1000.0), budget_devices=100, decode_max=60)
-    w.run(400)
-    assert len(w.pools[D].draining) == 3
-    w = world(decode=Pool(ready=20, drain_s=1000.0))
-    w.run(400)
-    assert len(w.pools[D].draining) == 1
-
-
-def test_a_worker_that_somebody_else_drains_delays_the_planner():
-    w = world(prefill=Pool(ready=3, draining=[math.inf]))
-    w.run(400)
-    assert w.orders == []
 
 
 # Both
@@ -266,17 +210,6 @@ def test_a_removal_that_was_not_begun_is_no_change():
     w.decode = decode_load(5)
     w.tick()
     assert adds(w.tick(), D) == 3
-
-
-def test_no_removal_soon_after_an_addition():
-    w = world(down_window_s=10.0, cooldown_s=60.0)
-    w.prefill = prefill_load(1200)
-    w.run(10)
-    added_at = w.now
-    w.prefill = prefill_load(0)
-    w.run(120)
-    assert [up for _, _, up in w.orders] == [True, False]
-    assert w.orders[1][0] - added_at >= 55
 
 
 def test_the_last_one_that_serves_stays_whatever_starts():
@@ -309,16 +242,6 @@ def test_a_change_by_somebody_else_is_the_new_base():
     assert [up for _, _, up in w.orders] == [False]
 
 
-def test_the_budget_counts_starting_and_draining_workers():
-    w = world(Pool(ready=1), Pool(ready=2, draining=[math.inf] * 3), budget_devices=7)
-    w.prefill = prefill_load(5000)
-    w.decode = decode_load(1.0, 150)
-    w.run(10)
-    assert w.pools[P].count == 2
-    w.run(200)
-    assert sum(p.count + len(p.draining) for p in w.pools.values()) == 7
-
-
 def test_the_budget_counts_workers_that_others_have_started():
     role = RoleSeen(counts=RoleCounts(ready=1, devices_each=2), others=2)
     assert role.devices == 6
@@ -341,33 +264,6 @@ def test_a_worker_that_nobody_waits_for_is_overdue_after_the_time_of_a_start():
     assert 0 < len(overdue) < len(found)
     # Twice the 95th percentile of a start, since the first tick saw it.
     assert overdue[0] == pytest.approx(40.0, abs=3 * w.limits.tick_s)
-
-
-def test_both_roles_share_the_room():
-    w = world(budget_devices=4)
-    w.prefill, w.decode = prefill_load(9000), decode_load(5.0)
-    w.run(10)
-    assert (w.pools[P].count, w.pools[D].count) == (2, 2)
-
-
-def test_with_a_full_budget_the_role_that_has_too_many_gives_one():
-    w = world(Pool(ready=1), Pool(ready=3), budget_devices=4)
-    w.decode = decode_load(0.5)
-    w.run(100)
-    w.prefill = prefill_load(1200)
-    proposals = w.run(60)
-    given = [a for p in proposals for a in removes(p, D)]
-    assert given[0].reason == "makes room for a prefill worker"
-    assert (w.pools[P].count, w.pools[D].count) == (2, 2)
-
-
-def test_a_role_that_needs_its_workers_gives_none():
-    w = world(Pool(ready=1), Pool(ready=3), budget_devices=4)
-    w.decode = decode_load(2.4)
-    w.run(100)
-    w.prefill = prefill_load(1500)
-    assert all("no device is free" in p.roles[P].reason for p in w.run(60)[1:])
-    assert w.orders == []
 
 
 def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():
