@@ -120,14 +120,6 @@ def test_odd_notices_bring_nothing(odd):
     assert ranks.give_up() == {"r1": 0}
 
 
-def test_nobody_reports_what_was_received():
-    ranks = Ranks()
-    ranks.write(0, 1)
-    ranks.write(2, 3, last=True)
-    assert ranks.decode.settle() == ({"r1"}, set())
-    assert ranks.decode.rank.report() is None
-
-
 def test_of_two_ranks_counts_what_both_have():
     joined = WorkerReport(landed={"r1": 3, "r2": 1}).joined(WorkerReport(landed={"r1": 2, "r3": 4}))
     assert joined.landed == {"r1": 2, "r2": 1, "r3": 4}
@@ -211,24 +203,6 @@ async def test_a_short_rest_is_computed_here(engine: Caching):
     assert engine.cached == {"r1": 9 * BLOCK}
     assert await engine.again(40) is None
     assert engine.counted("decision/local/cached") == 1
-
-
-async def test_without_a_landed_block_another_writer_does_all(engine: Caching):
-    await begin(engine)
-    await engine.lose(landed=0)
-    assert engine.cached == {}
-    job = await engine.again(41)
-    assert job is not None and job.num_computed_tokens == 0
-
-
-async def test_without_another_writer_what_has_landed_is_used_here(engine: Caching):
-    engine.writers.members = (WRITER,)
-    await begin(engine)
-    await engine.lose(landed=6)
-    assert engine.cached == {"r1": 6 * BLOCK}
-    assert await engine.again(41) is None
-    assert engine.counted("resume/no_other") == 1
-    assert engine.counted("decision/remote/long") == 1
 
 
 @pytest.mark.parametrize(("members", "again"), [((WRITER,), 0), ((WRITER, OTHER), 1)])

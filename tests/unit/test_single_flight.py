@@ -97,16 +97,6 @@ async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any)
     decode.assert_clean()
 
 
-async def test_what_is_left_after_the_shared_prefix_is_decided_as_usual(decode: Decode):
-    await leads(decode, sibling("r1", 40, shared=24))
-    follower = sibling("r2", 44, shared=24)
-    assert asks(decode, follower) == WAITS
-    decode.output("r1")
-    assert decode.admit(follower, cached=24) == 44 - 1 - 24
-    assert decode.counted("decision/remote/long") == 2
-    assert decode.counted("single_flight/hit") == 1
-
-
 async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, caplog: Any):
     """The last token is computed here, and its block with it if it is full then."""
     caplog.set_level(logging.INFO)
@@ -117,11 +107,6 @@ async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, ca
         "request r2: waits for the remote prefill of r1, which brings 36 of 41 tokens"
         in caplog.text
     )
-
-
-async def test_a_cached_prefix_is_not_waited_for(decode: Decode):
-    await leads(decode, sibling("r1", 40, shared=24))
-    assert asks(decode, sibling("r2", 44, shared=24), cached=24) == (19, True)
 
 
 async def test_another_prompt_does_not_wait(decode: Decode):
@@ -200,28 +185,6 @@ async def test_nobody_waits_longer_than_the_leader(decode: Decode):
     assert decode.admit(follower) == 39
     [waited_s] = decode.half.stats.data["single_flight_seconds"]
     assert waited_s == pytest.approx(1.1)
-
-
-async def test_a_cancelled_leader_lets_a_follower_lead(decode: Decode):
-    await leads(decode, sibling("r1"))
-    follower = sibling("r2")
-    assert asks(decode, follower) == WAITS
-    decode.finish("r1")
-    assert decode.admit(follower) == 39
-    assert "r1" not in decode.half.prefills.by_request
-    assert decode.half.prefills.by_request["r2"].parked
-    assert asks(decode, sibling("r3")) == WAITS
-
-
-async def test_a_cancelled_follower_leaves_nothing(decode: Decode):
-    attempt = await leads(decode, sibling("r1"))
-    assert asks(decode, sibling("r2")) == WAITS
-    decode.half.request_finished("r2")
-    assert decode.counted("single_flight/cancelled") == 1
-    await decode.done(attempt)
-    decode.output("r1")
-    decode.finish("r1")
-    decode.assert_clean()
 
 
 async def test_a_preempted_follower_is_not_deferred_again(decode: Decode):
