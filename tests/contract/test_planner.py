@@ -246,16 +246,6 @@ async def test_one_that_stays_pending_is_removed_where_such_ones_go_first(
             assert bench.supervisor.starting[D] == 1
 
 
-async def test_a_worker_that_cannot_be_started_is_tried_again_ever_later(bench: Bench):
-    bench.supervisor.instant = False
-    async with bench.planner() as running:
-        await bench.want(PrefillWorker=2)
-        await _in_phase(bench, "asked")
-        bench.supervisor.starting[P] = 0  # it has ended before it was ready
-        await eventually(lambda: "1 starts have failed" in _reason(running, P), 20)
-        assert len(bench.supervisor.taken("add")) == 1
-
-
 async def test_while_paused_only_an_operator_s_number_counts(bench: Bench):
     key = names.planner_pause_key(bench.namespace)
     await bench.store.put(key, encode_json(PauseRecord(by="me", reason="an upgrade")))
@@ -285,15 +275,6 @@ async def test_a_dry_run_orders_nothing(bench: Bench):
         assert await bench.leader() == 0
     assert bench.supervisor.orders == []
     assert await bench.operations() == []
-
-
-async def test_a_connector_that_does_not_answer_holds_the_planner(bench: Bench):
-    async with bench.planner() as running:
-        bench.supervisor.away = True
-        await eventually(lambda: "not known" in running.facts["hold"])
-        await bench.want(PrefillWorker=2)
-        bench.supervisor.away = False
-        await bench.until_settled(PrefillWorker=2)
 
 
 async def test_without_etcd_it_does_not_act(
@@ -329,8 +310,6 @@ async def test_without_etcd_it_does_not_act(
             {"Nobody": 2},
             "Nobody: the planner has no such role; accepted: PrefillWorker, VllmWorker",
         ),
-        ({D: 99}, "99 decode workers: decode-min is 1 and decode-max is 8"),
-        ({P: 0}, "0 prefill workers: prefill-min is 1 and prefill-max is 8"),
         ({P: 8, D: 8}, "16 devices together, and budget-devices is 8"),
     ],
 )

@@ -238,16 +238,6 @@ async def test_a_writer_that_is_heard_after_its_requests_end_is_counted_all_the_
     decode.assert_clean()
 
 
-async def test_a_writer_that_is_never_heard_does_not_keep_the_engine_busy(decode: Decode):
-    await decode.ask("r1", claimed=True)
-    decode.output("r1")
-    decode.finish("r1")
-    decode.half.build_step()
-    assert decode.half.busy
-    decode.clock.now += 5.0
-    assert not decode.half.busy
-
-
 async def test_a_writer_that_is_heard_too_late_does_not_wake_the_engine(decode: Decode):
     """An idle engine makes no step: what is counted leaves with its next one."""
     attempt = await decode.ask("r1", claimed=True)
@@ -308,18 +298,6 @@ async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
     assert (await decode.queue.depth()).total == 0
     step = decode.half.build_step()
     assert list(step.expect.items()) == step.give_up
-    decode.assert_clean()
-
-
-async def test_an_abort_after_the_claim_keeps_the_blocks(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    decode.finish("r1")
-    assert decode.pool.used == 3
-    assert [len(blocks) for blocks in decode.half.prefills.held().values()] == [3]
-    await decode.cancels(attempt)
-    assert await decode.claim(attempt) == ClaimRefused(reason="withdrawn")
-    await decode.done(attempt)
-    decode.half.build_step()
     decode.assert_clean()
 
 

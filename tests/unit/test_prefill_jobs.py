@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
+from dynamo_lite.disagg.prefill.job_waits import JobWaits
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -89,23 +89,6 @@ async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ende
         assert (len(got), rig.told) == (1, [("a1", "written")])
 
 
-async def test_a_first_token_that_cannot_be_sent_harms_no_job(monkeypatch):
-    wanted = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=10)
-    publish = MemoryMessaging.publish
-
-    async def breaks(self: MemoryMessaging, subject: str, payload: bytes) -> None:
-        if subject == names.first_token_subject(NAMESPACE, ENGINE):
-            raise BrokerUnavailable("the connection broke")
-        await publish(self, subject, payload)
-
-    async with working() as rig:
-        monkeypatch.setattr(MemoryMessaging, "publish", breaks)
-        rig.engine.samples = 7
-        await rig.push(prefill_job(first_token=wanted))
-        await rig.answered("ack")
-        assert rig.told == [("a1", "written")]
-
-
 async def test_a_claim_whose_answer_a_lost_connection_swallows_is_taken_back(monkeypatch):
     """Else it would stay granted to a worker that does not know, until the deadline."""
     request = MemoryMessaging.request
@@ -134,15 +117,6 @@ async def test_a_claim_that_is_answered_late_is_asked_for_again():
         await eventually(lambda: rig.done)
         assert rig.told == [("a1", "written")]
         assert rig.engine.attempts == ["a1"]
-
-
-async def test_a_job_whose_engine_does_not_answer_yet_is_tried_again():
-    async with working(serving=False) as rig:
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.answers == ["nak"])
-        async with rig.messaging.serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim):
-            await rig.answered("nak", "ack")
-        assert rig.told == [("a1", "written")]
 
 
 async def test_a_job_is_tried_again_when_the_store_is_away():
@@ -187,11 +161,6 @@ async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_ove
         assert await rig.total() == 0
 
 
-def test_a_job_waits_longer_before_each_delivery_but_not_for_ever():
-    delays = [USUAL_WAITS.before_retry_s(n) for n in (1, 2, 3, 4, 5, 1000)]
-    assert delays == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
-
-
 async def test_a_job_whose_holders_all_died_is_told_and_not_worked_on():
     async with working(pulls=False, redeliver_s=0.01) as rig:
         await rig.push(prefill_job())
@@ -215,20 +184,6 @@ async def test_a_used_up_job_stays_until_its_engine_can_be_told():
         await eventually(lambda: rig.answers[-1] == "term")
         assert rig.told == [("a1", "abandoned")]
         assert await rig.total() == 0
-
-
-async def test_an_end_waits_for_the_broker_before_it_is_told():
-    async with working(waits=replace(SHORT, report_s=10.0)) as rig:
-        rig.engine.holds = True
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.engine.ends)
-        rig.messaging.set_connected(False)
-        rig.engine.ends["a1"].set_result("failed")
-        await eventually(lambda: len(rig.messaging._watch._listeners))
-        assert rig.answers == []
-        rig.messaging.set_connected(True)
-        await rig.answered("ack")
-        assert rig.told == [("a1", "failed")]
 
 
 async def test_a_job_whose_end_cannot_be_told_comes_again():
@@ -289,11 +244,7 @@ async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
     [
         {"block_ids": [5]},
         {"block_ids": [5, 6, 7]},
-        {"block_ids": []},
         {"num_computed_tokens": 5},
-        {"num_computed_tokens": 12, "block_ids": []},
-        {"num_computed_tokens": 16},
-        {"prompt_token_ids": [], "num_computed_tokens": 0, "block_ids": []},
         {"block_ids": [5, POOL]},
         {"prefix_block_ids": [3, 4]},
         {"prefix_block_ids": [POOL]},
@@ -306,13 +257,6 @@ async def test_blocks_that_do_not_fit_never_reach_the_engine(wrong):
         assert rig.told == [("a1", "failed")]
         assert rig.engine.attempts == []
         assert rig.counted("failed") == 1
-
-
-async def test_the_last_block_of_the_pool_is_in_it():
-    async with working() as rig:
-        await rig.push(prefill_job(prompt_token_ids=list(range(12)), block_ids=[0, POOL - 1]))
-        await rig.answered("ack")
-        assert rig.told == [("a1", "written")]
 
 
 @pytest.mark.parametrize(
