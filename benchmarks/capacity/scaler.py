@@ -13,7 +13,7 @@ from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
 from dynamo_lite.policy.decision.backlog import BacklogTotals
-from dynamo_lite.policy.scaling.inputs import Operation, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.inputs import LastChange, Operation, Role, RoleSeen, Seen
 from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker
 from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
 from dynamo_lite.policy.scaling.planner import begun, plan
@@ -38,6 +38,8 @@ class _Starts:
     ordered_at: float | None = None
     done: int = 0
     failed: int = 0
+    #: The last change of the number: whether it was up, and when.
+    changed: tuple[bool, float] | None = None
 
 
 class PlannerScaler:
@@ -61,12 +63,14 @@ class PlannerScaler:
             if isinstance(action, AddWorkers):
                 wanted[action.role] += action.size
                 starts.ordered_at = now
+                starts.changed = True, now
             elif isinstance(action, RemoveWorker):
                 wanted[action.role] -= 1
+                starts.changed = False, now
             else:
                 wanted[action.role] = len(fleets[action.role].ready)
                 self._ended(starts, now, failed=True)
-            self._memory = begun(self._memory, action, now)
+            self._memory = begun(self._memory, action)
         return WorkerCounts(wanted[Role.PREFILL], wanted[Role.DECODE])
 
     def _seen(self, graph: GraphModel, fleets: dict[Role, Fleet], now: float) -> Seen:
@@ -101,6 +105,7 @@ class PlannerScaler:
 
     def _role(self, role: Role, fleet: Fleet, free: int, now: float) -> RoleSeen:
         starts, starting, draining = self._starts[role], fleet.starting_s, fleet.draining_s
+        changed = starts.changed
         if starts.ordered_at is not None and not starting:
             self._ended(starts, now, failed=False)
         operations = [
@@ -123,6 +128,7 @@ class PlannerScaler:
             youngest_s=fleet.youngest_s,
             starts_done=starts.done,
             starts_failed=starts.failed,
+            changed=changed and LastChange(up=changed[0], age_s=now - changed[1]),
         )
 
     def _ended(self, starts: _Starts, now: float, *, failed: bool) -> None:

@@ -232,12 +232,6 @@ class IgnoresTheMinimum(PlannerMutant):
 
 
 class _SeesNoChange(Sees):
-    def _seen(self, observed: Observed, number: Counted | None) -> Seen:
-        roles = self._memory.roles.items()
-        forgotten = {role: dataclasses.replace(each, changed_up=None) for role, each in roles}
-        self._memory = dataclasses.replace(self._memory, roles=forgotten)
-        return super()._seen(observed, number)
-
     def _other(self, one: RoleSeen) -> RoleSeen:
         return dataclasses.replace(one, changed=None)
 

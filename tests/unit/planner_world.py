@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.policy.scaling.inputs import (
     DecodeLoad,
+    LastChange,
     Operation,
     PrefillLoad,
     Role,
@@ -95,7 +96,12 @@ class World:
             start_p95_s=pool.start_s,
             starts_done=pool.done,
             starts_failed=pool.failed,
+            changed=self._changed(role),
         )
+
+    def _changed(self, role: Role) -> LastChange | None:
+        mine = [(at, up) for at, of, up in self.orders if of is role]
+        return LastChange(up=mine[-1][1], age_s=self.now - mine[-1][0]) if mine else None
 
     def tick(self) -> Proposal:
         self.now += self.limits.tick_s
@@ -134,7 +140,7 @@ class World:
             return
         pool = self.pools[action.role]
         self.numbers += 1
-        self.memory = begun(self.memory, action, self.now)
+        self.memory = begun(self.memory, action)
         if isinstance(action, WithdrawStart):
             pool.starting = []
             return

@@ -121,7 +121,7 @@ def test_a_longer_down_window_costs_more():
 def test_its_options_are_checked():
     assert Case("step", 0, options={"down_window_s": "30"}).limits().down_window_s == 30
     for wrong in ({"tick": "5"}, {"tick_s": "x"}):
-        with pytest.raises(ValueError, match="no option|tick_s"):
+        with pytest.raises(ValueError, match=r"no option|tick_s"):
             Case("step", 0, options=wrong).limits()
 
 

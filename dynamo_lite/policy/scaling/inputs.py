@@ -34,7 +34,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class LastChange:
-    """The last change of a role's number that a planner has ordered."""
+    """The last change of a role's number that a planner has ordered, this one or another."""
 
     up: bool
     age_s: float
@@ -58,7 +58,7 @@ class RoleSeen:
     #: How many starts have ended, since this planner runs.
     starts_done: int = 0
     starts_failed: int = 0
-    #: Of the planner that led before; None if that is not known.
+    #: None: none is known.
     changed: LastChange | None = None
 
     @property

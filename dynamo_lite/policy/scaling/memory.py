@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynamo_lite.policy.scaling.inputs import LastChange, Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.work import Work
 
 #: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
@@ -99,9 +99,6 @@ class RoleMemory:
     #: (time, workers needed) of the down window: a later entry is always smaller, so the first one
     #: is the window's maximum.
     needs: tuple[tuple[float, int], ...] = ()
-    #: The last change that was begun, and when.
-    changed_up: bool | None = None
-    changed_at: float = 0.0
     #: Failed starts in a row, and when the next start may be tried.
     failures: int = 0
     retry_at: float = 0.0
@@ -109,15 +106,6 @@ class RoleMemory:
     starting_since: float | None = None
     starts_done: int = 0
     starts_failed: int = 0
-
-    def last_change(self, seen: LastChange | None, now: float) -> LastChange | None:
-        """The later of this memory's and the one of the planner before."""
-        own = None
-        if self.changed_up is not None:
-            own = LastChange(up=self.changed_up, age_s=now - self.changed_at)
-        if own is None or (seen is not None and seen.age_s < own.age_s):
-            return seen
-        return own
 
 
 @dataclass(frozen=True, kw_only=True)

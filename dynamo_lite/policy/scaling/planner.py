@@ -270,16 +270,10 @@ def _granted(
     return granted
 
 
-def begun(memory: PlannerMemory, action: Action, now: float) -> PlannerMemory:
+def begun(memory: PlannerMemory, action: Action) -> PlannerMemory:
     """With an action of the last proposal that was really begun; call it for each of them."""
     if isinstance(action, WithdrawStart):
         return memory
-    changed = replace(
-        memory.role(action.role),
-        # What ends before the next tick must not look like a change by another process.
-        busy=True,
-        changed_up=isinstance(action, AddWorkers),
-        changed_at=now,
-        up_ticks=0,
-    )
+    # What ends before the next tick must not look like a change by another process.
+    changed = replace(memory.role(action.role), busy=True, up_ticks=0)
     return replace(memory, roles={**memory.roles, action.role: changed})

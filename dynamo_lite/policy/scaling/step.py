@@ -235,7 +235,7 @@ class RoleStep:
 
     def _until_reversal(self, *, up: bool) -> str:
         """Why a change in this direction has to wait for the last one; empty if it has not."""
-        last = self._memory.last_change(self._seen.changed, self._now)
+        last = self._seen.changed
         if last is None or last.up is up:
             return ""
         rest = max(self._limits.cooldown_s, start_s(self._seen, self._limits)) - last.age_s

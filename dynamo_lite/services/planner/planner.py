@@ -192,7 +192,7 @@ class Planner:
         for action in proposal.actions:
             assert number is not None
             if await self._act(action, number):
-                self._memory = begun(self._memory, action, now)
+                self._memory = begun(self._memory, action)
         if not seen.hold:
             await self._manual.finish(seen, self._limits)
 
