@@ -350,12 +350,13 @@ async def test_what_cannot_be_reached_is_told_and_can_be_unset(bench: Bench):
             await planner.set_counts(bench.store, place, {D: 6})
         with pytest.raises(ConfigError, match="VllmWorker: no number is set; set: PrefillWorker"):
             await planner.unset_counts(bench.store, place, [D])
+        await planner.set_counts(bench.store, place, {D: 2})
         record, gone = await planner.unset_counts(bench.store, place, [P])
-        assert (dict(gone), record.manual) == ({P: 3}, {})
+        assert (dict(gone), record.manual) == ({P: 3}, {D: 2})
         await eventually(lambda: "an operator" not in _reason(running, P))
-        assert running.facts["manual"] == {}
         _, gone = await planner.unset_counts(bench.store, place, [])
-        assert not gone
+        assert gone == {D: 2}
+        await eventually(lambda: running.facts["manual"] == {})
     assert bench.supervisor.orders == []
 
 
