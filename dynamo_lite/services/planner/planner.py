@@ -48,11 +48,10 @@ from dynamo_lite.services.planner.connector import (
 )
 from dynamo_lite.services.planner.history import History, PlannerMetrics, as_text, roles_of
 from dynamo_lite.services.planner.kubernetes import KubernetesConnector
-from dynamo_lite.services.planner.manual import Manual
 from dynamo_lite.services.planner.observation import Observation, Observed, until
 from dynamo_lite.services.planner.operations import Operations
 from dynamo_lite.services.planner.records import PlannerRecords
-from dynamo_lite.services.planner.roles import LastChanges, roles_seen
+from dynamo_lite.services.planner.roles import LastChanges, manual_counts, reached, roles_seen
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import UnderWay
 
@@ -100,7 +99,6 @@ class Planner:
         namespace, by = self._spec.namespace, f"{host.lease.id:x}"
         self._target = Target(host.store, namespace, by, host.clock, authentic)
         self._changes = LastChanges(host.clock.monotonic)
-        self._manual = Manual(self._records, self._target)
         self._under_way = UnderWay(host.store, namespace, host.clock, authentic)
         self._operations = Operations(
             self._under_way,
@@ -193,8 +191,8 @@ class Planner:
             assert number is not None
             if await self._act(action, number):
                 self._memory = begun(self._memory, action)
-        if not seen.hold:
-            await self._manual.finish(seen, self._limits)
+        if not seen.hold and (done := reached(records.target, seen, self._limits)):
+            await self._target.reached(done)
 
     async def _follow_leadership(self, leads: bool) -> None:
         if leads and not self._led:
@@ -231,7 +229,8 @@ class Planner:
             self._changes.note(self._records.target)
             members = self._observation.members
             roles = roles_seen(observed, number, self._under_way, members, self._changes)
-        manual = self._manual.wanted(roles)
+        records = self._records
+        manual = manual_counts(records.target, roles, paused=bool(records.paused))
         return Seen(
             roles=roles,
             prefill=observed.prefill,
