@@ -58,8 +58,6 @@ class RolePlan:
     wanted: int | None
     #: Why that many are wanted, and why nothing is done if nothing is.
     reason: str
-    #: Of the direction that is pending, in seconds.
-    pending_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +88,8 @@ class RoleMemory:
     #: The number at the last tick, and whether it was about to change then.
     count: int | None = None
     busy: bool = False
-    #: Ticks in a row that wanted more workers, the first and the last that counted.
+    #: Ticks in a row that wanted more workers, and the last that counted.
     up_ticks: int = 0
-    up_since: float = 0.0
     up_at: float = 0.0
     #: Since when the load is known without a gap; None: it is not.
     known_since: float | None = None
