@@ -216,9 +216,7 @@ def steps_of_picks(
         for _ in range(1 + (number % 4 == 0)):
             index.stored(rng.randrange(workers), chain)
     members = tuple(_member(worker) for worker in range(workers))
-    picker: Any = kind(
-        View(index, workers), KvRoutingOptions(), now=time.monotonic, uniform=rng.random
-    )
+    picker: Any = kind(View(index, workers), KvRoutingOptions(), now=time.monotonic)
     for worker in range(workers):
         picker.reported(worker)
     ids, running = itertools.count(), list[str]()

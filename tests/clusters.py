@@ -32,12 +32,11 @@ def nats_config(
     directory: Path,
     routes: Mapping[str, tuple[str, int]],
     login: tuple[str, str] | None = None,
-    foreign: str = "",
     certificates: Certificates | None = None,
 ) -> str:
     """The configuration of the server `name`. place: where clients find it. routes: where each
     server of the cluster, this one too, listens for the others. login: user and password of clients
-    and servers; None: everybody is let in. foreign: accounts besides that of the login.
+    and servers; None: everybody is let in.
     certificates: of clients' connections and, for both ends, of those between servers; None: no
     TLS."""
     known, asked, accounts = "", "", ""
@@ -49,7 +48,7 @@ def nats_config(
         who = f'user: "{login[0]}", password: "{login[1]}"'
         asked = f"authorization {{ {who} }}"
         own = f"graph: {{ jetstream: enabled, users: [{{ {who} }}] }}\n"
-        accounts = f"accounts {{ {own}{foreign} }}"
+        accounts = f"accounts {{ {own} }}"
     others = ", ".join(f'"nats://{known}{host}:{port}"' for host, port in routes.values())
     host, port = routes[name]
     return (

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 
+from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.http import ForwardServer
+from dynamo_lite.forward.http import ForwardServer, reply_of
+from dynamo_lite.forward.known_blocks import KnownBlocks
+from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
-from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.policy.routing.forwarding import SentPrompts
-from dynamo_lite.policy.routing.known_blocks import KnownBlocks
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Explain
+from dynamo_lite.protocol.forwarding import ForwardDecision, decode_forward_explained
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.services.forward_kv import kv_events
-from tests.builders import eventually
 from tests.external import Certificates
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
 
@@ -33,38 +33,34 @@ COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 4}
 TEXT = " t0 t1 t2 t3"
 
 
-@dataclass
-class Rig:
+@dataclass(kw_only=True)
+class Asked:
+    """A server in front of scripted engines."""
+
     fleet: Fleet
     prefill: list[ScriptedEngine]
     decode: list[ScriptedEngine]
-    engines: KnownEngines
-    upstream: Upstream
-    monitor: EngineMonitor
-    forwarding: Forwarding
-    placer: Placer
-    server: ForwardServer
     session: aiohttp.ClientSession
     url: str
-    #: None without engines that publish KV events.
-    known: KnownBlocks | None
 
     async def ask(
         self,
         body: Any = None,
         *,
         route: str = "/v1/completions",
-        headers: dict[str, str] | None = None,
+        headers: dict[str, str] | list[tuple[str, str]] | None = None,
         data: bytes | None = None,
+        url: str = "",
         **fields: Any,
     ) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Status and JSON. url: of another server than this one."""
         given = {"json": body or {**COMPLETION, **fields}} if data is None else {"data": data}
-        async with self.session.post(f"{self.url}{route}", headers=headers, **given) as answer:
+        where = f"{url or self.url}{route}"
+        async with self.session.post(where, headers=headers, **given) as answer:
             return answer.status, await answer.json(content_type=None)
 
-    async def text(self, **fields: Any) -> str:
-        status, answer = await self.ask(**fields)
+    async def text(self, headers: Any = None, **fields: Any) -> str:
+        status, answer = await self.ask(headers=headers, **fields)
         assert status == 200, answer
         return answer["choices"][0]["text"]
 
@@ -74,6 +70,17 @@ class Rig:
             assert answer.status == 200, await answer.text()
             return await answer.read()
 
+
+@dataclass(kw_only=True)
+class Rig(Asked):
+    engines: KnownEngines
+    upstream: Upstream
+    monitor: EngineMonitor
+    forwarding: Forwarding
+    placer: Placer
+    server: ForwardServer
+    known: KnownBlocks
+
     async def check(self) -> None:
         """One check of every engine."""
         for engine in self.engines.all:
@@ -82,6 +89,41 @@ class Rig:
     @property
     def answered(self) -> dict[tuple[str, str], int]:
         return dict(self.forwarding.stats.answered)
+
+
+def told(r: Rig, **wanted: Any) -> list[ForwardDecision]:
+    """What `explain` would be answered."""
+    reply = r.forwarding.decisions.answer(encode(Explain(**wanted)), lease_id=7)
+    answer = decode_forward_explained(reply)
+    assert answer.lease_id == 7
+    return answer.decisions
+
+
+def trusting(https: Certificates | None) -> aiohttp.ClientSession:
+    """A client that trusts these certificates."""
+    ca_file = None if https is None else https.folder / "ca.pem"
+    tls = ssl.create_default_context(cafile=ca_file)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls))
+
+
+async def asked_engines(
+    stack: AsyncExitStack,
+    protocol: str,
+    prefill: int,
+    decode: int,
+    https: Certificates | None,
+    cached: tuple[int | None, int | None] = (None, None),
+) -> dict[str, Any]:
+    """The fields of `Asked` but for the URL. https: of all engines. cached: what prefill and decode
+    engines report."""
+    made: dict[str, Any] = {"fleet": Fleet(), "prefill": [], "decode": []}
+    tls = None if https is None else server_context(*https.files())
+    for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
+        for _ in range(count):
+            engine = ScriptedEngine(made["fleet"], role, HANDOVERS[protocol], cached=own, tls=tls)  # type: ignore[arg-type]
+            made[role].append(await stack.enter_async_context(engine))
+    made["session"] = await stack.enter_async_context(trusting(https))
+    return made
 
 
 def _transfer_port(engine: ScriptedEngine, protocol: str) -> int | None:
@@ -99,32 +141,15 @@ async def rig(
     decode: int = 1,
     cached: tuple[int | None, int | None] = (None, None),
     https: Certificates | None = None,
-    trust: dict[str, Any] | None = None,
+    ca_file: str | None = None,
     events: Sequence[dict[str, str]] = (),
-    least_silence_s: float = 10.0,
     on_drop: OnDrop = uncounted,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """cached: what prefill and decode engines report. https: of all servers. trust: options of all
-    engines. events: of the first engines, prefill engines first. least_silence_s: of
-    `EngineMonitor`. options: of `ForwarderConfig`.
-
-    Fails if an engine has seen its protocol broken, or if a leg is left open.
-    """
-    fleet = Fleet()
+    """https: of all servers. ca_file: of all engines. events: of the first engines, prefill engines
+    first. options: of `ForwarderConfig`."""
     async with AsyncExitStack() as stack:
-        sides: dict[str, list[ScriptedEngine]] = {"prefill": [], "decode": []}
-        tls = None if https is None else server_context(*https.files())
-        for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
-            for _ in range(count):
-                engine = ScriptedEngine(
-                    fleet,
-                    role,  # type: ignore[arg-type]
-                    HANDOVERS[protocol],
-                    cached=own,
-                    tls=tls,
-                )
-                sides[role].append(await stack.enter_async_context(engine))
+        made = await asked_engines(stack, protocol, prefill, decode, https, cached)
         config = ForwarderConfig(
             protocol=protocol,  # type: ignore[arg-type]
             engines=tuple(
@@ -132,59 +157,47 @@ async def rig(
                     url=engine.url,
                     role=engine.role,
                     transfer_port=_transfer_port(engine, protocol),
-                    **(trust or {}),
+                    ca_file=ca_file,
                     **own,
                 )
                 for engine, own in itertools.zip_longest(
-                    (*sides["prefill"], *sides["decode"]), events, fillvalue={}
+                    (*made["prefill"], *made["decode"]), events, fillvalue={}
                 )
             ),
             **options,
         )
         kind = PROTOCOLS[protocol]
         engines = KnownEngines(config.engines, kind)
-        upstream = await stack.enter_async_context(
-            Upstream(connect_s=config.connect_timeout_s, idle_s=config.idle_timeout_s)
-        )
-        sent = SentPrompts(1000)
+        upstream = await stack.enter_async_context(Upstream(config.idle_timeout_s))
+        sent = SentPrompts()
         # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config, sent, least_silence_s=least_silence_s)
-        kv = await stack.enter_async_context(
-            kv_events(engines, upstream, config, CollectorRegistry())
-        )
-        known = None if kv is None else kv.known
-        placer = Placer(engines, kind, config, sent, uniform=lambda: 0.0, known=known)
+        monitor = EngineMonitor(engines, upstream, config, sent)
+        kv = await stack.enter_async_context(EngineKv(engines, upstream))
+        placer = Placer(engines, kind, config, sent, kv.known)
         forwarding = await stack.enter_async_context(
-            Forwarding(
-                kind, config, placer, upstream, monitor, tokens=None if kv is None else kv.tokens
-            )
+            Forwarding(kind, config, placer, upstream, monitor, tokenizer=kv.tokenizer)
         )
         sock = bind("127.0.0.1", 0)
+        health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
+        tls = None if https is None else server_context(*https.files())
         server = ForwardServer(
-            forwarding,
-            config,
-            kind.routes | VLLM_ROUTES | {SGLANG_GENERATE},
-            sock,
-            health=lambda: {"ok": any(e.usable for e in engines.all if e.decodes)},
-            tls=tls,
-            on_drop=on_drop,
+            forwarding, config, kind, sock, {"/health": health}, tls=tls, on_drop=on_drop
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)
-        trusted = (
-            True if https is None else ssl.create_default_context(cafile=https.folder / "ca.pem")
+        r = Rig(
+            **made,
+            url=f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}",
+            engines=engines,
+            upstream=upstream,
+            monitor=monitor,
+            forwarding=forwarding,
+            placer=placer,
+            server=server,
+            known=kv.known,
         )
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
-        )
-        url = f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}"
-        made = Rig(
-            fleet, sides["prefill"], sides["decode"], engines, upstream, monitor, forwarding,
-            placer, server, session, url, known,
-        )  # fmt: skip
-        await made.check()
-        yield made
-        assert fleet.violations == []
-        await eventually(lambda: all(leg.ended is not None for leg in fleet.legs), 5)
+        await r.check()
+        yield r
+        await r.fleet.ends_well()
         assert forwarding.stats.in_flight == 0
         assert [(e.legs, e.waiting_tokens) for e in engines.all] == [(0, 0)] * len(engines.all)

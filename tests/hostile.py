@@ -120,24 +120,14 @@ def _untrusting() -> ssl.SSLContext:
     return context
 
 
-def tell(
-    place: tuple[str, int],
-    message: bytes,
-    *,
-    tls: bool,
-    silence_s: float = 0.5,
-    greets: bool = False,
-) -> bytes:
-    """The server's output until it disconnects, or sends nothing for so long. greets: it says
-    something before the TLS handshake, as NATS does."""
+def tell(place: tuple[str, int], message: bytes, *, tls: bool) -> bytes:
+    """The server's output until it disconnects, or sends nothing for half a second."""
     heard = b""
     with contextlib.suppress(OSError):
         plain = socket.create_connection(place, timeout=5)
-        if tls and greets:
-            plain.recv(1 << 16)
         with _untrusting().wrap_socket(plain) if tls else plain as connection:
             connection.sendall(message)
-            connection.settimeout(silence_s)
+            connection.settimeout(0.5)
             while part := connection.recv(1 << 16):
                 heard += part
     return heard

@@ -9,6 +9,8 @@ from typing import Any
 
 import aiohttp
 
+from dynamo_lite.forward.forwarder import Forwarder
+from dynamo_lite.forward.join import COMPONENTS, JoinedEngine, JoinOptions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.records import EndpointRecord
@@ -16,8 +18,6 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Component, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.forwarder import Forwarder
-from dynamo_lite.services.joined_engine import COMPONENTS, JoinedEngine, JoinOptions
 from tests.builders import eventually
 from tests.forwarding import COMPLETION
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine

@@ -22,8 +22,3 @@ def reserved_port(host: str = "127.0.0.1") -> int:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _RESERVED.append(reservation)
         return port
-
-
-def reservations() -> int:
-    """Open files of this process that are none of what is tested."""
-    return len(_RESERVED)

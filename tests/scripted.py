@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from tests.builders import eventually
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENS = "/inference/v1/generate"
@@ -85,6 +87,11 @@ class Fleet:
         self.arrived(own).set()
         async with asyncio.timeout(self._pair_s):
             await self.arrived(other).wait()
+
+    async def ends_well(self) -> None:
+        """Fails if an engine has seen its protocol broken, or if a leg is left open."""
+        assert self.violations == []
+        await eventually(lambda: all(leg.ended is not None for leg in self.legs), 5)
 
     def once(self, name: str) -> None:
         self.used[name] += 1
@@ -350,6 +357,28 @@ class ScriptedEngine:
         if (leg.body.get("stream_options") or {}).get("include_usage"):
             events.append({"id": name, "choices": [], "usage": self._usage(leg)})
         return [json.dumps(event).encode() for event in events]
+
+
+def says(engine: ScriptedEngine, *pieces: bytes) -> None:
+    """The engine's next stream is these pieces, one after the other."""
+    stream = engine.stream
+
+    async def said(request: web.BaseRequest, leg: Leg, fault: Fault) -> web.StreamResponse:
+        engine.stream = stream  # type: ignore[method-assign]
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.05)  # so that the next one comes by itself
+        await response.write_eof()
+        return response
+
+    engine.stream = said  # type: ignore[method-assign]
+
+
+async def anything(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    """Checks nothing, and hands nothing over."""
+    return {}
 
 
 def _beginning(leg: Leg) -> list[bytes]:

@@ -9,16 +9,10 @@ from collections.abc import Callable, Sequence, Set
 
 from dynamo_lite.policy.decision.backlog import SILENCE_S, BacklogTotals
 from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.policy.routing.kv_routing import KvView
+from dynamo_lite.policy.routing.kv_routing import Candidate, KvView, score
 from dynamo_lite.policy.routing.pending_requests import PendingRequests
 from dynamo_lite.policy.routing.pickers import Selection
-from dynamo_lite.policy.routing.scoring import (
-    REQUEST_LOAD_TOKENS,
-    Candidate,
-    draw,
-    score,
-    with_room,
-)
+from dynamo_lite.policy.routing.worker_loads import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -76,14 +70,7 @@ class StraightforwardBacklogs:
 class StraightforwardPicker:
     """As `KvPicker`: scores every member for every request."""
 
-    def __init__(
-        self,
-        view: KvView,
-        options: KvRoutingOptions,
-        *,
-        now: Callable[[], float],
-        uniform: Callable[[], float],
-    ):
+    def __init__(self, view: KvView, options: KvRoutingOptions, *, now: Callable[[], float]):
         #: Placed requests by reason.
         self.choices: Counter[str] = Counter()
         #: Of all placed requests.
@@ -93,7 +80,7 @@ class StraightforwardPicker:
         #: May be replaced at any time.
         self.options = options
         self._view = view
-        self._now, self._uniform = now, uniform
+        self._now = now
         self._pending = PendingRequests(lambda worker: None)
         self._others: dict[int, tuple[int, int]] = {}
         self._turns: dict[int, int] = {}
@@ -120,7 +107,7 @@ class StraightforwardPicker:
             self._candidate(m, matched.get(m.lease_id, 0), len(prompt) if m.lease_id == home else 0)
             for m in members
         ]
-        chosen, reason = self._choose(candidates, len(prompt), home)
+        chosen, reason = self._choose(candidates, home)
         self._note(chosen, reason, request, len(prompt))
         shard = self._view.shard(chosen.member.lease_id)
         self._pending.book(
@@ -184,31 +171,25 @@ class StraightforwardPicker:
     def _candidate(self, member: EndpointRecord, matched: int, credit: int) -> Candidate:
         """Its load is the sum of our requests and those of other routers."""
         ours = self._pending.of(member.lease_id)
-        requests, tokens, usage = ours.requests, ours.prefill_tokens, 0.0
-        if (report := self._view.load(member.lease_id)) is not None:
+        requests, tokens = ours.requests, ours.prefill_tokens
+        if self._view.load(member.lease_id) is not None:
             others = self._others.get(member.lease_id, (0, 0))
-            requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
+            requests, tokens = requests + others[0], tokens + others[1]
         load = tokens + requests * REQUEST_LOAD_TOKENS
-        return Candidate(member, matched, load, usage, credit)
+        return Candidate(member, matched, load, credit)
 
-    def _choose(
-        self, candidates: Sequence[Candidate], prompt_tokens: int, home: int | None
-    ) -> tuple[Candidate, str]:
+    def _has_room(self, candidate: Candidate) -> bool:
+        report = self._view.load(candidate.member.lease_id)
+        return report is None or report.kv_usage < MAX_KV_USAGE
+
+    def _choose(self, candidates: Sequence[Candidate], home: int | None) -> tuple[Candidate, str]:
         if len(candidates) == 1:
             return candidates[0], "only"
-        options = self.options
-        fit = with_room(candidates)
-        scores = [score(c, options) for c in fit]
-        best = min(
-            range(len(fit)),
-            key=lambda i: (-scores[i], self._turns.get(fit[i].member.lease_id, 0)),
+        fit = [c for c in candidates if self._has_room(c)] or candidates
+        chosen = min(
+            fit,
+            key=lambda c: (-score(c, self.options), self._turns.get(c.member.lease_id, 0)),
         )
-        if options.temperature > 0:
-            drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
-            if scores[drawn] < scores[best]:
-                return fit[drawn], "lot"
-            best = drawn
-        chosen = fit[best]
         longest = max(c.matched for c in candidates)
         if chosen.member.lease_id == home:
             return chosen, "session"

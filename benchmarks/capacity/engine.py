@@ -3,7 +3,6 @@
 Between two events an engine's steps differ only by what its sequences grow. So they are one
 *phase*, whose end is a formula (`phase.py`). A phase ends when a sequence ends, when a prompt is
 computed, when KV memory runs out, or at the next step after something has arrived.
-`tests/unit/test_capacity_engine.py` compares it with an engine that makes every step.
 """
 
 import heapq

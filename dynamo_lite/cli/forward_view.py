@@ -41,7 +41,6 @@ _REASONS = {
     "load": "the least load",
     "prefix": "the longest cached prefix",
     "balance": "the best of prefix and load",
-    "lot": "drawn by score",
 }
 
 

@@ -15,7 +15,7 @@ from dynamo_lite.cli.arguments import (
 from dynamo_lite.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dynamo_lite.services.joined_engine import JoinOptions
+    from dynamo_lite.forward.join import JoinOptions
 
 _ROLES = {"both": "prefill-decode"}
 
@@ -50,9 +50,6 @@ def join(
             help="PEM file with the authorities of its certificate; default: the system's."
         ),
     ] = None,
-    insecure_skip_verify: Annotated[
-        bool, typer.Option(help="Accept any certificate of it, also a forged one.")
-    ] = False,
     kv_events: Annotated[
         str | None,
         typer.Option(help="Where it publishes KV events, tcp://HOST:PORT, as Forwarders reach it."),
@@ -100,7 +97,9 @@ def join(
       --etcd-url http://10.0.0.9:2379
     """
     from dynamo_lite.cli.listing import find_place
-    from dynamo_lite.serve.join import JoinRequest, run
+    from dynamo_lite.forward.join import COMPONENTS, run
+    from dynamo_lite.runtime.process.component import ProcessSpec
+    from dynamo_lite.serve.progress import Progress
     from dynamo_lite.serve.startup_checks import check_url_syntax
 
     options = _options(
@@ -112,32 +111,32 @@ def join(
         notify_port=notify_port,
         model=model,
         ca_file=ca_file,
-        insecure_skip_verify=insecure_skip_verify,
         kv_events=kv_events,
         kv_replay=kv_replay,
         health_interval_s=health_interval_s,
     )
     place = find_place(state_dir, etcd_url, namespace)
     check_url_syntax(None, place.etcd_url)
-    request = JoinRequest(
-        options=options,
+    spec = ProcessSpec(
         namespace=place.namespace,
+        component=COMPONENTS[options.role],
+        instance=0,
+        nats_url="",
         etcd_url=place.etcd_url,
-        state_dir=state_dir,
+        state_dir=str(state_dir),
         bind_host=bind_host,
         lease_ttl_s=lease_ttl_s,
         grace_s=grace_s,
-        log_level="DEBUG" if verbose else "INFO",
-        log_format=log_format,
     )
-    raise typer.Exit(run(request))
+    level = "DEBUG" if verbose else "INFO"
+    raise typer.Exit(run(spec, options, Progress().line, level=level, log_format=log_format))
 
 
 def _options(**given: Any) -> "JoinOptions":
     """Raises ConfigError with all mistakes."""
-    from dynamo_lite.forward.options import ProtocolName, parse_engine_url
+    from dynamo_lite.forward.join import JoinOptions
+    from dynamo_lite.forward.options import ROLES, ProtocolName, parse_engine_url
     from dynamo_lite.protocol.records import LAST_PORT
-    from dynamo_lite.services.joined_engine import ROLES, JoinOptions
 
     mistakes = [
         f"--{flag.replace('_', '-')} {given[flag]}: accepted are {', '.join(accepted)}"

@@ -11,7 +11,7 @@ from dynamo_lite.cli.llmd_flags import LlmdFlags, parse
 from dynamo_lite.protocol.errors import ConfigError
 
 _DECODE = "http://127.0.0.1:8200"
-#: Those of `forward/sidecar_options.py`, which takes too long to import for other commands.
+#: Their engines learn each other's addresses from both legs, or from an answer.
 PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
 _ENGINES = "Engines"
 _TLS = "TLS"
@@ -60,13 +60,6 @@ def sidecar(
             rich_help_panel=_ENGINES,
         ),
     ] = None,
-    prefill_failure: Annotated[
-        Literal["decode-only", "error"],
-        typer.Option(
-            help="What follows when the prefill engine fails; its 4xx is the client's in any case.",
-            rich_help_panel=_ENGINES,
-        ),
-    ] = "decode-only",
     prefill_timeout_s: Annotated[
         float,
         typer.Option(
@@ -159,13 +152,9 @@ def sidecar(
       -d '{"model": "MODEL", "prompt": "Once upon a time"}'
     """
     from dynamo_lite.forward.named import PRIVATE
-    from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-    from dynamo_lite.forward.sidecar_options import (
-        PrefillerOptions,
-        SidecarConfig,
-        decode_engines,
-    )
-    from dynamo_lite.serve.sidecar import run
+    from dynamo_lite.forward.options import ForwarderConfig
+    from dynamo_lite.forward.sidecar import run
+    from dynamo_lite.forward.sidecar_options import SidecarConfig, decode_engines, trusted_engine
 
     theirs = parse(context.args)
     for name, ours, other in (
@@ -199,23 +188,25 @@ def sidecar(
                 tls_key=key,
                 protocol=_protocol(protocol or theirs.protocol or "nixl"),
                 engines=decode_engines(
-                    EngineOptions(
+                    trusted_engine(
+                        ca_file,
+                        "decoder" in unverified,
                         url=url,
                         role="decode",
                         transfer_host=transfer_host,
-                        **_trust(url.startswith("https:"), ca_file, "decoder" in unverified),
                     ),
                     ranks or theirs.ranks or 1,
                 ),
-                prefill_failure=prefill_failure,
                 prefill_timeout_s=prefill_timeout_s,
                 idle_timeout_s=idle_timeout_s,
                 max_body_bytes=max_body_bytes,
             ),
-            prefillers=PrefillerOptions(
-                https=https,
+            prefillers=trusted_engine(
+                ca_file,
+                "prefiller" in unverified,
+                url=f"{'https' if https else 'http'}://localhost:1",
+                role="prefill",
                 transfer_port=transfer_port or theirs.transfer_port,
-                **_trust(https, ca_file, "prefiller" in unverified),
             ),
             allowed=_split(allow_prefiller) or PRIVATE,
             choice=prefiller_choice or ("random" if theirs.sampling else "first"),
@@ -236,15 +227,6 @@ def _protocol(name: str) -> Any:
 def _split(given: list[str] | None) -> tuple[str, ...]:
     parts = [part.strip() for value in given or () for part in value.split(",")]
     return tuple(part for part in parts if part)
-
-
-def _trust(https: bool, ca_file: Path | None, unverified: bool) -> dict[str, Any]:
-    """How certificates of engines are checked."""
-    if not https:
-        return {}
-    if unverified:
-        return {"insecure_skip_verify": True}
-    return {"ca_file": None if ca_file is None else str(ca_file)}
 
 
 def _certificate(

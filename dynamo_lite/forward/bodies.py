@@ -5,12 +5,14 @@ encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from dynamo_lite.forward.known_blocks import PromptTokens
 from dynamo_lite.forward.named import NOTHING, Named
 from dynamo_lite.forward.protocols.base import (
     CHAT,
@@ -22,7 +24,6 @@ from dynamo_lite.forward.protocols.base import (
     Body,
 )
 from dynamo_lite.forward.protocols.one_token import plain
-from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 
 #: Only a forwarder may set these: with them a client could make an engine read from a foreign
 #: host, or end its process (vLLM 0.32 fails assertions on them).
@@ -78,26 +79,20 @@ class ClientRequest:
     prompt: bytes = field(default=b"", repr=False)
 
 
+@contextmanager
+def _not_too_deep() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as exc:
+        raise TooDeep from exc
+
+
+@_not_too_deep()
 def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     """The body without the fields that only a forwarder may set, also as bytes, and their names.
 
     Raises TooDeep, and MalformedBody when no JSON parser would accept it.
     """
-    try:
-        return _sanitized(data)
-    except RecursionError as exc:
-        raise TooDeep from exc
-
-
-def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
-    """Raises MalformedBody, TooDeep."""
-    try:
-        return _read(route, data, named)
-    except RecursionError as exc:
-        raise TooDeep from exc
-
-
-def _sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     body = _parse(data)
     removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in removed:
@@ -115,8 +110,10 @@ def _sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     return body, msgspec.json.encode(body), tuple(removed)
 
 
-def _read(route: str, data: bytes, named: Named) -> ClientRequest:
-    body, clean, removed = _sanitized(data)
+@_not_too_deep()
+def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
+    """Raises MalformedBody, TooDeep."""
+    body, clean, removed = sanitized(data)
     sequences, batch = _sequences(route, body)
     return ClientRequest(
         route=route,

@@ -1,13 +1,21 @@
 """The client's side of one request, as the workflow sees it."""
 
-from collections.abc import Coroutine, Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import msgspec
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
+from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.named import NOTHING, Named
+
+#: How long a client has to read the rest of an answer that broke off.
+_LINGER_S = 2.0
+#: How many bytes may wait for a slow client before reading its answer pauses.
+_FULL_BYTES = 64 << 10
 
 
 class ClientGone(Exception):
@@ -38,40 +46,98 @@ class Answer:
     body: bytes = b""
 
 
-class Client(Protocol):
-    """Takes one answer. All methods raise ClientGone."""
+class Client:
+    """Takes one answer. All methods raise ClientGone. idle_s: a client that makes no room for so
+    long is disconnected, because the engine's leg is open meanwhile."""
 
-    @property
-    def started(self) -> bool:
-        """Whether the head of the answer was sent. After that no retry is possible."""
-        ...
+    def __init__(self, request: web.BaseRequest, idle_s: float):
+        #: Whether the head of the answer was sent. After that no retry is possible.
+        self.started = False
+        #: Of the request that is answered, once it is known to be one to generate.
+        self.note: RequestNote | None = None
+        self._idle_s = idle_s
+        self.response: web.StreamResponse | None = None
+        self._request = request
+        self._chunked = False
 
-    async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None: ...
+    async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None:
+        response = web.StreamResponse(status=status)
+        for name, value in headers.items():
+            response.headers.add(name, value)
+        if "content-length" not in headers:
+            no_body = status in (204, 304) or self._request.method == "HEAD"
+            if not no_body and self._request.version >= HttpVersion11:
+                response.enable_chunked_encoding()
+                self._chunked = True
+        if headers.get("connection") == "close":
+            response.force_close()
+        self.response, self.started = response, True
+        if self.note is not None:
+            self.note.message.status = status
+        try:
+            await response.prepare(self._request)
+        except ConnectionError as exc:
+            raise ClientGone from exc
 
-    def write(self, data: bytes, /) -> Coroutine[Any, Any, None]:
+    async def write(self, data: bytes) -> None:
         """Returns when the client has room for more."""
-        ...
+        assert self.response is not None
+        if not data:
+            return
+        if self.note is not None:
+            self.note.wrote(data)
+        async with self._waiting():
+            await self.response.write(data)
 
     def push(self, data: bytes) -> bool:
         """As `write` after another `write`, but at once. Returns whether the client has room for
-        more; if not, the caller awaits `drained`."""
-        ...
+        more; if not, the caller awaits `drained`.
 
-    async def drained(self) -> None: ...
+        Writes directly to the socket: aiohttp's own path would be the largest part of a token's
+        cost.
+        """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        return transport.get_write_buffer_size() < _FULL_BYTES
 
-    async def finish(self) -> None: ...
+    async def drained(self) -> None:
+        async with self._waiting():
+            await self._request.writer.drain()
+
+    async def finish(self) -> None:
+        assert self.response is not None
+        async with self._waiting():
+            await self.response.write_eof()
+
+    async def send(self, answer: Answer) -> None:
+        await self.start(answer.status, answer.headers)
+        await self.write(answer.body)
+        await self.finish()
+
+    @contextlib.asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._idle_s):
+                yield
+        except (ConnectionError, TimeoutError) as exc:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientGone from exc
 
     def abort(self) -> None:
-        """Closes the connection without the answer's end, so that the client sees that the
-        answer is incomplete. Bytes that were written before are still delivered if the client
-        can tell."""
-        ...
-
-
-async def send(client: Client, answer: Answer) -> None:
-    await client.start(answer.status, answer.headers)
-    await client.write(answer.body)
-    await client.finish()
+        """Closes the connection without the answer's end, so that the client sees that the answer
+        is incomplete. Bytes that were written before are still delivered if the client can
+        tell."""
+        transport, response = self._request.transport, self.response
+        if transport is None:
+            return
+        if self._chunked or (response is not None and "content-length" in response.headers):
+            transport.close()
+            asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+        else:
+            transport.abort()
 
 
 def error(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Answer:

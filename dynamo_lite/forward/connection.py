@@ -1,18 +1,242 @@
-"""A connection to an engine. The parser is llhttp, through httptools."""
+"""A connection to an engine, and the answers that come on it. The parser is llhttp, through
+httptools.
+
+Arriving bytes can be passed on from the parser's callback, without waking a task. So a token costs
+little here.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import httptools
+from multidict import CIMultiDict
 
-from dynamo_lite.forward.engine_answer import EngineAnswer
+from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.failures import FailureKind, LegFailed, LegKind, check_size
 from dynamo_lite.runtime.lost_host import notice_a_lost_host
 
 #: Size limit of an answer's head, in bytes.
 _MAX_HEAD_BYTES = 64 << 10
+#: How many bytes of a body are buffered before reading pauses.
+_BUFFER_BYTES = 64 << 10
 #: A connection is lost when the engine's host acknowledges nothing for this long.
 _LOST_HOST_S = 20.0
+#: Longest time without any byte of an answer once connections to the engine are refused: a server
+#: that ends may leave requests hanging.
+LEFT_S = 10.0
+_NO_BODY = frozenset({204, 304})
+
+#: Takes arrived bytes at once. Returns whether it has room for more.
+Push = Callable[[bytes], bool]
+
+
+class EngineAnswer:
+    """One answer: its head, and its body as it comes.
+
+    All methods that wait raise LegFailed: `timeout` when nothing has come for `idle_s` (not
+    counting the time while nothing is read), `broken` when the connection is lost or the answer is
+    not HTTP.
+    """
+
+    def __init__(
+        self,
+        connection: "UpstreamConnection",
+        engine: KnownEngine,
+        leg: LegKind,
+        idle_s: float,
+        *,
+        bodyless: bool,
+    ):
+        self.engine = engine
+        self.leg: LegKind = leg
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        #: Whether its head has come.
+        self.begun = False
+        #: Whether the request has the method HEAD: no body follows, whatever the head says.
+        self.bodyless = bodyless
+        #: Whether the client has got any of it, so that no other engine can be asked. Its reader
+        #: says so.
+        self.shown = False
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._push: Push | None = None
+        self._full = False
+        self._idle_s = idle_s
+        self._left = False
+        self.touched = self._loop.time()
+        self._timer = self._loop.call_later(idle_s, self._look_idle)
+
+    @property
+    def content_type(self) -> str:
+        """Without parameters, in lower case."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    async def head(self) -> None:
+        while not self.begun:
+            self._raise_error()
+            await self._wait()
+
+    async def read_some(self) -> bytes:
+        """The bytes that have arrived; empty at the end."""
+        while not self._parts:
+            self._raise_error()
+            if self._ended:
+                return b""
+            await self._wait()
+        return self._take()
+
+    async def read(self) -> bytes:
+        """The rest of the body. Raises LegFailed also if it is too large."""
+        found: list[bytes] = []
+        size = 0
+        while part := await self.read_some():
+            size += len(part)
+            check_size(size, self.engine, self.leg)
+            found.append(part)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    async def pass_on(self, push: Push, drained: Callable[[], Awaitable[None]]) -> None:
+        """Passes arriving bytes to `push` at once. When `push` has no room, reading pauses
+        until `drained` returns. An exception of `push` is raised here."""
+        try:
+            while True:
+                if self._parts:
+                    self._full = not push(self._take())
+                if self._full:
+                    self._push = None
+                    self._hold()
+                    await drained()
+                    self._full = False
+                    self._resume()
+                    continue
+                self._raise_error()
+                if self._ended:
+                    return
+                self._push = push
+                await self._wait()
+        finally:
+            self._push = None
+
+    def close(self) -> None:
+        """Before the end, this breaks the connection: the engine then aborts the request."""
+        if not self._ended:
+            self.lost("closed here")
+            self._connection.abort()
+
+    # Called by the connection.
+
+    def begin(self, status: int) -> None:
+        self.status, self.begun = status, True
+        self._wake()
+
+    def feed(self, data: bytes) -> None:
+        if self._push is None:
+            self._parts.append(data)
+            self._size += len(data)
+            if self._size > _BUFFER_BYTES:
+                self._hold()
+            self._wake()
+            return
+        try:
+            room = self._push(data)
+        except BaseException as exc:  # raised to the caller of `pass_on`
+            self._push = None
+            self.fail(exc)
+        else:
+            if not room:
+                self._full = True
+                self._hold()
+                self._wake()
+
+    def end(self) -> None:
+        self._ended = True
+        self._timer.cancel()
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._ended and self._error is None:
+            self._error = error
+            self._timer.cancel()
+            self._wake()
+
+    def lost(self, detail: str, kind: FailureKind = "broken") -> None:
+        self.fail(LegFailed(self.engine, self.leg, kind, detail))
+
+    def left(self) -> None:
+        """The engine accepts no connections any more. The answer continues while bytes arrive."""
+        if not (self._left or self._ended):
+            self._left, self._idle_s = True, min(LEFT_S, self._idle_s)
+            self.touched = self._loop.time()
+            self._timer.cancel()
+            self._look_idle()
+
+    def give_up(self, why: str) -> bool:
+        """Breaks the connection unless a part of the answer was shown. Returns whether it did."""
+        if self.shown or self._ended or self._error is not None:
+            return False
+        self.lost(why)
+        self._connection.abort()
+        return True
+
+    def until_closed(self) -> bool:
+        """Whether the end of the connection is the end of this answer."""
+        if not self.begun or self.status in _NO_BODY or "content-length" in self.headers:
+            return False
+        return "chunked" not in self.headers.get("transfer-encoding", "").lower()
+
+    def _take(self) -> bytes:
+        parts, self._parts = self._parts, []
+        if self._size > _BUFFER_BYTES:
+            self._resume()
+        self._size = 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _hold(self) -> None:
+        """Pauses reading, except after the end: then another answer may come on the connection."""
+        if not self._ended:
+            self._connection.pause()
+
+    def _resume(self) -> None:
+        self.touched = self._loop.time()
+        if not self._ended:
+            self._connection.resume()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _look_idle(self) -> None:
+        """One timer for the whole answer, and not one for each piece of it."""
+        if self._connection.paused:
+            self.touched = self._loop.time()
+        left_s = self.touched + self._idle_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look_idle)
+            return
+        why = f"nothing for {self._idle_s:g} s"
+        if self._left:
+            self.lost(f"{why}, and the engine refuses connections")
+        else:
+            self.lost(why, "timeout")
+        self._connection.abort()
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -31,7 +255,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: EngineAnswer | None = None
+        #: The one that comes on it now.
+        self.answer: EngineAnswer | None = None
         self._head_bytes = 0
         self._informational = False
         self._unasked = False
@@ -39,7 +264,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        return self._answer is None and self._open
+        return self.answer is None and self._open
 
     @property
     def _open(self) -> bool:
@@ -53,22 +278,21 @@ class UpstreamConnection(asyncio.Protocol):
         return self._open and transport is not None and transport.get_write_buffer_size() == 0
 
     def ask(
-        self, head: bytes, body: bytes | None, idle_s: float, *, bodyless: bool
+        self,
+        engine: KnownEngine,
+        leg: LegKind,
+        head: bytes,
+        body: bytes | None,
+        idle_s: float,
+        *,
+        bodyless: bool,
     ) -> EngineAnswer:
-        self._answer = answer = EngineAnswer(self, idle_s, bodyless=bodyless)
+        answer = EngineAnswer(self, engine, leg, idle_s, bodyless=bodyless)
+        self.answer = answer
         self._head_bytes = 0
         assert self._transport is not None
         self._transport.writelines((head, body) if body else (head,))
         return answer
-
-    def left(self, silence_s: float) -> None:
-        """See `EngineAnswer.left`."""
-        if self._answer is not None:
-            self._answer.left(silence_s)
-
-    def give_up(self, why: str) -> bool:
-        """See `EngineAnswer.give_up`."""
-        return self._answer is not None and self._answer.give_up(why)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -94,18 +318,18 @@ class UpstreamConnection(asyncio.Protocol):
         notice_a_lost_host(transport.get_extra_info("socket"), _LOST_HOST_S)
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
+        answer = self.answer
         if answer is None:
             return self.abort()  # nothing was asked
         self.heard_at = answer.touched = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            return self._fail(ConnectionError(f"not HTTP: {exc}"))
+            return self._fail(f"not HTTP: {exc}")
         if not answer.begun:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                self._fail(ConnectionError(f"a head of more than {_MAX_HEAD_BYTES} bytes"))
+                self._fail(f"a head of more than {_MAX_HEAD_BYTES} bytes")
         if self._unasked:
             self.abort()
 
@@ -113,28 +337,28 @@ class UpstreamConnection(asyncio.Protocol):
         self._eof = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        answer, self._answer = self._answer, None
+        answer, self.answer = self.answer, None
         if answer is not None:
             # TLS may be closed without notice, and then drops the bytes that were not read yet.
             if exc is None and answer.until_closed() and (self._eof or not self._tls):
                 answer.end()
             else:
-                answer.fail(ConnectionResetError("closed before the end of the answer"))
+                answer.lost("closed before the end of the answer")
         self._on_lost(self)
 
     # httptools
 
     def on_message_begin(self) -> None:
-        self._unasked = self._answer is None
+        self._unasked = self.answer is None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        answer = self._answer
+        answer = self.answer
         if answer is not None and not answer.begun:  # after it they are trailers
             text = value.strip(b" \t").decode("utf-8", "surrogateescape")
             answer.headers.add(name.decode("latin-1"), text)
 
     def on_headers_complete(self) -> None:
-        answer = self._answer
+        answer = self.answer
         if answer is None:
             return
         status = self._parser.get_status_code()
@@ -147,15 +371,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._ended(reusable=False)  # the parser would wait for the body
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
-            self._answer.feed(body)
+        if self.answer is not None:
+            self.answer.feed(body)
 
     def on_message_complete(self) -> None:
-        if not self._informational and self._answer is not None:
+        if not self._informational and self.answer is not None:
             self._ended(reusable=self._parser.should_keep_alive())
 
     def _ended(self, *, reusable: bool) -> None:
-        answer, self._answer = self._answer, None
+        answer, self.answer = self.answer, None
         assert answer is not None
         answer.end()
         self.resume()
@@ -164,7 +388,7 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self.abort()
 
-    def _fail(self, error: ConnectionError) -> None:
-        if self._answer is not None:
-            self._answer.fail(error)
+    def _fail(self, why: str) -> None:
+        if self.answer is not None:
+            self.answer.lost(why)
         self.abort()

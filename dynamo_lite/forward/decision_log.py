@@ -1,23 +1,19 @@
-"""The requests that a Forwarder has had lately, and what it decided about each.
-
-A note is made while its request is on the way (`notes.py`); it becomes a message when `explain`
-asks for it.
+"""The requests that a Forwarder has had lately, and what it decided about each, for `dynamo-lite
+explain`. A note is written while its request is on the way, as the message that `explain` gets.
 """
 
 import itertools
+import re
+import time
 from collections import deque
 
-from dynamo_lite.forward.notes import NOW, AttemptNote, LegNote, Now, RequestNote
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import ChosenEngine
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.forwarding import (
     ForwardAttempt,
     ForwardDecision,
     ForwardExplained,
-    LegCandidate,
-    LegChoice,
     LegTaken,
 )
 
@@ -25,16 +21,83 @@ from dynamo_lite.protocol.forwarding import (
 MOST, LONGEST_S = 4096, 900.0
 #: Size limit of one answer, which must fit into one message.
 MOST_AT_A_TIME = 256
-#: Candidates of a choice that are shown.
-_SHOWN = 8
 _TEXT = 1024
+#: The id of an answer is near its beginning, whatever the engine and the route. In a text of the
+#: answer the quotes would be escaped.
+_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+_HEAD_BYTES = 2048
+
+
+class RequestNote:
+    """One request."""
+
+    def __init__(self, route: str, client_id: str, config: ForwarderConfig):
+        self.at = time.monotonic()
+        self.message = ForwardDecision(
+            request_id="",
+            ids=[client_id] if client_id else [],
+            age_s=0.0,
+            route=route,
+            protocol=config.protocol,
+            prompt_tokens=0,
+            cached_tokens=0,
+            max_local_prefill_length=config.max_local_prefill_length,
+            how="",
+            reason="",
+            attempts=[],
+        )
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.at
+
+    def known_as(self, request_id: str) -> bool:
+        return request_id in self.message.ids or request_id == self.message.request_id
+
+    def tries(self, attempt: ForwardAttempt, prompt_tokens: int, request_id: str = "") -> None:
+        """An attempt begins. request_id: of its legs."""
+        self.message.prompt_tokens = prompt_tokens
+        self.message.attempts.append(attempt)
+        if request_id:
+            self.message.ids.append(request_id)
+
+    def failed(self, why: Exception) -> None:
+        """The last attempt has failed."""
+        if self.message.attempts:
+            self.message.attempts[-1].failure = str(why)[:_TEXT]
+
+    def no_engine(self, why: Exception) -> None:
+        self.message.error = str(why)[:_TEXT]
+
+    def leg_begins(self, leg: str, engine: str) -> LegTaken:
+        """Of the last attempt."""
+        taken = LegTaken(leg=leg, engine=engine, after_s=self.age_s)
+        self.message.attempts[-1].legs.append(taken)
+        return taken
+
+    def head_came(self, taken: LegTaken, status: int) -> None:
+        taken.status, taken.head_s = status, self.age_s - taken.after_s
+
+    def leg_ends(self, taken: LegTaken, failure: str = "") -> None:
+        """Only the first end counts."""
+        if taken.took_s is None:
+            taken.failure, taken.took_s = failure, self.age_s - taken.after_s
+
+    def wrote(self, data: bytes) -> None:
+        """The client gets these bytes."""
+        message = self.message
+        if message.first_byte_s is None:
+            message.first_byte_s = self.age_s
+            if found := _ID.search(data, 0, _HEAD_BYTES):
+                message.request_id = found[1].decode(errors="replace")
+                message.ids = [one for one in message.ids if one != message.request_id]
+
+    def ended(self, outcome: str) -> None:
+        self.message.outcome, self.message.took_s = outcome, self.age_s
 
 
 class ForwardDecisionLog:
-    """now: the clock of the notes."""
-
-    def __init__(self, config: ForwarderConfig, now: Now = NOW):
-        self._config, self._now = config, now
+    def __init__(self) -> None:
         self._kept: deque[RequestNote] = deque(maxlen=MOST)
 
     def __len__(self) -> int:
@@ -49,88 +112,24 @@ class ForwardDecisionLog:
 
     def answer(self, payload: bytes, lease_id: int) -> bytes:
         """The reply to an `Explain`. Raises ProtocolError."""
-        wanted, now = decode_explain(payload), self._now()
-        oldest = now - min(wanted.within_s, LONGEST_S)
+        wanted = decode_explain(payload)
+        longest_s = min(wanted.within_s, LONGEST_S)
         matching = (
             note
             for note in reversed(self._kept)
-            if note.at >= oldest and (not wanted.request_id or note.known_as(wanted.request_id))
+            if note.age_s <= longest_s
+            and (not wanted.request_id or note.known_as(wanted.request_id))
         )
         newest = list(itertools.islice(matching, min(wanted.last, MOST_AT_A_TIME)))
-        found = [self._as_message(note, now) for note in reversed(newest)]
+        found = [_told(note) for note in reversed(newest)]
         return encode(ForwardExplained(lease_id=lease_id, decisions=found))
 
-    def _as_message(self, note: RequestNote, now: float) -> ForwardDecision:
-        attempts = [_attempt(note, number) for number in range(len(note.attempts))]
-        decode = next((one for one in note.choices if one.leg == "decode"), None)
-        return ForwardDecision(
-            request_id=note.answer_id,
-            ids=note.ids,
-            age_s=now - note.at,
-            route=note.route[:_TEXT],
-            protocol=self._config.protocol,
-            prompt_tokens=note.attempts[0].prompt_tokens if note.attempts else 0,
-            cached_tokens=decode.choice.view.matched if decode is not None else 0,
-            max_local_prefill_length=self._config.max_local_prefill_length,
-            how=note.how,
-            reason=note.reason,
-            attempts=attempts,
-            status=note.status,
-            outcome=note.outcome,
-            error=note.error[:_TEXT],
-            first_byte_s=_since(note.at, note.first_byte_at),
-            took_s=_since(note.at, note.ended_at),
-        )
 
-
-def _attempt(note: RequestNote, number: int) -> ForwardAttempt:
-    attempts = note.attempts
-    attempt: AttemptNote = attempts[number]
-    end = attempts[number + 1].first_choice if number + 1 < len(attempts) else len(note.choices)
-    # A leg may be chosen twice: the last choice counts.
-    choices = {one.leg: _choice(one) for one in note.choices[attempt.first_choice : end]}
-    return ForwardAttempt(
-        order=attempt.order,
-        alone=attempt.alone,
-        choices=[choices[leg] for leg in ("prefill", "decode") if leg in choices],
-        legs=[_leg(note, leg) for leg in attempt.legs],
-        failure=attempt.failure[:_TEXT],
-    )
-
-
-def _choice(chosen: ChosenEngine) -> LegChoice:
-    choice = chosen.choice
-    pairs = list(zip(chosen.names, choice.views, strict=True))
-    pairs.sort(key=lambda pair: pair[1] is not choice.view)
-    return LegChoice(
-        leg=chosen.leg,
-        engine=chosen.engine,
-        reason=choice.reason,
-        candidates=[
-            LegCandidate(
-                engine=name,
-                matched_tokens=view.matched,
-                load_tokens=view.load,
-                kv_usage=view.kv_usage,
-                score=choice.scores.get(view.engine),
-            )
-            for name, view in pairs[:_SHOWN]
-        ],
-        of=len(pairs),
-    )
-
-
-def _leg(note: RequestNote, leg: LegNote) -> LegTaken:
-    return LegTaken(
-        leg=leg.leg,
-        engine=leg.engine,
-        status=leg.status,
-        failure=leg.failure,
-        after_s=leg.began_at - note.at,
-        head_s=_since(leg.began_at, leg.head_at),
-        took_s=_since(leg.began_at, leg.ended_at),
-    )
-
-
-def _since(start: float, end: float | None) -> float | None:
-    return None if end is None else end - start
+def _told(note: RequestNote) -> ForwardDecision:
+    note.message.age_s = note.age_s
+    for attempt in note.message.attempts:
+        for choice in attempt.choices:
+            if choice.leg == "decode":
+                note.message.cached_tokens = choice.candidates[0].matched_tokens
+                return note.message
+    return note.message

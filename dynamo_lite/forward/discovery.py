@@ -1,25 +1,21 @@
 """Follows the engines that have joined: their records in the store."""
 
-import contextlib
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
-from typing import Protocol, Self, get_args
+from dataclasses import dataclass
 
 import msgspec
 
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.options import EngineOptions, EngineRole
+from dynamo_lite.forward.kv_events import EngineKv
+from dynamo_lite.forward.options import ROLES, EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.members.roster import Roster
 
 logger = logging.getLogger(__name__)
-
-ROLES: tuple[str, ...] = get_args(EngineRole)
 
 #: Name (HOST:PORT, or the URL if it is malformed) and lease of a joined engine.
 UnusedKey = tuple[str, str]
@@ -34,39 +30,10 @@ class Joined:
     lease: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sorted:
-    """Joined engines, as a Forwarder sees them."""
-
-    #: By name.
-    usable: dict[str, Joined]
-    unused: dict[UnusedKey, Unused]
-
-
-@dataclass(frozen=True, slots=True)
-class Trust:
-    """How certificates of joined engines are checked; see `EngineOptions`."""
-
-    ca_file: str | None = None
-    insecure_skip_verify: bool = False
-
-
-class FollowsKv(Protocol):
-    """Follows the KV events of engines."""
-
-    def follow(self, engine: KnownEngine) -> None: ...
-
-    def leave(self, engine: KnownEngine) -> None: ...
-
-
 def sort_out(
-    records: Iterable[EndpointRecord],
-    *,
-    protocol: str,
-    listed: Collection[str],
-    trust: Trust = Trust(),
-) -> Sorted:
-    """Which joined engines may be used, and why others may not.
+    records: Iterable[EndpointRecord], listed: Collection[str], config: ForwarderConfig
+) -> tuple[dict[str, Joined], dict[UnusedKey, Unused]]:
+    """Which joined engines may be used, by name, and why others may not.
 
     listed: names of the engines of the configuration.
     """
@@ -77,7 +44,7 @@ def sort_out(
         if record.engine is None:
             continue
         lease = f"{record.lease_id:x}"
-        options = _options(record, protocol, trust)
+        options = _options(record, config)
         if isinstance(options, Unused):
             unused[record.engine.url, lease] = options
             continue
@@ -88,11 +55,11 @@ def sort_out(
             continue
         taken[name] = f"by lease {lease}"
         usable[name] = Joined(options, record.model, lease)
-    return Sorted(usable, unused)
+    return usable, unused
 
 
-def _options(record: EndpointRecord, protocol: str, trust: Trust) -> EngineOptions | Unused:
-    engine = record.engine
+def _options(record: EndpointRecord, config: ForwarderConfig) -> EngineOptions | Unused:
+    engine, protocol = record.engine, config.protocol
     assert engine is not None
     if engine.protocol != protocol:
         trouble = f"it speaks {engine.protocol}, and this Forwarder {protocol}"
@@ -103,7 +70,7 @@ def _options(record: EndpointRecord, protocol: str, trust: Trust) -> EngineOptio
     given = msgspec.structs.asdict(engine)
     del given["protocol"]
     if engine.url.startswith("https://"):
-        given |= asdict(trust)
+        given["ca_file"] = config.joined_ca_file
     try:
         options = EngineOptions(**given)
         options.transfer_address(protocol)
@@ -113,10 +80,7 @@ def _options(record: EndpointRecord, protocol: str, trust: Trust) -> EngineOptio
 
 
 class Discovery:
-    """Async context manager; entering it waits for the first list of members.
-
-    Raises StoreUnavailable without one.
-    """
+    """roster: entered; it calls this for each change."""
 
     def __init__(
         self,
@@ -124,43 +88,33 @@ class Discovery:
         engines: KnownEngines,
         monitor: EngineMonitor,
         placer: Placer,
-        kv: FollowsKv,
-        *,
-        protocol: str,
-        trust: Trust,
+        kv: EngineKv,
+        config: ForwarderConfig,
     ):
         self._roster, self._engines, self._kv = roster, engines, kv
-        self._monitor, self._placer, self._protocol = monitor, placer, protocol
-        self._trust = trust
+        self._monitor, self._placer, self._config = monitor, placer, config
         self._listed = tuple(engine.name for engine in engines.all)
         self._joined: dict[str, KnownEngine] = {}
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._roster)
-        self._roster.on_change(lambda *_: self._update())
+        roster.on_change(lambda *_: self._update())
         self._update()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     def _update(self) -> None:
-        found = sort_out(
-            self._roster.members, protocol=self._protocol, listed=self._listed, trust=self._trust
-        )
+        usable, unused = sort_out(self._roster.members, self._listed, self._config)
         for name, engine in list(self._joined.items()):
-            record = found.usable.get(name)
+            record = usable.get(name)
             if record is None or (record.options, record.model) != (engine.options, engine.model):
                 self._remove(self._joined.pop(name))
-        for name, record in found.usable.items():
+        for name, record in usable.items():
             if name in self._joined:
                 # Another `join` process may represent the engine now, because the earlier process
                 # was killed.
                 self._joined[name].lease = record.lease
             else:
                 self._joined[name] = self._add(record)
-        self._engines.unused = self._note(found.unused)
+        for key, why in unused.items():
+            if self._engines.unused.get(key) != why:  # each reason is logged once
+                logger.error("engine %s (lease %s) is not used: %s", *key, why.trouble)
+        self._engines.unused = unused
 
     def _add(self, record: Joined) -> KnownEngine:
         engine = self._engines.add(record.options, lease=record.lease, model=record.model)
@@ -177,17 +131,3 @@ class Discovery:
         self._placer.forget(engine)
         self._kv.leave(engine)
         self._monitor.compare()
-
-    def _note(self, unused: dict[UnusedKey, Unused]) -> dict[UnusedKey, Unused]:
-        """Logs each reason once."""
-        for key, why in unused.items():
-            if self._engines.unused.get(key) != why:
-                logger.error("engine %s (lease %s) is not used: %s", *key, why.trouble)
-        return unused
-
-
-def unused_by_reason(engines: KnownEngines) -> Counter[str]:
-    """Number of known engines that are not used, although they may be healthy."""
-    counted = Counter(why.reason for why in engines.unused.values())
-    counted["model"] = sum(engine.healthy and bool(engine.trouble) for engine in engines.all)
-    return counted

@@ -3,17 +3,18 @@
 import itertools
 import math
 import ssl
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from dynamo_lite.forward.engine_tls import engine_tls
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
-from dynamo_lite.policy.routing.forwarding import EngineView
-from dynamo_lite.policy.routing.scoring import REQUEST_LOAD_TOKENS
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.tls import TlsFiles
 
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
 #: that refuses connections is unhealthy at once.
@@ -79,8 +80,6 @@ class KnownEngine:
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
-    #: How often they were read.
-    ids_read: int = 0
     #: HOST:PORT.
     name: str = field(init=False)
     base: str = field(init=False)
@@ -112,6 +111,11 @@ class KnownEngine:
         return self.options.role == "prefill-decode" or (
             self.decodes and self.protocol.decodes_alone
         )
+
+    @property
+    def requests(self) -> int:
+        """All at the engine, also those that are not of this process."""
+        return self.legs + self.other_requests
 
     @property
     def usable(self) -> bool:
@@ -149,7 +153,10 @@ class KnownEngine:
         at_once: without waiting for a second failure.
         """
         self.failures += 1
-        if not self.healthy or not (at_once or self.failures >= FAILURES):
+        if not self.healthy:
+            self.trouble = why
+            return False
+        if not at_once and self.failures < FAILURES:
             return False
         self.healthy, self.trouble = False, why
         self.forget()
@@ -160,13 +167,6 @@ class KnownEngine:
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
         self.varies, self._identities = False, []
         self.engine_ids, self.misfit, self.empty_legs = {}, "", 0
-
-    def answered_as(self, misfit: str) -> None:
-        """misfit: why the answer of a prefill leg was not of this protocol; empty if it was."""
-        self.misfit, self.asked_again_at = misfit, 0.0
-
-    def handed_over(self) -> None:
-        self.empty_legs = 0
 
     def handed_nothing(self, now: float) -> bool:
         """Returns whether it gets no prefill legs from now on. now: the loop's time."""
@@ -204,16 +204,52 @@ class KnownEngine:
         self.kv_usage = load.kv_usage
 
     @contextmanager
-    def leg(self, tokens: int) -> Iterator["EngineLeg"]:
-        """Counts a leg while the context lasts."""
+    def leg(self, tokens: int) -> Iterator[Callable[[], None]]:
+        """Counts a leg while the context lasts. Call what it gives when the leg's first byte has
+        come: then the prompt is computed."""
+        waiting = tokens
+
+        def answered() -> None:
+            nonlocal waiting
+            self.waiting_tokens -= waiting
+            waiting = 0
+
         self.legs += 1
         self.waiting_tokens += tokens
-        leg = EngineLeg(self, tokens)
         try:
-            yield leg
+            yield answered
         finally:
-            leg.answered()
+            answered()
             self.legs -= 1
+
+
+def engine_tls(options: EngineOptions) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError."""
+    if not options.secure:
+        return None
+    option = f"{options.url}: ca-file"
+    return check_trust(options.ca_file, option, unverified=options.unverified)
+
+
+def check_trust(ca_file: str | None, option: str, *, unverified: bool = False) -> ssl.SSLContext:
+    """How certificates of engines are checked. option: where the file of authorities is named.
+
+    Raises ConfigError when the file cannot be read or is invalid.
+    """
+    try:
+        return _tls(ca_file, unverified)
+    except ConfigError as exc:
+        raise ConfigError([one.replace("ca=", f"{option}=", 1) for one in exc.mistakes]) from exc
+
+
+@lru_cache(maxsize=64)
+def _tls(ca_file: str | None, unverified: bool) -> ssl.SSLContext:
+    """Files are read once per process: loading the system's authorities takes a while."""
+    context = TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
+    if unverified:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,20 +259,6 @@ class Unused:
     role: str
     reason: str
     trouble: str
-
-
-class EngineLeg:
-    """A leg that counts as load of an engine."""
-
-    __slots__ = ("_engine", "_tokens")
-
-    def __init__(self, engine: KnownEngine, tokens: int):
-        self._engine, self._tokens = engine, tokens
-
-    def answered(self) -> None:
-        """The leg's first byte has come, so the prompt is computed."""
-        self._engine.waiting_tokens -= self._tokens
-        self._tokens = 0
 
 
 class KnownEngines:
@@ -250,9 +272,6 @@ class KnownEngines:
         self._numbers = itertools.count()
         for one in options:
             self.add(one)
-
-    def __getitem__(self, number: int) -> KnownEngine:
-        return next(engine for engine in self.all if engine.number == number)
 
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
         engine = KnownEngine(next(self._numbers), options, self._protocol, lease=lease, model=model)
@@ -274,16 +293,6 @@ class KnownEngines:
             for e in self.all
             if e.usable and (e.decodes_alone if alone else e.decodes) and e.number not in without
         ]
-
-
-def view(engine: KnownEngine, matched: int) -> EngineView:
-    requests = engine.legs + engine.other_requests
-    return EngineView(
-        engine=engine.number,
-        matched=matched,
-        load=engine.waiting_tokens + requests * REQUEST_LOAD_TOKENS,
-        kv_usage=engine.kv_usage,
-    )
 
 
 #: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label

@@ -1,51 +1,111 @@
-"""The events of a leg's stream: whole ones, and errors among them."""
+"""The server-sent events of an engine's stream: where they end, errors among them, and those before
+the first output.
 
-from collections.abc import Awaitable, Callable
+An event ends at a blank line. Lines end with LF or CRLF. Of the standard's three line ends, a lone
+CR is not known here: no engine is known that sends it.
+"""
+
+import re
+from typing import Any, cast
 
 import msgspec
 
 from dynamo_lite.forward.client import Answer
-from dynamo_lite.forward.engine_answer import TooLarge
-from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.event_cutter import EventCutter, split
-from dynamo_lite.forward.failures import EngineFailed, Final
+from dynamo_lite.forward.connection import EngineAnswer
+from dynamo_lite.forward.failures import Final, LegFailed, check_size
 
+#: What is held back at most of the beginning of a stream. An event may contain the prompt's tokens.
+LIMIT_BYTES = 1 << 20
+
+_LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 #: SGLang writes errors as Python does.
 _ERRORS = (b'{"error"', b"{'error'")
 _ERROR_TYPE = (b"event: error\n", b"event: error\r\n")
+#: Types of events before the first output.
+_TYPES = frozenset({"response.created", "response.in_progress", "message_start"})
+#: One of these is in each event without output, so that no other event is parsed.
+_MARKS = (b'"role"', b'"response.created"', b'"response.in_progress"', b'"message_start"')
+#: JSON contains no raw CR, so it is a line end.
+_LONE_CR = re.compile(rb"\r[^\n]")
+
+
+class EventCutter:
+    """Cuts a stream of server-sent events at their ends. No byte is changed."""
+
+    def __init__(self) -> None:
+        #: Bytes of the incomplete event.
+        self.size = 0
+        #: An incomplete event, in the pieces in which it has come.
+        self._parts: list[bytes] = []
+        #: The last bytes of these pieces. The line breaks may come in several pieces.
+        self._tail = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The whole events so far; an incomplete one is kept."""
+        end = _end(data) or _end(self._tail + data[:2]) - len(self._tail)
+        if end <= 0:
+            self._keep(data)
+            return b""
+        self._parts.append(data[:end])
+        events = self.flush()
+        self._keep(data[end:])
+        return events
+
+    def flush(self) -> bytes:
+        """What is left at the end of the stream."""
+        parts, self._parts, self.size, self._tail = self._parts, [], 0, b""
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _keep(self, data: bytes) -> None:
+        if not data:
+            return
+        self._parts.append(data)
+        self._tail = (self._tail + data[-2:])[-2:]
+        self.size += len(data)
+
+
+def split(events: bytes) -> list[bytes]:
+    """The single events, without their ends. Lines inside them keep theirs."""
+    return _BLANK_LINE.split(events)
+
+
+def ends_event(data: bytes) -> bool:
+    """Whether the end of these bytes is the end of an event."""
+    return data.endswith((_LF_END, _CRLF_END))
+
+
+def _end(data: bytes) -> int:
+    """Where the last whole event ends; 0 without any."""
+    lf, crlf = data.rfind(_LF_END), data.rfind(_CRLF_END)
+    if crlf > lf:
+        return crlf + len(_CRLF_END)
+    return lf + len(_LF_END) if lf >= 0 else 0
 
 
 class EventReader:
-    """Reads whole events. some: returns the next bytes of the leg, empty at the end. begun: bytes
-    of the leg that were read before."""
+    """Reads whole events of an answer. begun: bytes of it that were read before."""
 
-    def __init__(
-        self,
-        some: Callable[[], Awaitable[bytes]],
-        engine: KnownEngine,
-        failed: type[EngineFailed],
-        begun: bytes = b"",
-    ):
-        self._some, self._engine, self._failed, self._begun = some, engine, failed, begun
+    def __init__(self, response: EngineAnswer, begun: bytes = b""):
+        self._response, self._begun = response, begun
         self._cutter = EventCutter()
 
     async def next(self) -> bytes:
-        """Empty at the end. Raises `failed`, and what `some` raises."""
-        try:
-            while data := self._begun or await self._some():
-                self._begun = b""
-                if events := self._cutter.feed(data):
-                    return events
-        except TooLarge as exc:
-            raise self._failed(self._engine, "too_large", f"an event {exc}") from exc
-        return self._cutter.flush()
+        """Empty at the end. Raises LegFailed."""
+        response, cutter = self._response, self._cutter
+        while data := self._begun or await response.read_some():
+            self._begun = b""
+            if events := cutter.feed(data):
+                return events
+            check_size(cutter.size, response.engine, response.leg)
+        return cutter.flush()
 
     async def next_without_error(self) -> bytes:
-        """As `next`. An error in place of output is raised: `failed`, or Final."""
+        """As `next`. An error in place of output is raised: LegFailed, or Final."""
         events = await self.next()
         for event in split(events):
             if (error := error_of(event)) is not None:
-                raise failure(self._failed, self._engine, error)
+                raise failure(self._response, error)
         return events
 
 
@@ -63,13 +123,13 @@ def error_of(event: bytes) -> bytes | None:
     return None
 
 
-def failure(failed: type[EngineFailed], engine: KnownEngine, error: bytes) -> EngineFailed | Final:
+def failure(response: EngineAnswer, error: bytes) -> LegFailed | Final:
     """What an error in place of output means. A status below 500 says that the request is wrong,
     not the engine."""
     answer = _as_answer(error)
     if answer is not None and answer.status < 500:
         return Final(answer)
-    return failed(engine, "event", answer=answer)
+    return LegFailed(response.engine, response.leg, "event", answer=answer)
 
 
 def _as_answer(error: bytes) -> Answer | None:
@@ -81,3 +141,58 @@ def _as_answer(error: bytes) -> Answer | None:
     if not isinstance(code, int) or not 400 <= code < 600:
         return None
     return Answer(code, {"content-type": "application/json"}, error)
+
+
+class Beginning:
+    """Holds the first events of a stream back.
+
+    vLLM's chats, responses and messages begin with events that contain nothing of the answer yet,
+    and an engine that could not load the KV says so after them. As long as the client has not got
+    them, another engine can be asked.
+    """
+
+    def __init__(self) -> None:
+        self.data = b""
+        #: The JSON of the event that came in place of the first output, if it is an error.
+        self.error: bytes | None = None
+        self._cutter = EventCutter()
+
+    def over(self, data: bytes) -> bool:
+        """Takes the next bytes. Returns whether the first output, or an error, is among them."""
+        self.data += data
+        # No event of an engine that ends its lines with a lone CR would ever be found.
+        if (b"\r" in data and _LONE_CR.search(self.data)) or len(self.data) > LIMIT_BYTES:
+            return True
+        for event in split(self._cutter.feed(data)):
+            if not event:
+                continue
+            if (error := error_of(event)) is not None:
+                self.error = error
+                return True
+            if not _says_nothing(event, payload_of(event)):
+                return True
+        return False
+
+
+class _Event(msgspec.Struct):
+    type: str = ""
+    choices: list[dict[str, Any]] = []
+
+
+def _says_nothing(event: bytes, payload: bytes) -> bool:
+    """Whether it is known to come before the first output."""
+    if not any(mark in event for mark in _MARKS):
+        return False
+    try:
+        found = msgspec.json.decode(payload, type=_Event)
+    except msgspec.DecodeError:
+        return False
+    return found.type in _TYPES or (bool(found.choices) and all(map(_has_role_only, found.choices)))
+
+
+def _has_role_only(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    if not isinstance(delta, dict) or "role" not in delta:
+        return False
+    rest = {**choice, **cast("dict[str, Any]", delta)}
+    return not any(value for key, value in rest.items() if key not in ("index", "delta", "role"))

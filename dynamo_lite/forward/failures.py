@@ -1,17 +1,15 @@
 """How an attempt ends when it is not answered, and what the client gets.
 
-Final         an engine's answer that ends the request, such as its 4xx
-EngineFailed  an engine failed before anything was sent to the client
-├── PrefillFailed
-└── DecodeFailed
-Broken        an answer broke off after its first byte: nothing is repeated
+Final      an engine's answer that ends the request, such as its 4xx
+LegFailed  an engine failed before anything was sent to the client
+Broken     an answer broke off after its first byte: nothing is repeated
 """
 
 from typing import Literal
 
-from dynamo_lite.forward import engine_answer
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.protocol.errors import DynamoLiteError
 
 #: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
 #: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
@@ -28,11 +26,12 @@ FailureKind = Literal[
     "mismatch",
     "malformed",
 ]
-KINDS: tuple[FailureKind, ...] = (
-    *("refused", "timeout", "broken", "too_large"),
-    *("status", "event", "unpaired", "mismatch", "malformed"),
-)
+#: A check is a question of our own, and no part of a client's request.
+LegKind = Literal["prefill", "decode", "check"]
 RETRY_AFTER = {"retry-after": "1"}
+#: Most bytes of a whole answer, or of one event that may have to be changed, that are kept in
+#: memory. An answer that passes as bytes has no limit.
+MAX_WHOLE_BYTES = 256 << 20
 
 
 class Final(Exception):
@@ -43,34 +42,45 @@ class Final(Exception):
         self.answer = answer
 
 
-class EngineFailed(Exception):
+class LegFailed(DynamoLiteError):
     """answer: the engine's own, if it gave one."""
 
     def __init__(
-        self, engine: KnownEngine, kind: FailureKind, detail: str = "", answer: Answer | None = None
+        self,
+        engine: KnownEngine,
+        leg: LegKind,
+        kind: FailureKind,
+        detail: str = "",
+        answer: Answer | None = None,
     ):
         super().__init__(f"engine {engine.name}: {kind}{': ' if detail else ''}{detail}")
         self.engine, self.answer = engine, answer
+        self.leg: LegKind = leg
         self.kind: FailureKind = kind
 
+    @property
+    def answered(self) -> bool:
+        """Of a check: whether something listens there, and has answered or closed the
+        connection."""
+        return self.kind in ("broken", "too_large")
 
-class PrefillFailed(EngineFailed):
-    """A prefill leg failed."""
 
-
-class DecodeFailed(EngineFailed):
-    """A decode leg failed."""
+def check_size(size: int, engine: KnownEngine, leg: LegKind) -> None:
+    """Raises LegFailed for more bytes than are kept in memory."""
+    if size > MAX_WHOLE_BYTES:
+        text = f"larger than {MAX_WHOLE_BYTES >> 20} MiB"
+        raise LegFailed(engine, leg, "too_large", text)
 
 
 class Broken(Exception):
     """A decode leg broke off, or a prefill leg that sends tokens to the client."""
 
 
-def failure_answer(failure: EngineFailed) -> Answer:
+def failure_answer(failure: LegFailed) -> Answer:
     """The answer for the client when no engine is left to try. It contains no addresses."""
     if failure.answer is not None:
         return failure.answer
-    leg = "prefill" if isinstance(failure, PrefillFailed) else "decode"
+    leg = failure.leg
     match failure.kind:
         case "timeout":
             return error(504, "GatewayTimeout", f"the {leg} engine did not answer in time")
@@ -78,7 +88,7 @@ def failure_answer(failure: EngineFailed) -> Answer:
             text = f"the {leg} engine cannot be reached; try again later"
             return error(503, "ServiceUnavailableError", text, RETRY_AFTER)
         case "too_large":
-            limit = f"{engine_answer.MAX_WHOLE_BYTES >> 20} MiB"
+            limit = f"{MAX_WHOLE_BYTES >> 20} MiB"
             text = f"the {leg} engine's answer is larger than {limit}, the most that is read"
             return error(502, "BadGateway", text)
         case kind:

@@ -8,23 +8,33 @@ Pure: whole events in, whole events out. Corner cases:
 - A choice whose first token ends it (end of sequence, or a limit of one token) ends with the
   prefill engine's finish reason. Everything of it from the decode engine is dropped.
 - A decode engine's first chunk may contain more than the first token, and a first token may show
-  nothing. So the text is compared (`shown_delta.py`): what goes beyond the prefill engine's is
-  shown, and where the first tokens differ, what goes beyond the decode engine's own.
+  nothing yet (the start of a thought or of a tool call, a part of a character). An engine may hold
+  text back that could be the beginning of a stop string. So the text is compared, not numbers of
+  tokens: what goes beyond the prefill engine's is shown, and where the first tokens differ, what
+  goes beyond the decode engine's own.
 - Usage is the decode engine's, which counts all tokens. Only its cached tokens are the prefill
   engine's.
 - Errors of either engine are shown as they are.
 - Tokens of another form than engines give them raise MalformedEvent.
 """
 
+import re
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from dynamo_lite.forward.protocols.one_token import plain
-from dynamo_lite.forward.rewriting import Changes
-from dynamo_lite.forward.shown_delta import ShownDelta, has_token
-from dynamo_lite.forward.usage import cached_tokens
+from dynamo_lite.forward.rewriting import Changes, cached_tokens
 
+_Json = dict[str, Any]
+
+#: Fields of a delta with text.
+_TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
+_FIRST_WORD = re.compile(r"\s*\S+")
+#: What shows a part of a character. The decode engine shows the whole character later.
+_REPLACEMENT = "\ufffd"
 _DONE = b"[DONE]"
 
 
@@ -60,7 +70,7 @@ class FirstTokenMerge:
     def __init__(self, limit: int | None):
         self._one_token = limit == 1
         #: What the prefill engine has shown, by choice.
-        self._shown: dict[int, ShownDelta] = {}
+        self._shown: dict[int, _ShownDelta] = {}
         self._ended: set[int] = set()
         #: Choices of which the decode engine has repeated it.
         self._repeated: set[int] = set()
@@ -81,7 +91,8 @@ class FirstTokenMerge:
         return bool(self._shown) and self._ended >= self._shown.keys()
 
     def from_prefill(self, events: bytes) -> bytes:
-        return b"".join(self._prefill_event(payload) for payload in _payloads(events))
+        """Raises MalformedEvent, as `from_decode`."""
+        return _each(events, self._prefill_event)
 
     def end(self) -> bytes:
         """The end of the prefill engine's stream, for a request that is `over`."""
@@ -89,7 +100,7 @@ class FirstTokenMerge:
 
     def from_decode(self, events: bytes) -> bytes:
         if self._ended or self._repeated < self._shown.keys():
-            events = b"".join(self._decode_event(payload) for payload in _payloads(events))
+            events = _each(events, self._decode_event)
         elif self._ids is not None:
             events = events.replace(*self._ids)
         return Changes(cached_tokens=self._cached).events(events)
@@ -103,7 +114,7 @@ class FirstTokenMerge:
         if self._id is None and "id" in event:
             self._id = event["id"]
         choices = _choices(event)
-        if (cached := _cached_tokens(event)) is not None:
+        if (cached := cached_tokens(plain(event.get("usage")))) is not None:
             self._cached = cached
         if not choices:
             self._held.append(payload)  # its usage counts one token
@@ -114,14 +125,14 @@ class FirstTokenMerge:
         event.pop("usage", None)
         return _event(msgspec.json.encode(event))
 
-    def _first_token(self, choice: dict[str, Any]) -> None:
+    def _first_token(self, choice: _Json) -> None:
         """Notes a choice of the prefill engine; a finish that is only due to its limit of one token
         is removed."""
         index = choice.get("index", 0)
         reason = choice.get("finish_reason")
-        if not (has_token(choice) or reason is not None):
+        if not (_has_token(choice) or reason is not None):
             return
-        self._shown.setdefault(index, ShownDelta()).add(choice)
+        self._shown.setdefault(index, _ShownDelta()).add(choice)
         if reason is None:
             return
         if reason == "length" and not self._one_token:
@@ -146,7 +157,7 @@ class FirstTokenMerge:
             event["choices"] = shown
         return _event(msgspec.json.encode(event))
 
-    def _beyond(self, choice: dict[str, Any]) -> bool:
+    def _beyond(self, choice: _Json) -> bool:
         """Removes the part of the decode engine's chunk that was shown already. Returns whether
         anything is left."""
         index = choice.get("index", 0)
@@ -155,46 +166,171 @@ class FirstTokenMerge:
         if index in self._repeated:
             return True
         ends = choice.get("finish_reason") is not None
-        if not has_token(choice):
+        if not _has_token(choice):
             return ends
-        shown = self._shown.setdefault(index, ShownDelta())
+        shown = self._shown.setdefault(index, _ShownDelta())
         left = shown.take_out(choice)
         if left or ends or shown.repeated:
             self._repeated.add(index)
         return left or ends
 
 
-def _payloads(events: bytes) -> list[bytes]:
-    return [line[5:].strip() for line in events.split(b"\n") if line.startswith(b"data:")]
+def _each(events: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Raises MalformedEvent."""
+    lines = (line for line in events.split(b"\n") if line.startswith(b"data:"))
+    try:
+        return b"".join(change(line[5:].strip()) for line in lines)
+    except (ValueError, RecursionError) as exc:
+        raise MalformedEvent(type(exc).__name__) from exc
 
 
 def _event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-def _decoded(payload: bytes) -> dict[str, Any] | None:
-    """Raises MalformedEvent."""
+def _decoded(payload: bytes) -> _Json | None:
     try:
         return msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         return None
-    except (ValueError, RecursionError) as exc:
-        raise MalformedEvent(type(exc).__name__) from exc
 
 
-def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """Raises MalformedEvent."""
-    try:
-        choices = plain(event["choices"])
-        msgspec.convert(choices, list[_Choice] | None)
-    except (ValueError, RecursionError) as exc:
-        raise MalformedEvent(type(exc).__name__) from exc
+def _choices(event: _Json) -> list[_Json]:
+    """Raises ValueError, RecursionError."""
+    choices = plain(event["choices"])
+    msgspec.convert(choices, list[_Choice] | None)
     return choices or []
 
 
-def _cached_tokens(event: dict[str, Any]) -> int | None:
-    """Raises MalformedEvent."""
-    try:
-        return cached_tokens(plain(event.get("usage")))
-    except (ValueError, RecursionError) as exc:
-        raise MalformedEvent(type(exc).__name__) from exc
+def _has_token(choice: _Json) -> bool:
+    """A chat's first chunk has a role, and empty content."""
+    if "text" in choice:
+        return True
+    delta = choice.get("delta") or {}
+    fields = (*_TEXTS, "tool_calls")
+    if delta.get("role") is not None and not any(delta.get(key) for key in fields):
+        return False
+    return any(delta.get(key) is not None for key in fields)
+
+
+class _Shown:
+    """One text that the prefill engine has shown. left: what the decode engine has not repeated."""
+
+    def __init__(self) -> None:
+        self.left = ""
+        self._begun = False
+
+    def take_out(self, text: str, first: int) -> str:
+        """What of the decode engine's next text was not shown. first: the length of its first
+        token, by which it goes on if its tokens are different ones."""
+        shown, self.left = self.left, ""
+        if not text.startswith(shown) and shown.startswith(text):
+            self.left, self._begun = shown[len(text) :], self._begun or bool(text)
+            return ""
+        for known in (shown, shown.rstrip(_REPLACEMENT)):
+            if text.startswith(known):
+                return text[len(known) :]
+        return text if self._begun else text[first:]
+
+
+class _ShownDelta:
+    """Of one choice."""
+
+    def __init__(self) -> None:
+        #: By field.
+        self._texts: defaultdict[str, _Shown] = defaultdict(_Shown)
+        #: Arguments of tool calls, by the call's index.
+        self._calls: defaultdict[int, _Shown] = defaultdict(_Shown)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the decode engine has repeated everything."""
+        return not (any(one.left for one in self._texts.values()) or self._calls)
+
+    def add(self, choice: _Json) -> None:
+        """A chunk of the prefill engine."""
+        for key, text in _texts(choice).items():
+            self._texts[key].left += text
+        for call in _calls(choice):
+            self._calls[call.get("index", 0)].left += _arguments(call)
+
+    def take_out(self, choice: _Json) -> bool:
+        """Removes from a chunk of the decode engine what it repeats. Returns whether any text or
+        tool call is left. Of text that differs from the prefill engine's, the first token is
+        removed: it is the decode engine's own first one."""
+        left = False
+        first = _first_token(choice)
+        owner = _owner(choice)
+        owner.pop("role", None)
+        for key, text in _texts(choice).items():
+            rest = self._texts[key].take_out(text, _length_of_first(text, first))
+            if rest or owner is choice:
+                owner[key] = rest
+            else:
+                del owner[key]
+            left = left or bool(rest)
+        if calls := _calls(choice):
+            if kept := [call for call in calls if self._take_out_call(call)]:
+                owner["tool_calls"] = kept
+                left = True
+            else:
+                del owner["tool_calls"]
+        return left
+
+    def _take_out_call(self, call: _Json) -> bool:
+        """The client has the prefill engine's id and name of this call."""
+        index = call.get("index", 0)
+        shown = self._calls.get(index)
+        if shown is None:
+            return True
+        arguments = _arguments(call)
+        rest = shown.take_out(arguments, _length_of_first(arguments))
+        if not shown.left:
+            del self._calls[index]
+        for key in ("id", "type"):
+            call.pop(key, None)
+        call["function"] = {"arguments": rest}
+        return bool(rest)
+
+
+def _length_of_first(text: str, token: str = "") -> int:
+    """Of the first token of a text. token: what the chunk says it is. Without it, no more than the
+    first word is taken for it: few tokens go on after a space."""
+    if token and text.startswith(token):
+        return len(token)
+    found = _FIRST_WORD.match(text)
+    return len(text) if found is None else found.end()
+
+
+def _first_token(choice: _Json) -> str:
+    """The text of its first token, from its log probabilities; empty without them."""
+    logprobs: Any = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        return ""
+    tokens: Any = logprobs.get("tokens") or logprobs.get("content")  # completions; chats
+    first: Any = tokens[0] if isinstance(tokens, list) and tokens else ""
+    token: Any = first.get("token") if isinstance(first, dict) else first
+    return token if isinstance(token, str) else ""
+
+
+def _owner(choice: _Json) -> _Json:
+    """Where a chunk has its text. A delta is copied, because it may be null."""
+    if "text" not in choice:
+        choice["delta"] = dict(choice.get("delta") or {})
+        return choice["delta"]
+    return choice
+
+
+def _texts(choice: _Json) -> dict[str, str]:
+    if "text" in choice:
+        return {"text": choice["text"] or ""}
+    delta = choice.get("delta") or {}
+    return {key: delta[key] for key in _TEXTS if isinstance(delta.get(key), str)}
+
+
+def _calls(choice: _Json) -> list[_Json]:
+    return (choice.get("delta") or {}).get("tool_calls") or []
+
+
+def _arguments(call: _Json) -> str:
+    return (call.get("function") or {}).get("arguments") or ""

@@ -8,13 +8,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 #: RFC 9110, section 7.6.1, and what older proxies use.
 _HOP_BY_HOP = frozenset(
     {
-        *(
-            "connection",
-            "keep-alive",
-            "proxy-authenticate",
-            "proxy-authorization",
-            "proxy-connection",
-        ),
+        *("connection", "keep-alive", "proxy-connection"),
+        *("proxy-authenticate", "proxy-authorization"),
         *("te", "trailer", "transfer-encoding", "upgrade"),
     }
 )

@@ -4,24 +4,35 @@ import asyncio
 import logging
 from typing import Self
 
-from dynamo_lite.forward.engines import FAILURES, KnownEngine, KnownEngines
+import msgspec
+
+from dynamo_lite.forward.choosing import SentPrompts
+from dynamo_lite.forward.engines import (
+    FAILURES,
+    KnownEngine,
+    KnownEngines,
+    StockEngineLoad,
+    parse_load,
+)
+from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.probe import StockEngineProbe
-from dynamo_lite.forward.upstream import LegFailed, Upstream
-from dynamo_lite.policy.routing.forwarding import SentPrompts
+from dynamo_lite.forward.protocols.mooncake import engine_ids
+from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: An engine whose server has been silent for the time of this many checks, and does not answer then
+#: Timeout of each question to an engine.
+CHECK_S = 5.0
+#: An engine whose server has been silent for this long, and then does not answer within `CHECK_S`
 #: either, stands still or cannot be reached.
-_SILENT_TIMES = 2
+SILENCE_S = 10.0
+_LOAD_INTERVAL_S = 1.0
 
 
 class EngineMonitor:
-    """Async context manager: checks every engine while it lasts. least_silence_s: shortest silence
-    after which an engine's legs are given up. A shorter timeout of checks does not shorten it,
-    because an engine that is only busy may be silent for seconds."""
+    """Async context manager: checks every engine while it lasts."""
 
     def __init__(
         self,
@@ -29,13 +40,11 @@ class EngineMonitor:
         upstream: Upstream,
         config: ForwarderConfig,
         sent: SentPrompts,
-        *,
-        least_silence_s: float = 10.0,
     ):
-        self._engines, self._config, self._sent = engines, config, sent
-        self._upstream = upstream
-        self._probe = StockEngineProbe(upstream, within_s=config.health_timeout_s)
-        self._silence_s = max(least_silence_s, _SILENT_TIMES * config.health_timeout_s)
+        self._engines, self._upstream, self._sent = engines, upstream, sent
+        self._interval_s = config.health_interval_s
+        choices = {config.prefill_choice, config.decode_choice}
+        self._weighs = bool(choices & {"least-load", "prefix"})
         self._tasks = OwnedTasks()
         #: Numbers of engines that `look` checks now.
         self._looking: set[int] = set()
@@ -52,12 +61,8 @@ class EngineMonitor:
 
     def follow(self, engine: KnownEngine) -> None:
         """Checks the engine until it has left."""
-        weighs = {"least-load", "prefix"} & {
-            self._config.prefill_choice,
-            self._config.decode_choice,
-        }
         self._tasks.start(self._follow(engine), name=f"health of {engine.name}")
-        if weighs:
+        if self._weighs:
             self._tasks.start(self._follow_load(engine), name=f"load of {engine.name}")
 
     def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
@@ -65,9 +70,8 @@ class EngineMonitor:
 
         A broken connection does not count, because an engine may close an idle connection.
         """
-        if failure.kind == "refused" and engine.failed(str(failure), at_once=True):
-            logger.warning("%s is unhealthy", failure)
-            self._sent.forget(engine.number)
+        if failure.kind == "refused":
+            self._failed(engine, failure)
 
     def look(self, engine: KnownEngine) -> None:
         """Starts a check of an engine that is not followed, if none is under way."""
@@ -85,23 +89,19 @@ class EngineMonitor:
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
             await self.check(engine)
-            await asyncio.sleep(self._config.health_interval_s)
+            await asyncio.sleep(self._interval_s)
 
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
         an engine that is silent are given up."""
         loop = asyncio.get_running_loop()
         try:
-            await self._probe.check(engine)
+            await check(self._upstream, engine)
         except LegFailed as exc:
+            self._failed(engine, exc)
             if exc.answered:
                 engine.answered_at = loop.time()
-            if engine.failed(str(exc), at_once=exc.kind == "refused"):
-                logger.warning("%s is unhealthy", exc)
-                self._sent.forget(engine.number)
-            elif not engine.healthy:
-                engine.trouble = str(exc)
-            if not exc.answered:
+            else:
                 await self._end_silent(engine)
             return
         engine.answered_at = loop.time()
@@ -110,15 +110,20 @@ class EngineMonitor:
             logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self.compare()
 
+    def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
+        if engine.failed(str(failure), at_once=failure.kind == "refused"):
+            logger.warning("%s is unhealthy", failure)
+            self._sent.forget(engine.number)
+
     async def _end_silent(self, engine: KnownEngine) -> None:
         """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An
         engine that computes for long, or whose streams move, may answer checks late and keeps its
         legs."""
         now = asyncio.get_running_loop().time()
         silent_s = now - max(engine.answered_at, self._upstream.heard_at(engine))
-        if not engine.legs or engine.failures < FAILURES or silent_s < self._silence_s:
+        if not engine.legs or engine.failures < FAILURES or silent_s < SILENCE_S:
             return
-        if await self._probe.answers(engine, within_s=self._silence_s / _SILENT_TIMES):
+        if await _answers(self._upstream, engine):
             engine.answered_at = asyncio.get_running_loop().time()
             return
         if self._upstream.heard_at(engine) > now:
@@ -148,10 +153,71 @@ class EngineMonitor:
         while not engine.left:
             if engine.healthy:
                 try:
-                    load = await self._probe.load(engine)
+                    load = await read_load(self._upstream, engine)
                 except LegFailed as exc:
                     logger.debug("no load: %s", exc)
                 else:
                     if load is not None:
                         engine.reported(load)
-            await asyncio.sleep(self._config.load_interval_s)
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def check(upstream: Upstream, engine: KnownEngine) -> None:
+    """Returns if the engine is healthy. Its model names are read when it has become healthy.
+
+    Raises LegFailed.
+    """
+    status, _ = await upstream.fetch(engine, f"{engine.base}/health", within_s=CHECK_S)
+    if status != 200:
+        raise LegFailed(engine, "check", "broken", f"/health answered {status}")
+    if not engine.healthy:
+        await _read_models(upstream, engine)
+    if engine.protocol.query_path and engine.prefills:
+        # Read each time, because the ids change after every restart.
+        await _query(upstream, engine)
+
+
+async def read_load(upstream: Upstream, engine: KnownEngine) -> StockEngineLoad | None:
+    """None if its metrics do not contain the load. Raises LegFailed."""
+    _, page = await upstream.fetch(engine, f"{engine.base}/metrics", within_s=CHECK_S)
+    return parse_load(page.decode(errors="replace"))
+
+
+async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
+    """Whether its server answers at all, whatever it says. Nothing is computed for a list of
+    models, while `/health` may wait for a computation (SGLang's runs a request)."""
+    try:
+        await upstream.fetch(engine, f"{engine.base}/v1/models", within_s=CHECK_S)
+    except LegFailed as exc:
+        return exc.answered
+    return True
+
+
+async def _read_models(upstream: Upstream, engine: KnownEngine) -> None:
+    """If the engine requires a key, its record may name the model."""
+    status, page = await upstream.fetch(engine, f"{engine.base}/v1/models", within_s=CHECK_S)
+    try:
+        found = msgspec.json.decode(page, type=_Models) if status == 200 else _Models([])
+    except msgspec.DecodeError:
+        found = _Models([])
+    named = (engine.model,) if engine.model else ()
+    engine.models = tuple(model.id for model in found.data) or named
+
+
+async def _query(upstream: Upstream, engine: KnownEngine) -> None:
+    url = f"http://{host_port(*engine.transfer_address)}{engine.protocol.query_path}"
+    status, page = await upstream.fetch(engine, url, within_s=CHECK_S)
+    try:
+        if status != 200:
+            raise ValueError(f"status {status}")
+        engine.engine_ids = engine_ids(page)
+    except ValueError as exc:
+        raise LegFailed(engine, "check", "broken", f"{url}: {exc}") from exc

@@ -10,21 +10,26 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
-from dynamo_lite.forward.http_client import HttpClient
+from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
+from dynamo_lite.forward.failures import Final
+from dynamo_lite.forward.header_placing import Door
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES, ForwardProtocol
+from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.pending_connections import PendingConnections
-from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
+from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.runtime.tls_acceptor import HANDSHAKE_S, TlsAcceptor
 
 logger = logging.getLogger(__name__)
@@ -36,49 +41,46 @@ _MAX_HEADERS = 128
 _LINGER_S = 2.0
 _NO_GRACE_S = 0.001
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-#: Paths that the Forwarder answers itself. If they were passed on, any of the engines would
-#: answer.
-OWN = frozenset({"/health", "/live", "/ready", "/metrics"})
+#: How long a request's body may take to arrive.
+BODY_S = 60.0
+_CLOSE = {"connection": "close"}
 
-ReadFacts = Callable[[], Mapping[str, Any]]
+Reply = Callable[[], Answer]
 
 
-class Answering(Protocol):
-    """Answers one request. Both raise ClientGone."""
+def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
+    """read: returns facts with `ok`."""
 
-    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
-        """route: of a request to generate."""
-        ...
+    def reply() -> Answer:
+        facts = read()
+        head = {"content-type": "application/json"}
+        return Answer(200 if facts.get("ok") else 503, head, msgspec.json.encode(facts))
 
-    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
-        """Any other request."""
-        ...
+    return reply
 
 
 class ForwardServer:
     """`start` returns when connections are accepted; `stop` is idempotent.
 
-    routes: those that generate. health: the facts, with `ok`. probes: None: neither `/live` nor
-    `/ready` is answered. own: paths that are answered here. tls: None: plain HTTP is served.
-    on_drop: called with "http" for a connection that is closed because too many have no request.
+    own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
+    "http" for a connection that is closed because too many have no request.
     """
 
     def __init__(
         self,
-        forwarding: Answering,
+        forwarding: Forwarding | Door,
         config: ForwarderConfig,
-        routes: frozenset[str],
+        protocol: ForwardProtocol,
         sock: socket.socket,
+        own: Mapping[str, Reply],
         *,
-        health: ReadFacts,
-        probes: Probes | None = None,
-        own: frozenset[str] = OWN,
         tls: ssl.SSLContext | None = None,
         on_drop: OnDrop = uncounted,
     ):
-        self._forwarding, self._config, self._routes = forwarding, config, routes
-        self._sock, self._health, self._probes = sock, health, probes
-        self._paths, self._tls = own, tls
+        self._forwarding, self._config, self._own = forwarding, config, own
+        #: Those that generate.
+        self._routes = protocol.routes | VLLM_ROUTES | {SGLANG_GENERATE}
+        self._sock, self._tls = sock, tls
         self._pending = PendingConnections(most_pending(), lambda: on_drop("http"))
         self._listener: asyncio.Server | None = None
         self._acceptor: TlsAcceptor | None = None
@@ -137,7 +139,7 @@ class ForwardServer:
         await self._web.shutdown(max(grace_s, _NO_GRACE_S))
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        client = HttpClient(request, self._config.idle_timeout_s)
+        client = Client(request, self._config.idle_timeout_s)
         try:
             await self._answer(request, client)
         except ClientGone:
@@ -148,16 +150,16 @@ class ForwardServer:
             if client.started:
                 client.abort()
             else:
-                await send(client, error(500, "InternalServerError", "the Forwarder failed"))
+                await client.send(error(500, "InternalServerError", "the Forwarder failed"))
         return client.response or web.Response(status=500)
 
-    async def _answer(self, request: web.BaseRequest, client: HttpClient) -> None:
+    async def _answer(self, request: web.BaseRequest, client: Client) -> None:
         path = request.raw_path
         if request.method not in _METHODS or not path.startswith("/"):
             refusal = error(405, "MethodNotAllowed", "expected a path and a usual method")
-            return await send(client, refusal)
-        if request.path in self._paths and request.method in ("GET", "HEAD"):
-            return await send(client, self._own(request.path))
+            return await client.send(refusal)
+        if request.path in self._own and request.method in ("GET", "HEAD"):
+            return await client.send(self._own[request.path]())
         incoming = Incoming(
             method=request.method,
             path=path,
@@ -167,46 +169,37 @@ class ForwardServer:
         )
         try:
             data = await self._body(request)
-        except _Refused as refused:
-            return await send(client, refused.answer)
+        except Final as refused:
+            return await client.send(refused.answer)
         if request.method == "POST" and request.path in self._routes:
             await self._forwarding.generate(incoming, request.path, data, client)
         else:
             await self._forwarding.pass_on(incoming, data, client)
 
-    def _own(self, path: str) -> Answer:
-        if path == "/metrics":
-            text = "metrics are at the status URL that `dynamo-lite ps` shows, and at each engine"
-            return error(404, "NotFoundError", text)
-        found = self._probes.at(path) if self._probes is not None else None
-        facts = dict(found if found is not None else self._health())
-        status = 200 if facts.get("ok") else 503
-        return Answer(status, {"content-type": "application/json"}, msgspec.json.encode(facts))
-
     async def _body(self, request: web.BaseRequest) -> bytes:
-        """Raises _Refused, ClientGone."""
+        """Raises Final, ClientGone."""
         if not request.can_read_body:
             return b""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             # An encoded body cannot be read, so forbidden fields could not be removed from it.
             text = f"content-encoding {encoding!r} is not accepted: send the body as it is"
-            raise _Refused(error(415, "UnsupportedMediaType", text))
+            raise Final(error(415, "UnsupportedMediaType", text))
         if (request.content_length or 0) > self._config.max_body_bytes:
-            raise _Refused(self._too_large())
+            raise Final(self._too_large())
         await _continue(request)
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(BODY_S):
                 while part := await request.content.readany():
                     size += len(part)
                     if size > self._config.max_body_bytes:
-                        raise _Refused(self._too_large())
+                        raise Final(self._too_large())
                     parts.append(part)
         except TimeoutError as exc:
-            text = f"the request's body did not arrive within {self._config.body_timeout_s:g} s"
-            raise _Refused(error(408, "RequestTimeout", text, _CLOSE)) from exc
+            text = f"the request's body did not arrive within {BODY_S:g} s"
+            raise Final(error(408, "RequestTimeout", text, _CLOSE)) from exc
         except (web.RequestPayloadError, ConnectionError) as exc:
             raise ClientGone from exc
         return b"".join(parts)
@@ -227,9 +220,6 @@ def _parser_logger() -> logging.Logger:
     return quiet
 
 
-_CLOSE = {"connection": "close"}
-
-
 class _Connection(RequestHeadDeadline, web.RequestHandler):
     """aiohttp's own, with limits."""
 
@@ -241,14 +231,21 @@ class _Connection(RequestHeadDeadline, web.RequestHandler):
         return self._current_request is not None or bool(self._messages)
 
 
-class _Refused(Exception):
-    def __init__(self, answer: Answer):
-        super().__init__(answer.status)
-        self.answer = answer
-
-
 async def _continue(request: web.BaseRequest) -> None:
     """aiohttp's low-level server leaves `Expect: 100-continue` to its handler."""
     expects = request.headers.get("expect", "").lower() == "100-continue"
     if expects and request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def server_tls(config: ForwarderConfig) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return server_context(Path(config.tls_cert), Path(config.tls_key))
+
+
+def server_url(config: ForwarderConfig, port: int) -> str:
+    """As a client on this host reaches the server."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"{'https' if config.tls_cert else 'http'}://{host_port(local, port)}"

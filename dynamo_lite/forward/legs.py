@@ -1,4 +1,4 @@
-"""The legs of one attempt: they are sent, read, and closed in any case.
+"""The legs of one attempt: they are sent, read, noted, and closed in any case.
 
 An engine aborts a request whose connection is closed before the end of its answer.
 """
@@ -15,16 +15,18 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.client import Answer, Client, Incoming
-from dynamo_lite.forward.engine_answer import EngineAnswer, Push
+from dynamo_lite.forward.client import Answer, Incoming
+from dynamo_lite.forward.connection import EngineAnswer
+from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import EventReader
-from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
+from dynamo_lite.forward.failures import Final, LegFailed, LegKind
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import Leg, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import prefill_answer
-from dynamo_lite.forward.upstream import LegFailed, Upstream
+from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.protocol.forwarding import LegTaken
 from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
@@ -43,18 +45,19 @@ class Sending:
     """A request to one engine. headers: replace the client's. hidden: of `Leg`."""
 
     engine: KnownEngine
+    leg: LegKind
     data: bytes | None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     hidden: tuple[str, str] | None = None
 
 
-def sending(engine: KnownEngine, leg: Leg) -> Sending:
-    return Sending(engine, msgspec.json.encode(leg.body), leg.headers, leg.hidden)
+def sending(engine: KnownEngine, kind: LegKind, leg: Leg) -> Sending:
+    return Sending(engine, kind, msgspec.json.encode(leg.body), leg.headers, leg.hidden)
 
 
 class Legs:
     """Async context manager: at its end all legs are closed and all tasks have ended, but for
-    those that were left open."""
+    those that were left open. note: of the request; its last attempt gets the legs."""
 
     def __init__(
         self,
@@ -62,9 +65,12 @@ class Legs:
         upstream: Upstream,
         monitor: EngineMonitor,
         config: ForwarderConfig,
+        note: RequestNote,
     ):
         self._incoming, self._upstream = incoming, upstream
         self._monitor, self._config = monitor, config
+        self._note = note
+        self._taken: dict[LegKind, LegTaken] = {}
         self._responses: list[EngineAnswer] = []
         self._tasks: list[asyncio.Task[Any]] = []
         #: Legs that the caller of `leave_open` ends.
@@ -90,6 +96,8 @@ class Legs:
         for task in (*self._tasks, self._rest, self._handover):
             if task is not None and task.done() and not task.cancelled():
                 task.exception()  # else asyncio would report a second failure as unread
+        for taken in self._taken.values():
+            self._note.leg_ends(taken)
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(coro, name=name)
@@ -106,17 +114,29 @@ class Legs:
     ) -> PrefillAnswer:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
         and dropped, and `all` notices when it fails. on_data: else takes the whole answer.
-        Raises PrefillFailed, Final."""
+        Raises LegFailed, Final."""
+        try:
+            answer = await self._prefill(one, streams, on_data)
+        except LegFailed as exc:
+            self._note.leg_ends(self._taken["prefill"], exc.kind)
+            raise
+        if not streams:
+            self._note.leg_ends(self._taken["prefill"])
+        return answer
+
+    async def _prefill(
+        self, one: Sending, streams: bool, on_data: Callable[[bytes], None] | None
+    ) -> PrefillAnswer:
         deadline = asyncio.get_running_loop().time() + self._config.prefill_timeout_s
         with self._in_time(one.engine):
             async with asyncio.timeout_at(deadline):
-                response = await self.open(one, PrefillFailed)
+                response = await self.open(one)
                 if streams:
                     self._rest = self.start(
-                        self._read_out(one.engine, response, deadline), "rest of the prefill leg"
+                        self._read_out(response, deadline), "rest of the prefill leg"
                     )
                     return PrefillAnswer()
-                data = await self.whole(one.engine, response, PrefillFailed)
+                data = await response.read()
         try:
             if on_data is not None:
                 on_data(data)
@@ -124,7 +144,7 @@ class Legs:
                 return PrefillAnswer()
             return prefill_answer(data)
         except (ValueError, RecursionError) as exc:
-            raise PrefillFailed(one.engine, "malformed", type(exc).__name__) from exc
+            raise LegFailed(one.engine, "prefill", "malformed", type(exc).__name__) from exc
 
     def lift_prefill_limit(self) -> None:
         """The rest of a streamed prefill leg may last as long as the request. To close it would
@@ -132,31 +152,42 @@ class Legs:
         if self._rest_limit is not None and not self._rest_limit.expired():
             self._rest_limit.reschedule(None)
 
-    async def open(
-        self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
-    ) -> EngineAnswer:
-        """Returns the head of a successful answer, without the leg's hidden id. Raises `failed`,
+    async def open(self, one: Sending, *, passes_errors: bool = False) -> EngineAnswer:
+        """Returns the head of a successful answer, without the leg's hidden id. Raises LegFailed,
         and Final with the engine's answer for a 4xx, or with `passes_errors` for any error."""
+        note, taken = self._note, self._note.leg_begins(one.leg, one.engine.name)
+        self._taken[one.leg] = taken
+        try:
+            response = await self._open(one, passes_errors)
+        except (Final, LegFailed) as exc:
+            taken.status = exc.answer.status if exc.answer is not None else 0
+            note.leg_ends(taken, exc.kind if isinstance(exc, LegFailed) else "")
+            raise
+        note.head_came(taken, response.status)
+        return response
+
+    async def _open(self, one: Sending, passes_errors: bool) -> EngineAnswer:
         incoming, engine = self._incoming, one.engine
         try:
             response = await self._upstream.open(
                 engine,
+                one.leg,
                 incoming.method,
-                incoming.path,
+                f"{engine.base}{incoming.path}",
                 headers.for_leg(incoming.headers, one.headers),
                 one.data,
             )
         except LegFailed as exc:
             self._monitor.lost(engine, exc)
-            raise failed(engine, exc.kind, exc.detail) from exc
+            raise
         self._responses.append(response)
         if one.hidden is not None:
             headers.hide(response.headers, *one.hidden)
         status = response.status
-        prefill = failed is PrefillFailed
+        prefill = one.leg == "prefill"
         if status < 300 or (status < 400 and not prefill):
             return response
-        body = await self.whole(engine, response, failed)
+        body = await response.read()
         head = headers.to_client(response.headers)
         if one.hidden is not None:
             found, shown = one.hidden
@@ -165,54 +196,14 @@ class Legs:
         answer = Answer(status, head, body)
         if passes_errors or 400 <= status < 500 or not (prefill or status in _RETRIED):
             raise Final(answer)
-        raise failed(engine, "status", str(status), answer)
-
-    async def whole(
-        self, engine: KnownEngine, response: EngineAnswer, failed: type[EngineFailed]
-    ) -> bytes:
-        """Raises `failed`."""
-        try:
-            return await self._upstream.read(engine, response)
-        except LegFailed as exc:
-            raise failed(engine, exc.kind, exc.detail) from exc
-
-    async def some(
-        self,
-        engine: KnownEngine,
-        response: EngineAnswer,
-        failed: type[EngineFailed] = DecodeFailed,
-    ) -> bytes:
-        """The bytes that have arrived; empty at the end. Raises `failed`."""
-        try:
-            return await self._upstream.read_some(engine, response)
-        except LegFailed as exc:
-            raise failed(engine, exc.kind, exc.detail) from exc
-
-    def events(
-        self,
-        engine: KnownEngine,
-        response: EngineAnswer,
-        failed: type[EngineFailed] = DecodeFailed,
-        begun: bytes = b"",
-    ) -> EventReader:
-        """begun: bytes of the answer that were read before."""
-        return EventReader(partial(self.some, engine, response, failed), engine, failed, begun)
-
-    async def pass_on(
-        self, engine: KnownEngine, response: EngineAnswer, client: Client, push: Push
-    ) -> None:
-        """The rest of a decode leg, piece by piece as it comes. Raises DecodeFailed, ClientGone."""
-        try:
-            await self._upstream.pass_on(engine, response, push, client.drained)
-        except LegFailed as exc:
-            raise DecodeFailed(engine, exc.kind, exc.detail) from exc
+        raise LegFailed(engine, one.leg, "status", str(status), answer)
 
     def stays(
         self, engine: KnownEngine, ends: int, ids: Mapping[int, str], *, streams: bool
     ) -> None:
-        """After a prefill leg, until `handed_over`: `all`, `first` and `whole_answer` fail if the
-        prefill engine ends, or another process than the one with these `engine_ids` is found at its
-        address. The decode engine would wait for its KV until a timeout.
+        """After a prefill leg, until `handed_over`: `all` and `watched` fail if the prefill engine
+        ends, or another process than the one with these `engine_ids` is found at its address. The
+        decode engine would wait for its KV until a timeout.
 
         ends: the engine's before the leg. streams: whether the decode leg is streamed.
         """
@@ -233,7 +224,7 @@ class Legs:
         loop = asyncio.get_running_loop()
         if engine.ends != ends or engine.replaced(ids):
             text = "the engine has ended or was restarted before its KV was taken over"
-            found.set_exception(PrefillFailed(engine, "unpaired", text))
+            found.set_exception(LegFailed(engine, "prefill", "unpaired", text))
         elif loop.time() < until:
             if self._timer is not None:  # not at once: most handovers do not last that long
                 self._monitor.look(engine)
@@ -268,8 +259,7 @@ class Legs:
         return [one for one in (self._rest, self._handover) if one is not None]
 
     async def watched(self, coro: Coroutine[Any, Any, T], name: str) -> T:
-        """What a part of the decode leg returns. Raises what it raises, and PrefillFailed as
-        `all`."""
+        """What a part of the decode leg returns. Raises what it raises, and LegFailed as `all`."""
         if self._rest is None and self._handover is None:
             return await coro
         reading = self.start(coro, name)
@@ -278,14 +268,6 @@ class Legs:
         finally:
             await end_tasks(reading)
         return reading.result()
-
-    async def first(self, engine: KnownEngine, response: EngineAnswer) -> bytes:
-        """The first bytes of a decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
-        return await self.watched(self.some(engine, response), "first bytes")
-
-    async def whole_answer(self, engine: KnownEngine, response: EngineAnswer) -> bytes:
-        """A whole decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
-        return await self.watched(self.whole(engine, response, DecodeFailed), "whole answer")
 
     def _close(self) -> None:
         # A leg that is left open may have been opened at any time until now.
@@ -298,12 +280,12 @@ class Legs:
             if response not in left:
                 response.close()
 
-    async def _read_out(self, engine: KnownEngine, response: EngineAnswer, deadline: float) -> None:
-        """deadline: of the whole leg, in the loop's time. Raises PrefillFailed, Final."""
-        with self._in_time(engine):
+    async def _read_out(self, response: EngineAnswer, deadline: float) -> None:
+        """deadline: of the whole leg, in the loop's time. Raises LegFailed, Final."""
+        with self._in_time(response.engine):
             try:
                 async with asyncio.timeout_at(deadline) as self._rest_limit:
-                    reader = self.events(engine, response, PrefillFailed)
+                    reader = EventReader(response)
                     while await reader.next_without_error():
                         pass
             finally:
@@ -312,9 +294,9 @@ class Legs:
 
     @contextmanager
     def _in_time(self, engine: KnownEngine) -> Iterator[None]:
-        """Turns the timeout of a prefill leg into PrefillFailed."""
+        """Turns the timeout of a prefill leg into LegFailed."""
         try:
             yield
         except TimeoutError as exc:
             detail = f"no whole answer within {self._config.prefill_timeout_s:g} s"
-            raise PrefillFailed(engine, "timeout", detail) from exc
+            raise LegFailed(engine, "prefill", "timeout", detail) from exc

@@ -3,13 +3,13 @@
 import ipaddress
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 import annotated_types as at
 
+from dynamo_lite.forward.choosing import Strategy
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.policy.routing.forwarding import Strategy
 from dynamo_lite.protocol.options import (
     KvRoutingOptions,
     NaturalOption,
@@ -19,6 +19,7 @@ from dynamo_lite.protocol.options import (
 from dynamo_lite.protocol.records import LAST_PORT, Port
 
 EngineRole = Literal["prefill", "decode", "prefill-decode"]
+ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
 #: The keys of `forward/protocols/registry.py`.
 ProtocolName = Literal[
     "nixl",
@@ -41,6 +42,8 @@ _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9
 class EngineOptions:
     """One stock engine."""
 
+    #: Whether any certificate of the engine is accepted, even a forged one.
+    unverified: ClassVar[bool] = False
     #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
     #: Which legs it may take.
@@ -54,8 +57,6 @@ class EngineOptions:
     notify_port: Port | None = None
     #: PEM file of the authorities that may have signed its certificate; None: the system's.
     ca_file: str | None = None
-    #: Whether any certificate of the engine is accepted, even a forged one.
-    insecure_skip_verify: bool = False
     #: `tcp://HOST:PORT` where it publishes its KV events (vLLM's `--kv-events-config`); None: its
     #: blocks are assumed.
     kv_events: str | None = None
@@ -72,10 +73,8 @@ class EngineOptions:
                 _check_endpoint(endpoint)
         if self.kv_replay is not None and self.kv_events is None:
             raise ValueError("kv-replay needs kv-events")
-        if not self.secure and (self.ca_file is not None or self.insecure_skip_verify):
-            raise ValueError("ca-file and insecure-skip-verify need an https:// URL")
-        if self.ca_file is not None and self.insecure_skip_verify:
-            raise ValueError("give either ca-file or insecure-skip-verify")
+        if not self.secure and self.ca_file is not None:
+            raise ValueError("ca-file needs an https:// URL")
 
     @property
     def secure(self) -> bool:
@@ -96,14 +95,6 @@ class EngineOptions:
                 f" beyond {LAST_PORT}: give transfer-port, or a lower HTTP port"
             )
         return self.transfer_host or host, port
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardRoutingOptions(KvRoutingOptions):
-    """How the choices `least-load` and `prefix` weigh engines."""
-
-    #: Most different blocks of 256 bytes that are remembered.
-    max_index_blocks: PositiveOption = 500_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +119,6 @@ class ForwarderConfig:
     #: PEM file of the authorities that may have signed the certificates of joined engines;
     #: None: the system's.
     joined_ca_file: str | None = None
-    #: Whether any certificate of joined engines is accepted, even a forged one.
-    joined_insecure_skip_verify: bool = False
     #: How the engine of a prefill leg is chosen.
     prefill_choice: Strategy = "round-robin"
     #: As prefill_choice, for decode legs.
@@ -137,38 +126,26 @@ class ForwarderConfig:
     #: Whether the decode engine is chosen with the prefill engine or after the prefill leg. Only
     #: of serial protocols: the others need both at once.
     choose_decode: Literal["batch", "staged"] = "batch"
-    routing: ForwardRoutingOptions = field(default_factory=ForwardRoutingOptions)
+    #: How the choices `least-load` and `prefix` weigh engines.
+    routing: KvRoutingOptions = field(default_factory=KvRoutingOptions)
     #: Prompts with at most this many uncached tokens (estimated) get no prefill leg; 0: all get
     #: one.
     max_local_prefill_length: NaturalOption = 0
-    #: What follows when the prefill engine fails; a 4xx of it is the client's answer in any case.
-    prefill_failure: Literal["decode-only", "error"] = "decode-only"
     #: Decode engines that one request may try before its first byte.
     max_attempts: PositiveOption = 3
-    #: Timeout of a connection to an engine.
-    connect_timeout_s: SecondsOption = 2.0
     #: Timeout of a whole prefill leg.
     prefill_timeout_s: SecondsOption = 120.0
     #: Timeout without any byte of an answer, and of a client that reads none of it.
     idle_timeout_s: SecondsOption = 600.0
     #: Time between two checks of an engine's `/health`.
     health_interval_s: SecondsOption = 1.0
-    health_timeout_s: SecondsOption = 5.0
-    #: Time between two readings of an engine's `/metrics`, for `least-load` and `prefix`.
-    load_interval_s: SecondsOption = 1.0
-    #: How long a prompt's tokens are waited for, where engines publish their KV events.
-    tokenize_timeout_s: SecondsOption = 0.5
     #: Of a request.
     max_body_bytes: PositiveOption = 32 << 20
-    #: How long a request's body may take to arrive.
-    body_timeout_s: SecondsOption = 60.0
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls-cert and tls-key go together")
-        if self.joined_ca_file is not None and self.joined_insecure_skip_verify:
-            raise ValueError("give either joined-ca-file or joined-insecure-skip-verify")
         urls = [engine.address for engine in self.engines]
         for engine, url in zip(self.engines, urls, strict=True):
             engine.transfer_address(self.protocol)

@@ -1,65 +1,50 @@
 """Which engines take one attempt of a request."""
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import randrange
 from typing import Protocol
 
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, view
-from dynamo_lite.forward.failures import PrefillFailed
-from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import ForwardProtocol, LegOrder
-from dynamo_lite.policy.decision.disagg import Local
-from dynamo_lite.policy.routing.forwarding import (
-    EngineChoice,
+from dynamo_lite.forward.choosing import (
     EngineChooser,
     SentPrompts,
-    needs_prefill,
+    Strategy,
+    no_prefill_reason,
     text_chain,
     tokens_of,
 )
-from dynamo_lite.policy.routing.known_blocks import KnownBlocks
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.policy.routing.kv_chain import ChainHash
-from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
+from dynamo_lite.policy.routing.worker_loads import REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.errors import NoWorkers
-
-logger = logging.getLogger(__name__)
-
-#: Why a request has no prefill leg.
-ALONE_REASONS = (
-    *("route", "n", "prompts", "echo", "prompt_logprobs", "beam_search", "prompt_embeds"),
-    *("stored_response", "short", "cached", "no_prefill_worker", "prefill_failed", "no_handoff"),
-    *("no_header", "misfit"),
-)
+from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 
 
 class CannotServe(Exception):
     """None of the configured engines could ever answer this request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenEngine:
-    """A choice. It names the engines, because they may leave."""
-
-    leg: str
-    engine: str
-    choice: EngineChoice
-    #: Names of the engines of the choice's views.
-    names: tuple[str, ...]
-
-
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """The engines and choices that a request has tried so far; the workflow fills it in."""
+    """The engines that a request has tried so far; the workflow fills it in."""
 
     prefill: set[int] = field(default_factory=set[int])
     decode: set[int] = field(default_factory=set[int])
     #: Why the request gets no further prefill leg.
     alone: str = ""
-    #: All choices so far, of all attempts.
-    choices: list[ChosenEngine] = field(default_factory=list[ChosenEngine])
+    #: Of the present attempt, one for each leg.
+    choices: list[LegChoice] = field(default_factory=list[LegChoice])
+
+    def chose(self, choice: LegChoice) -> None:
+        """A leg may be chosen twice: the last choice counts."""
+        others = [one for one in self.choices if one.leg != choice.leg]
+        self.choices[:] = [choice, *others] if choice.leg == "prefill" else [*others, choice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +83,7 @@ class Places(Protocol):
         """The engine has computed, or received, the prompt."""
         ...
 
-    def prefill_failed(self, failure: PrefillFailed) -> None:
+    def prefill_failed(self, failure: LegFailed) -> None:
         """A prefill leg has failed."""
         ...
 
@@ -113,11 +98,8 @@ def why_alone(request: ClientRequest, protocol: ForwardProtocol) -> str:
 
 
 class Placer:
-    """Chooses engines and remembers which prompts they were sent.
-
-    uniform: returns numbers in [0, 1). known: the blocks of engines that publish them; for other
-    engines they are assumed.
-    """
+    """Chooses engines and remembers which prompts they were sent. known: the blocks of engines that
+    publish them; for other engines they are assumed."""
 
     def __init__(
         self,
@@ -125,22 +107,24 @@ class Placer:
         protocol: ForwardProtocol,
         config: ForwarderConfig,
         sent: SentPrompts,
-        *,
-        uniform: Callable[[], float],
-        known: KnownBlocks | None = None,
+        known: KnownBlocks,
     ):
         #: Choices by leg and reason.
         self.choices: Counter[tuple[str, str]] = Counter()
         self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
         self._known = known
-        self._prefill = EngineChooser(config.prefill_choice, config.routing, uniform=uniform)
-        self._decode = EngineChooser(config.decode_choice, config.routing, uniform=uniform)
-        self._compares = "prefix" in (config.prefill_choice, config.decode_choice) or bool(
-            config.max_local_prefill_length
-        )
+        strategies: dict[str, Strategy] = {
+            "prefill": config.prefill_choice,
+            "decode": config.decode_choice,
+        }
+        self._choosers = {
+            leg: EngineChooser(leg, strategy, config.routing, below=randrange)
+            for leg, strategy in strategies.items()
+        }
+        self._compares = "prefix" in strategies.values() or bool(config.max_local_prefill_length)
         self._staged = (
             config.choose_decode == "staged"
-            and protocol.order is LegOrder.SERIAL
+            and protocol.order == "serial"
             and not protocol.names_decode
         )
 
@@ -156,18 +140,12 @@ class Placer:
         decode = None
         if alone or not self._staged:
             # A request that is passed on unchanged may go to every engine.
-            decode = self._choose_decode(
-                tried, matched, tokens, alone=bool(alone and request.route)
-            )
+            decode = self._choose_decode(tried, matched, alone=bool(alone and request.route))
             prefilling = [engine for engine in prefilling if engine is not decode]
             alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
             if alone and request.route and not decode.decodes_alone:
-                decode = self._choose_decode(tried, matched, tokens, alone=True)
-        prefill = (
-            None
-            if alone
-            else self._choose(self._prefill, "prefill", prefilling, matched, tokens, tried)
-        )
+                decode = self._choose_decode(tried, matched, alone=True)
+        prefill = None if alone else self._choose("prefill", prefilling, matched, tried)
         return EnginePlacement(
             prefill=prefill,
             decode=decode,
@@ -186,9 +164,9 @@ class Placer:
         if placement.prefill is not None:
             without.decode.add(placement.prefill.number)
         matched = self._matched(placement.chain, placement.tokens)
-        return self._choose_decode(without, matched, placement.prompt_tokens, alone=False)
+        return self._choose_decode(without, matched, alone=False)
 
-    def prefill_failed(self, failure: PrefillFailed) -> None:
+    def prefill_failed(self, failure: LegFailed) -> None:
         """Does nothing: engines are checked."""
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
@@ -200,15 +178,13 @@ class Placer:
     def forget(self, engine: KnownEngine) -> None:
         """The engine has left."""
         self._sent.forget(engine.number)
-        self._prefill.forget(engine.number)
-        self._decode.forget(engine.number)
+        for chooser in self._choosers.values():
+            chooser.forget(engine.name)
 
     def _matched(self, chain: Sequence[ChainHash], tokens: PromptTokens | None) -> dict[int, int]:
         """How many tokens of the prompt each engine holds, or is assumed to hold."""
-        matched = self._sent.matched(chain)
-        if self._known is not None and tokens is not None:
-            matched |= self._known.matched(tokens)
-        return matched
+        assumed = self._sent.matched(chain)
+        return assumed if tokens is None else assumed | self._known.matched(tokens)
 
     def _alone(self, request: ClientRequest) -> str:
         """Raises CannotServe."""
@@ -225,51 +201,37 @@ class Placer:
     ) -> str:
         if not self._protocol.decodes_alone and not decode.decodes_alone:
             return "" if prefilling else "no_prefill_worker"
-        verdict = needs_prefill(
+        return no_prefill_reason(
             prompt_tokens=tokens,
             cached_tokens=matched.get(decode.number, 0),
             prefill_engines=prefilling,
             max_local_prefill_length=self._config.max_local_prefill_length,
         )
-        return verdict.reason.value if isinstance(verdict, Local) else ""
 
     def _choose_decode(
-        self, tried: Tried, matched: Mapping[int, int], tokens: int, *, alone: bool
+        self, tried: Tried, matched: Mapping[int, int], *, alone: bool
     ) -> KnownEngine:
         able = self._engines.decoding(tried.decode, alone=alone)
         if not able:
             raise NoWorkers(self._missing(tried, alone=alone))
-        return self._choose(self._decode, "decode", able, matched, tokens, tried)
+        return self._choose("decode", able, matched, tried)
 
     def _choose(
-        self,
-        chooser: EngineChooser,
-        leg: str,
-        able: Sequence[KnownEngine],
-        matched: Mapping[int, int],
-        tokens: int,
-        tried: Tried,
+        self, leg: str, able: Sequence[KnownEngine], matched: Mapping[int, int], tried: Tried
     ) -> KnownEngine:
-        choice = chooser.choose(
-            [view(engine, matched.get(engine.number, 0)) for engine in able], tokens
-        )
-        assert isinstance(choice, EngineChoice)
+        candidates = [
+            LegCandidate(
+                engine=engine.name,
+                matched_tokens=matched.get(engine.number, 0),
+                load_tokens=engine.waiting_tokens + engine.requests * REQUEST_LOAD_TOKENS,
+                kv_usage=engine.kv_usage,
+            )
+            for engine in able
+        ]
+        choice = self._choosers[leg].choose(candidates)
         self.choices[leg, choice.reason] += 1
-        engine = self._engines[choice.view.engine]
-        names = tuple(one.name for one in able)
-        tried.choices.append(ChosenEngine(leg, engine.name, choice, names))
-        logger.debug(
-            "%s: %s, %s: it holds about %d of %d tokens, and %d tokens are queued there;"
-            " %d candidates",
-            leg,
-            engine.name,
-            choice.reason,
-            choice.view.matched,
-            tokens,
-            choice.view.load,
-            len(able),
-        )
-        return engine
+        tried.chose(choice)
+        return next(engine for engine in able if engine.name == choice.engine)
 
     def _missing(self, tried: Tried, *, alone: bool) -> str:
         """The text contains no addresses, because a client reads it."""

@@ -1,22 +1,16 @@
 """An engine's answer to the client, as bytes."""
 
-import logging
 from collections.abc import Callable
 
 import msgspec
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.beginning import Beginning
 from dynamo_lite.forward.client import Client
-from dynamo_lite.forward.engine_answer import EngineAnswer
-from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.event_cutter import ends_event
-from dynamo_lite.forward.events import failure
-from dynamo_lite.forward.failures import Broken, DecodeFailed
+from dynamo_lite.forward.connection import EngineAnswer
+from dynamo_lite.forward.events import Beginning, EventReader, ends_event, failure
+from dynamo_lite.forward.failures import Broken, LegFailed
 from dynamo_lite.forward.legs import Legs
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes
-
-logger = logging.getLogger(__name__)
 
 
 def is_stream(response: EngineAnswer) -> bool:
@@ -26,55 +20,51 @@ def is_stream(response: EngineAnswer) -> bool:
 async def relay(
     client: Client,
     legs: Legs,
-    engine: KnownEngine,
     response: EngineAnswer,
     *,
     changes: Changes = UNCHANGED,
     on_first: Callable[[], None],
 ) -> None:
-    """Passes a whole answer. on_first: called before the first byte.
+    """Passes the whole answer of a decode leg. on_first: called before the first byte.
 
-    Raises DecodeFailed or PrefillFailed before the first byte, Broken after it, ClientGone.
+    Raises LegFailed before the first byte, Broken after it, ClientGone.
     """
     head = headers.to_client(response.headers)
     if changes.any:
         head.popall("content-length", None)
     if changes.any and not is_stream(response):
-        data = changes.whole(await legs.whole_answer(engine, response))
+        data = changes.whole(await legs.watched(response.read(), "whole answer"))
         head["content-length"] = str(len(data))
         on_first()
         await client.start(response.status, head)
         await client.write(data)
         return await client.finish()
     # The head is held back until the first output: until then, another engine can be asked.
-    data = await _until_output(legs, engine, response)
+    data = await _until_output(legs, response)
     response.shown = True
     on_first()
     await client.start(response.status, head)
     if changes.any:
-        await _changed(client, legs, engine, response, changes, data)
+        await _changed(client, response, changes, data)
     else:
-        await _unchanged(client, legs, engine, response, data)
+        await _unchanged(client, response, data)
     await client.finish()
 
 
-async def _until_output(legs: Legs, engine: KnownEngine, response: EngineAnswer) -> bytes:
-    """The first bytes, in a stream up to its first output. Raises DecodeFailed, PrefillFailed,
-    Final."""
-    data = await legs.first(engine, response)
+async def _until_output(legs: Legs, response: EngineAnswer) -> bytes:
+    """The first bytes, in a stream up to its first output. Raises LegFailed, Final."""
+    data = await legs.watched(response.read_some(), "first bytes")
     if not is_stream(response):
         return data
     beginning = Beginning()
     while data and not beginning.over(data):
-        data = await legs.first(engine, response)
+        data = await legs.watched(response.read_some(), "first bytes")
     if beginning.error is not None:
-        raise failure(DecodeFailed, engine, beginning.error)
+        raise failure(response, beginning.error)
     return beginning.data
 
 
-async def _unchanged(
-    client: Client, legs: Legs, engine: KnownEngine, response: EngineAnswer, data: bytes
-) -> None:
+async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> None:
     """data: the bytes that have arrived; empty if the answer has ended."""
     last = data
 
@@ -87,28 +77,21 @@ async def _unchanged(
         return
     await client.write(data)
     try:
-        await legs.pass_on(engine, response, client, push)
-    except DecodeFailed as exc:
+        await response.pass_on(push, client.drained)
+    except LegFailed as exc:
         await break_off(client, exc, whole=is_stream(response) and ends_event(last))
 
 
-async def _changed(
-    client: Client,
-    legs: Legs,
-    engine: KnownEngine,
-    response: EngineAnswer,
-    changes: Changes,
-    data: bytes,
-) -> None:
-    reader = legs.events(engine, response, begun=data)
+async def _changed(client: Client, response: EngineAnswer, changes: Changes, data: bytes) -> None:
+    reader = EventReader(response, begun=data)
     try:
         while events := await reader.next():
             await client.write(changes.events(events))
-    except DecodeFailed as exc:
+    except LegFailed as exc:
         await break_off(client, exc, whole=True)
 
 
-async def break_off(client: Client, why: DecodeFailed | str, *, whole: bool) -> None:
+async def break_off(client: Client, why: object, *, whole: bool) -> None:
     """Ends an answer that cannot be completed, so that no client takes it for complete.
 
     whole: the client got whole events only, so that it can read one more. Raises Broken.

@@ -1,46 +1,37 @@
 """The options of a sidecar. Imports nothing heavy: the command line does."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from dynamo_lite.forward.named import PRIVATE, AllowedHosts
 from dynamo_lite.forward.options import (
     EngineOptions,
     ForwarderConfig,
-    ProtocolName,
     parse_engine_url,
 )
 from dynamo_lite.runtime.address import host_port
 
-#: Their engines learn each other's addresses from both legs, or from an answer.
-SIDECAR_PROTOCOLS: tuple[ProtocolName, ...] = (
-    *("nixl", "nixl-push", "mooncake", "sglang"),
-    *("moriio-read", "moriio-write"),
-)
 #: Prefill legs that contain the decode engine's own address.
 _NEED_HOST = ("moriio-read", "moriio-write")
+_PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillerOptions:
-    """Options of all prefill engines that headers name."""
+class UnverifiedEngine(EngineOptions):
+    """An engine of which any certificate is accepted."""
 
-    https: bool = False
-    ca_file: str | None = None
-    insecure_skip_verify: bool = False
-    #: Where their side of the handover listens; None: the protocol's default.
-    transfer_port: int | None = None
+    unverified = True
 
-    def engine(self, name: str) -> EngineOptions:
-        """name: HOST:PORT."""
-        return EngineOptions(
-            url=f"{'https' if self.https else 'http'}://{name}",
-            role="prefill",
-            transfer_port=self.transfer_port,
-            ca_file=self.ca_file if self.https else None,
-            insecure_skip_verify=self.https and self.insecure_skip_verify,
-        )
+
+def trusted_engine(ca_file: Path | None, unverified: bool, **options: Any) -> EngineOptions:
+    """An engine of which any certificate is accepted, or one of the authorities in the file (None:
+    the system's). Raises ValueError."""
+    if not options["url"].startswith("https:"):
+        return EngineOptions(**options)
+    if unverified:
+        return UnverifiedEngine(**options)
+    return EngineOptions(**options, ca_file=None if ca_file is None else str(ca_file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +43,8 @@ class SidecarConfig:
     """
 
     forwarder: ForwarderConfig
-    prefillers: PrefillerOptions = PrefillerOptions()
+    #: What all prefill engines that headers name have in common; the URL's host and port are any.
+    prefillers: EngineOptions = _PREFILLERS
     #: Hosts that headers may name.
     allowed: tuple[str, ...] = PRIVATE
     #: How one of several named prefill engines is chosen.
@@ -64,9 +56,6 @@ class SidecarConfig:
         """Raises ValueError."""
         AllowedHosts(self.allowed)
         protocol = self.forwarder.protocol
-        if protocol not in SIDECAR_PROTOCOLS:
-            known = ", ".join(SIDECAR_PROTOCOLS)
-            raise ValueError(f"protocol {protocol}: a sidecar speaks {known}")
         if protocol in _NEED_HOST and self.forwarder.engines[0].transfer_host is None:
             raise ValueError(
                 f"protocol {protocol} tells prefill engines where the decode engine is: give"
@@ -79,6 +68,11 @@ class SidecarConfig:
     @property
     def ranks(self) -> int:
         return len(self.forwarder.engines)
+
+    def prefiller(self, name: str) -> EngineOptions:
+        """name: HOST:PORT."""
+        scheme = "https" if self.prefillers.secure else "http"
+        return replace(self.prefillers, url=f"{scheme}://{name}")
 
 
 def decode_engines(first: EngineOptions, ranks: int) -> tuple[EngineOptions, ...]:

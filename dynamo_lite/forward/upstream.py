@@ -6,18 +6,18 @@ client, which has a stream reader of its own, a token costs several times as muc
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
 
-from dynamo_lite.forward.connection import UpstreamConnection
-from dynamo_lite.forward.engine_answer import EngineAnswer, Push, TooLarge
+from dynamo_lite.forward.connection import EngineAnswer, UpstreamConnection
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.forward.failures import LegFailed, LegKind
 
+_CONNECT_S = 2.0
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -28,35 +28,17 @@ _REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
 #: stood still, and nothing about the engine: it is tried again.
 _LATE = 0.1
 
-LegFailureKind = Literal["refused", "timeout", "broken", "too_large"]
 _Address = tuple[str, int]
 #: The key includes how the certificate was checked, so that a connection is not reused where a
 #: stricter check applies.
 _Place = tuple[_Address, ssl.SSLContext | None]
 
 
-class LegFailed(DynamoLiteError):
-    """An engine did not answer. kind: `refused`: no connection; `broken`: it was lost;
-    `too_large`: the answer does not end within `MAX_WHOLE_BYTES`."""
-
-    def __init__(self, engine: str, kind: LegFailureKind, detail: str):
-        super().__init__(f"engine {engine}: {kind}: {detail}")
-        self.engine = engine
-        self.kind: LegFailureKind = kind
-        self.detail = detail
-
-    @property
-    def answered(self) -> bool:
-        """Whether something listens there, and has answered or closed the connection."""
-        return self.kind in ("broken", "too_large")
-
-
 class Upstream:
-    """Async context manager. idle_s: longest time without any byte of an answer. left_s: the same
-    once connections to the engine are refused: a server that ends may leave requests hanging."""
+    """Async context manager. idle_s: longest time without any byte of an answer."""
 
-    def __init__(self, *, connect_s: float, idle_s: float, left_s: float = 10.0):
-        self._connect_s, self._idle_s, self._left_s = connect_s, idle_s, left_s
+    def __init__(self, idle_s: float):
+        self._idle_s = idle_s
         self._open: dict[UpstreamConnection, _Address] = {}
         #: Idle connections, with the time when each became idle; the last one is used first.
         self._idle: dict[_Place, list[tuple[UpstreamConnection, float]]] = {}
@@ -75,91 +57,53 @@ class Upstream:
     async def open(
         self,
         engine: KnownEngine,
+        leg: LegKind,
         method: str,
-        path: str,
+        url: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
     ) -> EngineAnswer:
-        """The answer's head; its body is still to be read. path: with its query, encoded.
+        """The answer's head; its body is still to be read. url: with its query, encoded.
 
         Raises LegFailed. The caller closes the answer: `close` drops the connection if the answer
         has not ended, and the engine then aborts the request.
         """
-        return await self.open_url(f"{engine.base}{path}", engine, method, headers, body)
-
-    async def open_url(
-        self,
-        url: str,
-        engine: KnownEngine,
-        method: str,
-        headers: Mapping[str, str] | CIMultiDict[str] | None = None,
-        body: bytes | None = None,
-    ) -> EngineAnswer:
         host, _, path = url.partition("://")[2].partition("/")
         address = _address(host)
         tls = engine.tls if url.startswith("https:") else None
         try:
             head = _head(method, f"/{path}", host, headers or {}, body)
         except ValueError as exc:
-            raise LegFailed(engine.name, "broken", str(exc)) from exc
+            raise LegFailed(engine, leg, "broken", str(exc)) from exc
         while True:
             connection = self._kept((address, tls))
             reused = connection is not None
             if connection is None:
-                connection = await self._connect(engine, address, tls)
-            answer = connection.ask(head, body, self._idle_s, bodyless=method == "HEAD")
+                connection = await self._connect(engine, leg, address, tls)
+            bodyless = method == "HEAD"
+            answer = connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
             try:
                 await answer.head()
                 return answer
-            except TimeoutError as exc:
-                raise LegFailed(engine.name, "timeout", f"no answer: {_detail(exc)}") from exc
-            except ConnectionError as exc:
-                if not (reused and method in _REPEATED):
-                    raise LegFailed(engine.name, "broken", _detail(exc)) from exc
+            except LegFailed as exc:
+                if exc.kind != "broken" or not (reused and method in _REPEATED):
+                    raise
             except BaseException:
                 answer.close()
                 raise
-
-    async def read(self, engine: KnownEngine, answer: EngineAnswer) -> bytes:
-        """The whole body. Raises LegFailed."""
-        try:
-            return await answer.read()
-        except TooLarge as exc:
-            raise LegFailed(engine.name, "too_large", str(exc)) from exc
-        except (TimeoutError, ConnectionError) as exc:
-            raise _lost(engine, exc) from exc
-
-    async def read_some(self, engine: KnownEngine, answer: EngineAnswer) -> bytes:
-        """The bytes that have arrived; empty at the end. Raises LegFailed."""
-        try:
-            return await answer.read_some()
-        except (TimeoutError, ConnectionError) as exc:
-            raise _lost(engine, exc) from exc
-
-    async def pass_on(
-        self,
-        engine: KnownEngine,
-        answer: EngineAnswer,
-        push: Push,
-        drained: Callable[[], Awaitable[None]],
-    ) -> None:
-        """The rest of the body; see `EngineAnswer.pass_on`. Raises LegFailed."""
-        try:
-            await answer.pass_on(push, drained)
-        except (TimeoutError, ConnectionError) as exc:
-            raise _lost(engine, exc) from exc
 
     async def fetch(self, engine: KnownEngine, url: str, *, within_s: float) -> tuple[int, bytes]:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
-                answer = await self.open_url(url, engine, "GET")
+                answer = await self.open(engine, "check", "GET", url)
                 try:
-                    return answer.status, await self.read(engine, answer)
+                    return answer.status, await answer.read()
                 finally:
                     answer.close()
         except TimeoutError as exc:
-            raise LegFailed(engine.name, "timeout", f"no answer within {within_s:g} s") from exc
+            text = f"no answer within {within_s:g} s"
+            raise LegFailed(engine, "check", "timeout", text) from exc
 
     def heard_at(self, engine: KnownEngine) -> float:
         """When an open connection to the engine had its last bytes, in the loop's time; 0: none
@@ -169,7 +113,7 @@ class Upstream:
     def give_up(self, engine: KnownEngine, why: str) -> int:
         """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
         connection was lost. Returns how many."""
-        return sum(one.give_up(why) for one in self._to(engine))
+        return sum(one.answer.give_up(why) for one in self._to(engine) if one.answer is not None)
 
     def _to(self, engine: KnownEngine) -> list[UpstreamConnection]:
         return [one for one, where in self._open.items() if where == engine.options.address]
@@ -186,7 +130,7 @@ class Upstream:
         return None
 
     async def _connect(
-        self, engine: KnownEngine, address: _Address, tls: ssl.SSLContext | None
+        self, engine: KnownEngine, leg: LegKind, address: _Address, tls: ssl.SSLContext | None
     ) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
 
@@ -194,19 +138,19 @@ class Upstream:
             return UpstreamConnection(lambda it: self._free((address, tls), it), self._lost)
 
         while True:
-            due = loop.time() + self._connect_s
+            due = loop.time() + _CONNECT_S
             try:
                 async with asyncio.timeout_at(due):
                     _, connection = await loop.create_connection(made, *address, ssl=tls)
             except TimeoutError as exc:
-                if loop.time() - due > self._connect_s * _LATE:
+                if loop.time() - due > _CONNECT_S * _LATE:
                     continue
-                text = f"no connection within {self._connect_s:g} s"
-                raise LegFailed(engine.name, "refused", text) from exc
+                text = f"no connection within {_CONNECT_S:g} s"
+                raise LegFailed(engine, leg, "refused", text) from exc
             except OSError as exc:
                 if isinstance(exc, ConnectionRefusedError):
                     self._nobody_listens(engine, address)
-                raise LegFailed(engine.name, "refused", _detail(exc)) from exc
+                raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
             self._open[connection] = address
             return connection
 
@@ -214,8 +158,8 @@ class Upstream:
         if address == engine.options.address:
             engine.ends += 1
         for connection, where in self._open.items():
-            if where == address:
-                connection.left(self._left_s)
+            if where == address and connection.answer is not None:
+                connection.answer.left()
 
     def _lost(self, connection: UpstreamConnection) -> None:
         self._open.pop(connection, None)
@@ -265,12 +209,3 @@ def _head(
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1 or "\0" in text:
         raise ValueError("a header has a line break or a null character")
     return f"{text}\r\n\r\n".encode("utf-8", "surrogateescape")
-
-
-def _lost(engine: KnownEngine, exc: TimeoutError | ConnectionError) -> LegFailed:
-    kind: LegFailureKind = "timeout" if isinstance(exc, TimeoutError) else "broken"
-    return LegFailed(engine.name, kind, _detail(exc))
-
-
-def _detail(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

@@ -1,6 +1,7 @@
 """A Forwarder's report of its past decisions. It answers `Explain` of `decisions.py`.
 
-Times are durations, since the clocks of two hosts differ.
+Times are durations, since the clocks of two hosts differ. What a request may still add to is not
+frozen.
 """
 
 import msgspec
@@ -32,13 +33,13 @@ class LegChoice(msgspec.Struct, frozen=True, kw_only=True):
     engine: Text
     #: As in the metric `dynamo_lite_forward_choices_total`.
     reason: Word
-    #: The first candidates, with the chosen one among them.
+    #: The chosen one, and the first of the others.
     candidates: list[LegCandidate] = []
     #: Number of all candidates.
     of: Natural = 0
 
 
-class LegTaken(msgspec.Struct, frozen=True, kw_only=True):
+class LegTaken(msgspec.Struct, kw_only=True):
     """One request to an engine."""
 
     leg: Word
@@ -55,7 +56,7 @@ class LegTaken(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float | None = None
 
 
-class ForwardAttempt(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardAttempt(msgspec.Struct, kw_only=True):
     """One try of a request."""
 
     #: serial, parallel or single; empty without a prefill leg.
@@ -68,7 +69,7 @@ class ForwardAttempt(msgspec.Struct, frozen=True, kw_only=True):
     failure: Text = ""
 
 
-class ForwardDecision(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardDecision(msgspec.Struct, kw_only=True):
     """The course of one request to generate."""
 
     #: Id of the client's answer; empty if it is not known.

@@ -75,9 +75,6 @@ class KvRoutingOptions:
     #: Value of a prompt token that a worker holds, in tokens that a worker has to compute before
     #: this prompt. Above 1, since a held token saves work and not only waiting.
     kv_weight: Weight = 2.0
-    #: 0 takes the best worker. Higher values draw one, the more evenly, relative to the prompt's
-    #: length.
-    temperature: Weight = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

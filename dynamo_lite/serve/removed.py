@@ -11,9 +11,21 @@ _ROUTING = ("Frontend.kv-router", "Router.kv-router", "Forwarder.routing")
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "Forwarder.body-timeout-s": "nothing: a body may take 60 s to arrive",
+        "Forwarder.connect-timeout-s": "nothing: a connection to an engine may take 2 s",
+        "Forwarder.engines.insecure-skip-verify": "`ca-file`: the authority of its certificate",
+        "Forwarder.health-timeout-s": "nothing: a check of an engine may take 5 s",
+        "Forwarder.joined-insecure-skip-verify": "`joined-ca-file`: the authorities' certificates",
+        "Forwarder.load-interval-s": "nothing: the load of engines is read each second",
+        "Forwarder.prefill-failure": "nothing: the decode engine computes the prompt",
+        "Forwarder.routing.max-index-blocks": "nothing: 500,000 blocks are remembered",
+        "Forwarder.routing.temperature": "nothing: the best engine is taken",
+        "Forwarder.tokenize-timeout-s": "nothing: a prompt's tokens are waited for 0.5 s",
         "Frontend.canary": "nothing: heartbeats report an engine that does not work",
+        "Frontend.kv-router.temperature": "nothing: the best worker is taken",
         "PrefillWorker.kv-checksum-rate": "nothing: contents of blocks are not compared",
         "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
+        "Router.kv-router.temperature": "nothing: the best worker is taken",
         "VllmWorker.prefill-policy": "the thresholds decide; remove it",
         "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
@@ -47,6 +59,8 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "config seal": "`config set` a value again: it seals all values of its component",
         "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
         "config watch": "`config get` shows what is set",
+        "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
+        "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": (
             "remove one worker, then add one: `dynamo-lite scale PrefillWorker=1`, then"
             " `dynamo-lite scale VllmWorker=2`"
@@ -60,8 +74,9 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
 
 
 def removed_option(*path: str) -> str | None:
-    """What to tell somebody who sets this option; None if there never was such an option."""
-    return _sentence(REMOVED_OPTIONS.get(".".join(path)))
+    """What to tell somebody who sets this option; None if there never was such an option. path:
+    with the numbers of list entries."""
+    return _sentence(REMOVED_OPTIONS.get(".".join(step for step in path if not step.isdigit())))
 
 
 def removed_command(*words: str) -> str | None:

@@ -1,6 +1,5 @@
 """The KV-aware picker with its inputs, for a Frontend or a router."""
 
-import random
 from contextlib import AsyncExitStack
 
 from dynamo_lite.kv_events.follower import KvFollower
@@ -16,7 +15,6 @@ async def open_kv_picker(
     host: Host,
     workers: Roster,
     options: KvRouterOptions,
-    rng: random.Random,
 ) -> KvPicker:
     """Follows the workers until `stack` is closed."""
     follower = await stack.enter_async_context(
@@ -30,12 +28,7 @@ async def open_kv_picker(
             on_drop=host.drops,
         )
     )
-    picker = KvPicker(
-        follower,
-        options,
-        now=host.clock.monotonic,
-        uniform=rng.random,
-    )
+    picker = KvPicker(follower, options, now=host.clock.monotonic)
     follower.on_load(picker.reported)
     host.registry.register(RouterMetrics(picker))
     return picker

@@ -1,6 +1,5 @@
 """The KV-aware router as a process of its own: one for all Frontends."""
 
-import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -54,7 +53,7 @@ class Router:
         self._workers = await enter(Roster(host.store, prefix, host.drops))
         config = self._config
         self._picker = picker = await open_kv_picker(
-            self._stack, host, self._workers, config.kv_router, random.Random()
+            self._stack, host, self._workers, config.kv_router
         )
 
         def apply(values: Values) -> None:

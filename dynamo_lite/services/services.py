@@ -144,5 +144,5 @@ PLANNER = Service(
 FORWARDER = Service(
     name="Forwarder",
     config=ForwarderConfig,
-    component="dynamo_lite.services.forwarder:Forwarder",
+    component="dynamo_lite.forward.forwarder:Forwarder",
 )

@@ -8,7 +8,6 @@ order, and the report covers what was done until then.
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -17,13 +16,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.arena import Belongings, Say, open_arena, reference
-from tests.chaos.forward_storm import forward_storm, right_answers
+from tests.chaos.arena import Say, children, left, open_arena
+from tests.chaos.cancels import CANCELS
+from tests.chaos.cluster import CONFIG
+from tests.chaos.delays import DELAYS
+from tests.chaos.forward_storm import forward_storm, greedy_questions
+from tests.chaos.outages import OUTAGES
+from tests.chaos.questions import questions, right_answers
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
-from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.storm import storm
+from tests.chaos.zombie import ZOMBIE
+from tests.vllm.graph import DISAGG
 from tests.vllm.stock import CONNECTORS
+
+#: In the order in which `--scenario all` plays them.
+SCENARIOS = (*DELAYS, *OUTAGES, CANCELS, ZOMBIE)
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
 _SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)
@@ -46,7 +54,6 @@ def _arguments() -> argparse.Namespace:
         help="of --forwarder and its engines (nixl)",
     )
     parser.add_argument("--list", action="store_true", help="the scenarios")
-    parser.add_argument("--json", type=Path, help="write the report there")
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
     args = parser.parse_args()
     known = [scenario.name for scenario in SCENARIOS]
@@ -66,11 +73,11 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     stop = asyncio.Event()
     _on_interrupt(stop, say)
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
-    had = Belongings.now()
+    had = children()
     reports: list[Report] = []
     if args.forwarder:
         return [await _forwarder(args, directory, seed, say, stop, had)]
-    known = await reference(directory, say)
+    known = await right_answers(directory, questions(), CONFIG, say)
     chosen = _chosen(args.scenario or [])
     try:
         async with open_arena(
@@ -86,7 +93,7 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
         reports = reports or [Report(what="start", seed=seed)]
         reports[-1].left.append(str(exc))
     if reports:
-        reports[-1].left += await had.left()
+        reports[-1].left += await left(had)
     return reports
 
 
@@ -96,10 +103,10 @@ async def _forwarder(
     seed: int,
     say: Say,
     stop: asyncio.Event,
-    had: Belongings,
+    had: set[int],
 ) -> Report:
     try:
-        known = await right_answers(directory, say)
+        known = await right_answers(directory, greedy_questions(), DISAGG, say)
         report = await forward_storm(
             directory,
             known,
@@ -112,7 +119,7 @@ async def _forwarder(
         )
     except AssertionError as exc:
         report = Report(what="start", seed=seed, trouble=[str(exc)], of_a_graph=False)
-    report.left += await had.left()
+    report.left += await left(had)
     return report
 
 
@@ -151,14 +158,7 @@ def main() -> int:
         reports = asyncio.run(_all_of(args, directory, say))
     for report in reports:
         print(f"\n{report.as_text()}")
-    if args.json and reports:
-        _write(reports, args.json)
     return 0 if reports and not any(report.failures for report in reports) else 1
-
-
-def _write(reports: list[Report], path: Path) -> None:
-    content = [report.as_json() for report in reports]
-    path.write_text(json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,19 +10,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo_lite.runtime.tasks import running
 from tests.chaos.client import Answer
-from tests.chaos.cluster import CONFIG, DECODE, FRONTEND, PREFILL, Cluster
-from tests.chaos.load import Load
+from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, Cluster
+from tests.chaos.load import Load, telling
 from tests.chaos.meters import Meters
-from tests.chaos.questions import Question, answers, questions
+from tests.chaos.questions import Known, Question
 from tests.chaos.report import Report
 from tests.chaos.standing import at_rest, open_files
-from tests.ports import reservations
-from tests.vllm.graph import PlainServer, descendants_of
+from tests.vllm.graph import descendants_of
 
 _EXIT = re.compile(r"(\w+)-\w+ +(?:\| )?ended \(((?:exit|signal) -?\d+)\)")
-_NEWS_S = 5.0
-_TASKS_END_S = 2.0
+_END_S = 2.0
 
 Say = Callable[[str], None]
 
@@ -61,16 +60,14 @@ class Arena:
             excuse=lambda began, _: cluster.excuse(began),
         )
         report.tally = load.tally
-        telling = asyncio.create_task(self._tell(load), name="news")
         try:
-            async with load:
-                await body(load)
-            self.say("the load has ended; waiting for rest")
-            standing, trouble = await at_rest(cluster, self.free_blocks)
-            report.trouble += [f"afterwards: {trouble}"] if trouble else []
+            async with running(telling(load.tally, self.say, self._news), name="news"):
+                async with load:
+                    await body(load)
+                self.say("the load has ended; waiting for rest")
+                standing, trouble = await at_rest(cluster, self.free_blocks)
+                report.trouble += [f"afterwards: {trouble}"] if trouble else []
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
             await self.meters.ask()
             report.after(standing, open_files(cluster))
             report.meter(self.meters.totals() - counted)
@@ -82,37 +79,15 @@ class Arena:
         said = "\n".join(graph.output for graph in self.cluster.graphs)
         return Counter(f"{service} {how}" for service, how in _EXIT.findall(said))
 
-    async def _tell(self, load: Load) -> None:
-        while True:
-            await asyncio.sleep(_NEWS_S)
-            t, c = load.tally, self.cluster
-            up = " ".join(
-                f"{service} {len(c.ready(service))}" for service in (FRONTEND, DECODE, PREFILL)
-            )
-            self.say(
-                f"asked {t.requests}, right {t.right}, cancelled {t.cancelled}, "
-                f"moved {self.meters.total('requests_moved')}, refused {t.refused.total()}, "
-                f"excused {t.excused.total()}, lost {t.lost.total()}, wrong {t.wrong}; ready: {up}"
-            )
-
-
-async def reference(directory: Path, say: Say) -> tuple[list[Question], dict[str, Answer]]:
-    """The questions, and what one plain engine answers."""
-    asked = questions()
-    say(f"{len(asked)} questions to a plain vLLM server")
-    server = PlainServer(directory / "plain", CONFIG)
-    server.start()
-    try:
-        await asyncio.to_thread(server.wait_until, server.is_ready, 180.0)
-        return asked, await answers(server.url, asked)
-    finally:
-        await asyncio.to_thread(server.end)
+    def _news(self) -> str:
+        up = ", ".join(f"{s} {len(self.cluster.ready(s))}" for s in (FRONTEND, DECODE, PREFILL))
+        return f"; moved {self.meters.total('requests_moved')}; ready: {up}"
 
 
 @asynccontextmanager
 async def open_arena(
     directory: Path,
-    known: tuple[list[Question], dict[str, Answer]],
+    known: Known,
     say: Say,
     options: Sequence[str] = (),
 ) -> AsyncIterator[Arena]:
@@ -133,36 +108,14 @@ async def open_arena(
         raise AssertionError("; ".join(cluster.unclean))
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """Of this process: what may be there at the end as at the beginning. besides: child processes
-    that are of no concern."""
+def children(besides: Iterable[int] = ()) -> set[int]:
+    """The processes below this one, without `besides`."""
+    return set(descendants_of(os.getpid())) - set(besides)
 
-    files: int
-    children: frozenset[int]
-    tasks: frozenset[asyncio.Task[object]]
 
-    @classmethod
-    def now(cls, besides: Iterable[int] = ()) -> "Belongings":
-        return cls(
-            len(os.listdir("/proc/self/fd")) - reservations(),
-            frozenset(descendants_of(os.getpid())) - frozenset(besides),
-            frozenset(asyncio.all_tasks()),
-        )
-
-    async def left(self, besides: Iterable[int] = ()) -> list[str]:
-        """What is more than before. Tasks that are just ending are waited for."""
-        deadline = time.monotonic() + _TASKS_END_S
-        while (more := self._more(besides)) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        return more
-
-    def _more(self, besides: Iterable[int]) -> list[str]:
-        now = Belongings.now(besides)
-        newer = now.tasks - self.tasks - {asyncio.current_task()}
-        tasks = [task.get_name() for task in newer if not task.done()]
-        return [
-            *(f"process {pid} is left" for pid in sorted(now.children - self.children)),
-            *(f"task {name} is left" for name in tasks),
-            *([f"{now.files - self.files} files are left"] if now.files > self.files else []),
-        ]
+async def left(had: set[int], besides: Iterable[int] = ()) -> list[str]:
+    """The processes that are there besides `had`. Those that are just ending are waited for."""
+    deadline = time.monotonic() + _END_S
+    while (more := children(besides) - had) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return [f"process {pid} is left" for pid in sorted(more)]

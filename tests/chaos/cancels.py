@@ -9,13 +9,11 @@ import contextlib
 import random
 import time
 
-import httpx
-
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.chaos.client import ask
 from tests.chaos.cluster import PREFILL
-from tests.chaos.scenario import Scenario, Scene
+from tests.chaos.scenario import Scenario, Scene, until_it_works
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import NAMESPACE
 
@@ -77,10 +75,7 @@ async def reach_times(scene: Scene, wanted: int) -> list[float]:
 
     subject = names.cancel_subject(NAMESPACE, 1).replace(".1.", ".*.")
     delays: list[float] = []
-    async with (
-        NatsMessaging(scene.arena.cluster.nats.url) as messaging,
-        httpx.AsyncClient(timeout=5) as http,
-    ):
+    async with NatsMessaging(scene.arena.cluster.nats.url) as messaging:
         await messaging.client.subscribe(subject, cb=on_cancel)
         await messaging.client.flush()
         for number in range(_TRIES):
@@ -88,27 +83,25 @@ async def reach_times(scene: Scene, wanted: int) -> list[float]:
                 break
             while not told.empty():
                 told.get_nowait()
-            left = await _leave_amid_work(scene, http, url, number)
+            left = await _leave_amid_work(scene, url, number)
             with contextlib.suppress(TimeoutError):
                 delays.append(await asyncio.wait_for(told.get(), 2 * _REACHED_S) - left)
     return delays
 
 
-async def _leave_amid_work(scene: Scene, http: httpx.AsyncClient, url: str, number: int) -> float:
+async def _leave_amid_work(scene: Scene, url: str, number: int) -> float:
     """Sends a long prompt, disconnects when the prefill worker works on it, and returns when."""
     rng = random.Random(number)
     prompt = prompt_ids(_LONG_TOKENS, seed=rng.getrandbits(30))
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": True}
     asking = asyncio.create_task(ask(scene.arena.cluster.port, body))
-    async with asyncio.timeout(30):
-        while not asking.done():
-            if (await http.get(f"{url}/health")).json().get("jobs"):
-                break
-            await asyncio.sleep(0.005)
+    working = asyncio.create_task(until_it_works(url))
+    await asyncio.wait({asking, working}, return_when=asyncio.FIRST_COMPLETED)
+    working.cancel()
     await asyncio.sleep(rng.uniform(0.02, 0.3))
     asking.cancel()
     left = time.monotonic()
-    await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.gather(asking, working, return_exceptions=True)
     return left
 
 

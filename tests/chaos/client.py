@@ -1,17 +1,17 @@
 """One completion request over a connection of its own, and how it ended.
 
-A light client: it shares two cores with the engines. It distinguishes what a client can
-distinguish: an answer, a refusal before anything began, a refused connection, and everything else,
-which is a lost request.
+It distinguishes what a client can distinguish: an answer, a refusal before anything began, a
+refused connection, and everything else, which is a lost request.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+import aiohttp
 
 PATIENCE_S = 110.0
 #: The timeout that the server gets: a little less, so that its error arrives.
@@ -73,62 +73,42 @@ async def ask(
 
     Cancelling it closes the connection at once, as a client that has left.
     """
-    async with asyncio.timeout(PATIENCE_S):
+    headers = {"X-Request-Timeout": f"{_TIMEOUT_HEADER_S}"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    url, sent, begun = f"http://{host}:{port}/v1/completions", time.monotonic(), False
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout()
+        ) as http,
+    ):
         try:
-            reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
-        except OSError as exc:
+            async with http.post(url, json=body, headers=headers) as reply:
+                begun = True
+                return await _receive(reply, body["stream"], sent)
+        except aiohttp.ClientConnectorError as exc:
             raise Refused("connect", 0.5, str(exc)) from exc
-        begun = False
-        try:
-            sent = time.monotonic()
-            status, headers = await _send(reader, writer, body, api_key)
-            begun = True
-            return await _receive(reader, status, headers, body, sent)
-        except (OSError, asyncio.IncompleteReadError) as exc:
-            raise Broken(str(exc), begun=begun) from exc
-        finally:
-            writer.transport.abort()
+        except (aiohttp.ClientError, OSError) as exc:
+            raise Broken(repr(exc), begun=begun) from exc
 
 
-async def _send(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any], api_key: str
-) -> tuple[int, dict[str, str]]:
-    """Returns the head of the answer."""
-    payload = json.dumps(body).encode()
-    known = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n"
-        b"Content-Type: application/json\r\n"
-        + f"{known}X-Request-Timeout: {_TIMEOUT_HEADER_S}\r\n".encode()
-        + f"Content-Length: {len(payload)}".encode()
-        + b"\r\n\r\n"
-        + payload
-    )
-    return await _head(reader)
-
-
-async def _receive(
-    reader: asyncio.StreamReader,
-    status: int,
-    headers: dict[str, str],
-    body: dict[str, Any],
-    sent: float,
-) -> Answer:
-    if status != 200:
-        text = (await _whole(reader, headers)).decode(errors="replace")
-        _raise(status, headers, text)
-    if body["stream"]:
-        return await _streamed(reader, sent)
-    answer = Answer()
-    _take(answer, json.loads(await _whole(reader, headers)))
-    answer.first_s = time.monotonic() - sent
-    return answer
-
-
-async def _streamed(reader: asyncio.StreamReader, sent: float) -> Answer:
+async def _receive(reply: aiohttp.ClientResponse, streamed: bool, sent: float) -> Answer:
+    if reply.status != 200:
+        text = (await reply.read()).decode(errors="replace")
+        if reply.status in (429, 503) and "Retry-After" in reply.headers:
+            after_s = float(reply.headers["Retry-After"])
+            raise Refused(str(reply.status), after_s, text[:300])
+        raise Failed(str(reply.status), text[:500], begun=False)
     answer, done = Answer(), False
-    async for event in _events(reader):
-        if event == b"[DONE]":
+    if not streamed:
+        _take(answer, json.loads(await reply.read()))
+        answer.first_s = time.monotonic() - sent
+        return answer
+    async for line in reply.content:
+        if not line.startswith(b"data: "):
+            continue
+        if (event := line[6:].strip()) == b"[DONE]":
             done = True
             continue
         message = json.loads(event)
@@ -153,38 +133,3 @@ def _take(answer: Answer, message: dict[str, Any]) -> None:
         answer.tokens.setdefault(index, []).extend(choice.get("token_ids") or ())
         if choice.get("finish_reason"):
             answer.finish[index] = choice["finish_reason"]
-
-
-def _raise(status: int, headers: dict[str, str], text: str) -> None:
-    if status in (429, 503) and "retry-after" in headers:
-        raise Refused(str(status), float(headers["retry-after"]), text[:300])
-    raise Failed(str(status), text[:500], begun=False)
-
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    pairs = (line.partition(":") for line in head[1:] if line)
-    return int(head[0].split()[1]), {k.lower(): v.strip() for k, _, v in pairs}
-
-
-async def _whole(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
-    if "content-length" in headers:
-        return await reader.readexactly(int(headers["content-length"]))
-    return b"".join([chunk async for chunk in _chunks(reader)])
-
-
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, also of those that share a chunk."""
-    rest = b""
-    async for chunk in _chunks(reader):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: "):
-                yield line[6:].strip()
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Of a body with chunked transfer encoding."""
-    while size := int(await reader.readuntil(b"\r\n"), 16):
-        yield (await reader.readexactly(size + 2))[:-2]
-    await reader.readexactly(2)

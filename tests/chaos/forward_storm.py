@@ -9,33 +9,31 @@ engine is down at a time, so no request may fail of which the client has had not
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dynamo_lite.runtime.tasks import running
 from tests.chaos.arena import Say
-from tests.chaos.client import Answer
-from tests.chaos.load import Load
-from tests.chaos.questions import Question, answers, questions
+from tests.chaos.load import Load, telling
+from tests.chaos.questions import Known, Question, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
 from tests.chaos.storm import rage
-from tests.vllm.graph import DISAGG, PlainServer
 from tests.vllm.stock import Protocol, Role, StockEngine, forwarded
 
 #: Of the prefill engines: how long they keep blocks that no decode engine reads.
-LEASE_S = 20.0
-_REST_S = LEASE_S + 40.0
+_LEASE_S = 20.0
+_REST_S = _LEASE_S + 40.0
 _BACK_S = 300.0
 _MOMENT_S = 10.0
 _DOWN_S = 4.0
 _PAUSE_S = (0.5, 4.0)
-_NEWS_S = 10.0
 _MAX_TOKENS = 160
 #: Health checks under way.
 _SPARE_FILES = 8
@@ -72,35 +70,6 @@ KILLS = (
     Kill("decode: its engine process", "decode", "runs", core=True),
 )
 
-Known = tuple[list[Question], dict[str, Answer]]
-
-
-class Turns:
-    """Which kill comes next. Each role goes through `KILLS` in order, again and again. A role that
-    has finished a round waits for the other one, whose engines then start sooner.
-
-    counts: how often each was done. A kill whose moment did not come is missed; it is tried again
-    after the others of its round.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter({kill.name: 0 for kill in KILLS})
-        self._missed: Counter[str] = Counter()
-
-    def next(self, role: Role) -> Kill | None:
-        """None: not before the other role has finished the round."""
-        round_ = self._round(role)
-        if any(self._round(kill.role) < round_ for kill in KILLS):
-            return None
-        due = [kill for kill in KILLS if kill.role == role and self.counts[kill.name] == round_]
-        return min(due, key=lambda kill: self._missed[kill.name])
-
-    def missed(self, kill: Kill) -> None:
-        self._missed[kill.name] += 1
-
-    def _round(self, role: Role) -> int:
-        return min(self.counts[kill.name] for kill in KILLS if kill.role == role)
-
 
 def greedy_questions() -> list[Question]:
     """vLLM's CPU build crashes on seeded prompts that it computes in chunks. Answers are so short
@@ -112,33 +81,15 @@ def greedy_questions() -> list[Question]:
     ]
 
 
-async def right_answers(
-    directory: Path,
-    say: Say,
-    asked: list[Question] | None = None,
-    graph: tuple[str, str] = DISAGG,
-) -> Known:
-    """The questions, and what one plain engine answers that is configured as `graph`'s. asked:
-    other questions than `greedy_questions()`."""
-    asked = greedy_questions() if asked is None else asked
-    say(f"{len(asked)} questions to a plain vLLM server")
-    server = PlainServer(directory / "plain", graph)
-    server.start()
-    try:
-        await asyncio.to_thread(server.wait_until, server.is_ready, _BACK_S)
-        return asked, await answers(server.url, asked)
-    finally:
-        await asyncio.to_thread(server.end)
-
-
 class ForwardStorm:
-    """Kills engines by turns until `stop`; what is down then comes back first.
+    """Kills engines until `stop`, of each role in the order of `KILLS`, again and again; what is
+    down then comes back first.
 
-    trouble: engines that have not come back.
+    counts: how often each kill was done. trouble: engines that have not come back.
     """
 
     def __init__(self, cluster: StockCluster, *, seed: int, say: Say):
-        self.turns = Turns()
+        self.counts: Counter[str] = Counter({kill.name: 0 for kill in KILLS})
         self.trouble: list[str] = []
         self._cluster, self._say = cluster, say
         self._rng = random.Random(seed)
@@ -153,12 +104,11 @@ class ForwardStorm:
                 lanes.create_task(self._lane(role), name=f"lane {role}")
 
     async def strike(self, kill: Kill) -> None:
-        """One kill, until the engine is used again."""
+        """One kill, if its moment comes, until the engine is used again."""
         cluster = self._cluster
         able = cluster.running.prefill if kill.role == "prefill" else cluster.running.decode
         first = self._rng.choice(able)
         if not await cluster.when(first, kill.moment, _MOMENT_S):
-            self.turns.missed(kill)
             return self._say(f"{kill.name}: no such moment")
         struck = able if kill.all else [first]
         for engine in struck:
@@ -166,7 +116,7 @@ class ForwardStorm:
         if kill.role == "decode":
             # What is under way there may also end a moment later, with the server.
             cluster.kills.append(time.monotonic() + (_DOWN_S if kill.core else 0.0))
-        self.turns.counts[kill.name] += 1
+        self.counts[kill.name] += 1
         self._say(f"killed {kill.name} ({', '.join(engine.url[7:] for engine in struck)})")
         await self._pause(self._rng.uniform(0, _DOWN_S))
         # All at once: a machine with few cores starts two engines in the time of one.
@@ -181,39 +131,15 @@ class ForwardStorm:
             self.trouble.append(str(exc))
 
     async def _lane(self, role: Role) -> None:
-        while not self._stop.is_set() and not self.trouble:
+        for kill in itertools.cycle(kill for kill in KILLS if kill.role == role):
             await self._pause(self._rng.uniform(*_PAUSE_S))
-            kill = self.turns.next(role)
-            if kill is not None and not self._stop.is_set():
-                await self.strike(kill)
+            if self._stop.is_set() or self.trouble:
+                return
+            await self.strike(kill)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
-
-
-@asynccontextmanager
-async def stock_cluster(
-    directory: Path,
-    *,
-    protocol: Protocol = "nixl",
-    prefill: int = 2,
-    decode: int = 2,
-    lease_s: float = LEASE_S,
-) -> AsyncIterator[StockCluster]:
-    """Ready engines behind a ready Forwarder."""
-    with forwarded(
-        directory,
-        protocol=protocol,
-        prefill=prefill,
-        decode=decode,
-        lease_s=lease_s,
-        flags=_FLAGS[protocol],
-    ) as running:
-        async with StockCluster(running, protocol) as cluster:
-            for engine in cluster.engines:
-                await cluster.back(engine, _BACK_S)
-            yield cluster
 
 
 async def under_load(
@@ -240,13 +166,8 @@ async def under_load(
     report.tally, began = load.tally, time.monotonic()
     report.trouble += [f"before: {why}"] if (why := await cluster.at_rest(rest_s)) else []
     counted, files = await cluster.counters(), cluster.open_files()
-    telling = asyncio.create_task(_tell(load, say), name="news")
-    try:
-        async with load:
-            await body(storm)
-    finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+    async with running(telling(load.tally, say), name="news"), load:
+        await body(storm)
     say("the load has ended; waiting until all blocks are free")
     ended = time.monotonic()
     if why := await cluster.at_rest(rest_s):
@@ -260,7 +181,7 @@ async def under_load(
     report.facts["open files of the Forwarder"] = f"{files} → {now}"
     if now > files + _SPARE_FILES:
         report.trouble.append(f"the Forwarder has {now} open files, and had {files}")
-    report.blows, report.trouble = dict(storm.turns.counts), storm.trouble + report.trouble
+    report.blows, report.trouble = dict(storm.counts), storm.trouble + report.trouble
     report.seconds = time.monotonic() - began
     return report
 
@@ -271,23 +192,22 @@ async def forward_storm(
 ) -> Report:  # fmt: skip
     """Two prefill and two decode engines for a while, or until `stop` is set."""
     say(f"starting two prefill engines, two decode engines and a Forwarder: {protocol}")
-    async with stock_cluster(directory / "engines", protocol=protocol) as cluster:
+    with forwarded(
+        directory / "engines",
+        protocol=protocol,
+        prefill=2,
+        decode=2,
+        lease_s=_LEASE_S,
+        flags=_FLAGS[protocol],
+    ) as started:
+        async with StockCluster(started, protocol) as cluster:
+            for engine in cluster.engines:
+                await cluster.back(engine, _BACK_S)
 
-        async def body(storm: ForwardStorm) -> None:
-            await rage(storm, minutes, stop, say)
+            async def body(storm: ForwardStorm) -> None:
+                await rage(storm, minutes, stop, say)
 
-        what = f"a Forwarder ({protocol}) for {minutes:g} minutes"
-        return await under_load(
-            cluster, known, body, what=what, seed=seed, clients=clients, say=say
-        )
-
-
-async def _tell(load: Load, say: Say) -> None:
-    while True:
-        await asyncio.sleep(_NEWS_S)
-        t = load.tally
-        say(
-            f"asked {t.requests}, right {t.right}, cancelled {t.cancelled}, refused"
-            f" {t.refused.total()}, excused {t.excused.total()}, lost {t.lost.total()},"
-            f" wrong {t.wrong}"
-        )
+            what = f"a Forwarder ({protocol}) for {minutes:g} minutes"
+            return await under_load(
+                cluster, known, body, what=what, seed=seed, clients=clients, say=say
+            )

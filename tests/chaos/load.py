@@ -19,6 +19,7 @@ _MAX_EXAMPLES = 20
 #: For this long the members of a family share a salt, and thereby prefix caches.
 _FAMILY_EPOCH_S = 20.0
 _END_S = PATIENCE_S + 10
+_NEWS_S = 5.0
 
 #: Says why an attempt could not but break, or "". Takes since when it ran (`time.monotonic()`), and
 #: whether any of its answer had come.
@@ -66,6 +67,19 @@ class Tally:
     def example(self, text: str) -> None:
         if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(text)
+
+
+async def telling(
+    tally: Tally, say: Callable[[str], None], more: Callable[[], str] = lambda: ""
+) -> None:
+    """Says every few seconds how it goes, until it is cancelled."""
+    while True:
+        await asyncio.sleep(_NEWS_S)
+        say(
+            f"asked {tally.requests}, right {tally.right}, cancelled {tally.cancelled}, refused"
+            f" {tally.refused.total()}, excused {tally.excused.total()}, lost"
+            f" {tally.lost.total()}, wrong {tally.wrong}{more()}"
+        )
 
 
 class Load:

@@ -5,21 +5,17 @@ right. Then graphs.disagg_planner starts with one decode and one prefill worker.
 makes the planner add one of each; after it the planner removes them again. Meanwhile the
 planner that leads is killed (SIGKILL) once in each phase that its records in etcd show: a change
 is ordered or asked for, a worker is added or removed, in each role, or nothing is under way.
-With --null the engines compute nothing, so it is known what is right, and the prefill workers are
-stand-ins.
 
-It takes 6 to 8 minutes on two cores, 2 with --null, and fails when
+It takes 6 to 8 minutes on two cores, and fails when
 
   - an answer is not that of the plain server, or a request is lost;
   - a role has fewer ready workers than one, or more than two workers, at any time;
   - a role does not grow, or is not back at one worker in the end;
   - a process other than the planner is restarted, or killed because its drain takes too long;
   - a log has an error, or an engine still holds blocks or jobs at the end;
-  - the planner was killed fewer than 4 times. A phase that was too short to be hit is reported,
-    and is no failure.
+  - the planner was killed fewer than 4 times. A phase that was too short to be hit is no failure.
 
-Exit codes: 0 all is well; 1 otherwise, with a line for each violation; 2 bad usage; 130 by
-Ctrl-C, which stops all processes; a second one kills them.
+Exit codes: 0 all is well; 1 otherwise, with a line for each violation.
 """
 
 import argparse
@@ -32,199 +28,200 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from tests.chaos.arena import Say
-from tests.chaos.client import Answer
-from tests.chaos.forward_storm import Known, greedy_questions, right_answers
-from tests.chaos.load import Load
-from tests.chaos.planner_sight import FEWEST, IDLE, MOST, PLANNER, ROLES, Plan, Sight, due
-from tests.chaos.questions import Question
-from tests.process.roles_graph import told
+from dynamo_lite.runtime.sealed_records import UNSEALED
+from tests.chaos.cluster import DECODE, PREFILL
+from tests.chaos.forward_storm import greedy_questions
+from tests.chaos.load import Load, Tally
+from tests.chaos.questions import Known, Question, right_answers
 from tests.vllm.graph import NAMESPACE, Graph
 
-#: One decode worker is enough for five requests.
+_PLANNER, _ROLES = "Planner", (DECODE, PREFILL)
+#: Workers of each role.
+_FEWEST, _MOST = 1, 2
+#: While no change is under way.
+_IDLE = "nothing under way"
+_FEWEST_KILLS = 4
+
+_GRAPH = ("graphs.disagg_planner:Frontend", "configs/disagg_planner.yaml")
+#: The planner decides in seconds. One decode worker is enough for five requests.
 _OPTIONS = (
-    *(f"--Planner.{role}-max={MOST}" for role in ("prefill", "decode")),
-    f"--Planner.budget-devices={2 * MOST}",
+    *(f"--Planner.{role}-max={_MOST}" for role in ("prefill", "decode")),
+    *(f"--Planner.budget-devices={2 * _MOST}", "--VllmWorker.max-num-seqs=6"),
+    *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
+    *("--Planner.start-s=10", "--Graph.lease-ttl-s=60"),
 )
-_CONCURRENCY = 8  # the least that is sure to need a second decode worker
+_CONCURRENCY = 16
 #: Prompts that are longer are prefilled remotely: `max-local-prefill-length`.
 _LONG_TOKENS = 512
 
 _READY_S = 300.0
-#: How much longer than asked for the load may last, until both roles have grown.
-_GROWTH_S = 300.0
-#: So long at least the load lasts after that.
-_GROWN_S = 30.0
+#: Until both roles have grown, and how long the load lasts after that.
+_GROWTH_S, _GROWN_S = 450.0, 60.0
 _BACK_S = 300.0
 _SETTLED_S = 60.0
 _LOOK_S = 0.2
 #: The logs are read less often.
 _LOOKS_PER_READING = 10
-_NEWS_S = 15.0
+_ERRORS_SHOWN = 10
 _KILLED = re.compile(r"still there after|killing it")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A graph and its options, with a planner that decides in seconds.
+@dataclass
+class Check:
+    """A graph with a planner under a step of load, and the kills of its planner.
 
-    plain: a plain vLLM server says what is right, and the graph's engines say what they hold.
+    kills: by phase. fewest, most: ready workers by role. trouble: what went wrong.
     """
 
-    graph: tuple[str, str]
-    options: tuple[str, ...]
-    plain: bool
+    graph: Graph
+    known: Known
+    kills: Counter[str] = field(default_factory=Counter[str])
+    fewest: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ROLES, _FEWEST))
+    most: Counter[str] = field(default_factory=Counter[str])
+    present: Counter[str] = field(default_factory=Counter[str])
+    tally: Tally = field(default_factory=Tally)
+    errors: dict[str, None] = field(default_factory=dict[str, None])
+    _restarts: dict[str, int] = field(default_factory=dict[str, int])
+    _restarted: Counter[str] = field(default_factory=Counter[str])
+    _struck_pid: int = 0
+    _leader_pid: int = 0
+    _phases: list[str] = field(default_factory=list[str])
 
-
-VLLM = Kind(
-    ("graphs.disagg_planner:Frontend", "configs/disagg_planner.yaml"),
-    (
-        *_OPTIONS,
-        *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
-        *("--Planner.start-s=10", "--Graph.lease-ttl-s=60", "--VllmWorker.max-num-seqs=6"),
-    ),
-    plain=True,
-)
-NULL = Kind(
-    ("tests.chaos.planner_graph:Frontend", "configs/agg.yaml"),
-    (
-        *_OPTIONS,
-        *("--Planner.tick-s=0.3", "--Planner.down-window-s=4", "--Planner.cooldown-s=1"),
-        *("--Planner.start-s=2", "--Graph.lease-ttl-s=10"),
-    ),
-    plain=False,
-)
-
-
-class Check:
-    """A graph with a planner under a step of load, and the kills of its planner."""
-
-    def __init__(self, graph: Graph, kind: Kind, sight: Sight, say: Say):
-        self._graph, self._kind, self._sight, self._say = graph, kind, sight, say
-        self._plan = Plan(NAMESPACE)
-        self._struck_pid = 0
-        self._shown = ""
-
-    async def run(self, known: Known, concurrency: int, seconds: float) -> None:
+    async def run(self) -> None:
         """Raises TimeoutError when the graph is not back in time."""
+        port = urlsplit(self.graph.url).port or 0
+        load = Load(port, *self.known, clients=_CONCURRENCY, pause_s=0, cancels=0)
+        self.tally = load.tally
         async with asyncio.TaskGroup() as tasks:
-            watches = [
-                tasks.create_task(self._follow_plan(), name="plan"),
-                tasks.create_task(self._look(), name="look"),
-            ]
-            await self._step(known, concurrency, seconds)
-            self._say("the load has ended; the planner is to remove workers")
-            await self._until(self._is_back, _BACK_S, "one worker of each role, nothing under way")
-            for task in watches:
-                task.cancel()
-        if self._kind.plain:
-            await self._graph.settled(timeout_s=_SETTLED_S)
+            looking = tasks.create_task(self._look(), name="look")
+            async with load:
+                try:
+                    await _until(lambda: self.grown, _GROWTH_S, "both roles have grown")
+                    await asyncio.sleep(_GROWN_S)
+                except BaseException:
+                    await load.abandon()
+                    raise
+            _say("the load has ended; the planner is to remove workers")
+            await _until(self._is_back, _BACK_S, "one worker of each role, nothing under way")
+            looking.cancel()
+        await self.graph.settled(timeout_s=_SETTLED_S)
 
-    async def _step(self, known: Known, concurrency: int, seconds: float) -> None:
-        began = time.monotonic()
-        load = Load(
-            urlsplit(self._graph.url).port or 0,
-            *known,
-            clients=concurrency,
-            pause_s=0,
-            cancels=0,
-        )
-        self._sight.tally = load.tally
-        async with load:
-            try:
-                grown = "both roles have grown"
-                await self._until(lambda: self._sight.grown, seconds + _GROWTH_S, grown)
-                end = max(began + seconds, time.monotonic() + _GROWN_S)
-                limit_s = seconds + 2 * _GROWN_S
-                await self._until(lambda: time.monotonic() >= end, limit_s, "the load's end")
-            except BaseException:
-                await load.abandon()
-                raise
+    @property
+    def grown(self) -> bool:
+        """Whether each role has had more than its minimum."""
+        return all(self.most[role] > _FEWEST for role in _ROLES)
 
-    async def _until(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
-        told = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not reached():
-                    await asyncio.sleep(_LOOK_S)
-                    if time.monotonic() - told > _NEWS_S:
-                        told = time.monotonic()
-                        self._tell()
-        except TimeoutError:
-            raise TimeoutError(f"not within {timeout_s:g} s: {what}") from None
+    async def _look(self) -> None:
+        shown = ""
+        async with EtcdStore(self.graph.etcd_url) as store:
+            for look in itertools.count():
+                await self._read_plan(store)
+                self._see()
+                self._strike()
+                if look % _LOOKS_PER_READING == 0:
+                    self.note_errors(self.graph.errors())
+                workers = [p for p in self.graph.processes() if p.service in _ROLES]
+                now = ", ".join(f"{p.service}-{p.instance} {p.state}" for p in workers)
+                now += f"; {', '.join(self._phases) or _IDLE}"
+                if now != shown:
+                    shown = now
+                    _say(f"{now}; {self.tally.right} right answers")
+                await asyncio.sleep(_LOOK_S)
+
+    async def _read_plan(self, store: EtcdStore) -> None:
+        """The leader, and the phases of the changes that are under way, oldest first."""
+        found = await store.get_prefix(names.planner_prefix(NAMESPACE))
+        leader = found.get(names.planner_leader_key(NAMESPACE))
+        self._leader_pid = decode_json(leader, LeaderRecord).pid if leader is not None else 0
+        operations = [
+            decode_json(UNSEALED.opened(key, data), OperationRecord)
+            for key, data in found.items()
+            if key.startswith(names.planner_operations_prefix(NAMESPACE))
+        ]
+        operations.sort(key=lambda operation: operation.id)
+        self._phases = [f"{one.kind} {one.component}: {one.phase}" for one in operations]
+
+    def _see(self) -> None:
+        processes = self.graph.processes()
+        for role in _ROLES:
+            states = [p.state for p in processes if p.service == role]
+            ready = states.count("ready")
+            there = sum(state not in ("stopped", "failed", "draining") for state in states)
+            self.fewest[role] = min(self.fewest[role], ready)
+            self.most[role] = max(self.most[role], ready)
+            self.present[role] = max(self.present[role], there)
+        for process in processes:
+            name, restarts = f"{process.service}-{process.instance}", process.restarts
+            before = self._restarts.get(name, 0)
+            # A worker that gets the number of one that is gone begins again at 0.
+            self._restarted[name] += restarts - before if restarts >= before else restarts
+            self._restarts[name] = restarts
+            if process.state == "failed":
+                self.note_errors([f"{name}: could not be started"])
+
+    def note_errors(self, lines: Iterable[str]) -> None:
+        """The log of a worker is emptied when another gets its number."""
+        self.errors |= dict.fromkeys(lines)
+
+    def _strike(self) -> None:
+        """Kills the planner that leads in a phase in which none was killed; each process once."""
+        pid = self._leader_pid
+        phases = self._phases or ([_IDLE] if self.grown else [])
+        phase = next((one for one in phases if one not in self.kills), "")
+        ready = [p.pid for p in self.graph.processes(_PLANNER) if p.state == "ready"]
+        if phase and pid != self._struck_pid and pid in ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._struck_pid = pid
+                self.kills[phase] += 1
+                _say(f"killed the planner: {phase}")
 
     def _is_back(self) -> bool:
         """The planner is back, too."""
-        processes = self._graph.processes()
-        counts = {
-            role: [p.state for p in processes if p.service == role and p.state != "stopped"]
-            for role in ROLES
-        }
-        leads = [p.pid for p in processes if p.service == PLANNER and p.state == "ready"]
-        return (
-            all(states == ["ready"] * FEWEST for states in counts.values())
-            and not self._plan.phases
-            and self._plan.leader_pid in leads
-        )
+        processes = [p for p in self.graph.processes() if p.state != "stopped"]
+        counts = [[p.state for p in processes if p.service == role] for role in _ROLES]
+        leads = [p.pid for p in processes if p.service == _PLANNER and p.state == "ready"]
+        back = counts == [["ready"] * _FEWEST] * len(_ROLES)
+        return back and not self._phases and self._leader_pid in leads
 
-    async def _follow_plan(self) -> None:
-        prefix = names.planner_prefix(NAMESPACE)
-        async with EtcdStore(self._graph.etcd_url) as store, store.watch(prefix) as events:
-            async for event in events:
-                self._plan.apply(event)
-                self._strike()
-                self._show()
+    def violations(self) -> list[str]:
+        tally = self.tally
+        found = [f"lost requests: {n}, {kind}" for kind, n in tally.lost.items()]
+        if tally.wrong or tally.open or not tally.right:
+            found.append(f"{tally.wrong} wrong, {tally.open} not ended, {tally.right} right")
+        for role in _ROLES:
+            if self.fewest[role] < _FEWEST or self.present[role] > _MOST or not self.grown:
+                found.append(
+                    f"{role}: {self.fewest[role]} to {self.most[role]} ready,"
+                    f" {self.present[role]} at a time"
+                )
+        for name, restarts in self._restarted.items():
+            killed = self.kills.total() if name.startswith(_PLANNER) else 0
+            if restarts != killed:
+                found.append(f"{name}: restarted {restarts} times, killed here {killed} times")
+        if self.kills.total() < _FEWEST_KILLS:
+            found.append(f"planner: killed {self.kills.total()} times, fewer than {_FEWEST_KILLS}")
+        return [*found, *list(self.errors)[:_ERRORS_SHOWN], *tally.examples]
 
-    async def _look(self) -> None:
-        for look in itertools.count():
-            self._sight.see(self._graph.processes())
-            if look % _LOOKS_PER_READING == 0:
-                self._sight.note_errors(self._graph.errors())
-            self._strike()
-            self._show()
-            await asyncio.sleep(_LOOK_S)
 
-    def _strike(self) -> None:
-        """Kills the planner that leads if this phase is due; each process once."""
-        pid = self._plan.leader_pid
-        phase = due(self._plan.phases, self._sight.kills, idle=self._sight.grown)
-        if not phase or pid in (0, self._struck_pid):
-            return
-        if pid not in [p.pid for p in self._graph.processes(PLANNER) if p.state == "ready"]:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            self._struck_pid = pid
-            self._sight.kills[phase] += 1
-            self._say(f"killed the planner: {phase}")
-
-    def _show(self) -> None:
-        """Says how many workers there are and what is under way, when that has changed."""
-        now = f"{self._workers()}; {', '.join(self._plan.phases) or IDLE}"
-        if now != self._shown:
-            self._shown = now
-            self._say(now)
-
-    def _workers(self) -> str:
-        entries = [p for p in self._graph.processes() if p.service in ROLES]
-        return ", ".join(f"{p.service}-{p.instance} {p.state}" for p in entries)
-
-    def _tell(self) -> None:
-        tally = self._sight.tally
-        self._say(
-            f"asked {tally.requests}, right {tally.right}, wrong {tally.wrong},"
-            f" lost {tally.lost.total()}, refused {tally.refused.total()};"
-            f" planner killed {self._sight.kills.total()} times"
-        )
+async def _until(reached: Callable[[], bool], timeout_s: float, what: str) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not reached():
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise TimeoutError(f"not within {timeout_s:g} s: {what}") from None
 
 
 def _questions() -> list[Question]:
@@ -235,136 +232,50 @@ def _questions() -> list[Question]:
     return long + short[: len(long) // 2]
 
 
-async def _known(kind: Kind, directory: Path, say: Say) -> Known:
-    if kind.plain:
-        return await right_answers(directory, say, _questions(), kind.graph)
-    asked = greedy_questions()
-    return asked, {one.name: _told(one.body) for one in asked}
-
-
-def _told(body: dict[str, Any]) -> Answer:
-    """What the null engines answer to a request."""
-    count = body["max_tokens"]
-    tokens = [told(body["prompt"], position) for position in range(count)]
-    return Answer(tokens={0: tokens}, finish={0: "length"}, usage=count)
-
-
-@contextlib.asynccontextmanager
-async def _running(directory: Path, kind: Kind, sight: Sight) -> AsyncIterator[Graph]:
-    """A ready graph. What its end and its logs say goes into `sight`."""
-    graph = Graph(directory, kind.graph, kind.options)
+async def _check(directory: Path) -> list[str]:
+    """What was violated."""
+    known = await right_answers(directory, _questions(), _GRAPH, _say)
+    _say("starting the graph")
+    graph = Graph(directory / "graph", _GRAPH, _OPTIONS)
+    check, trouble = Check(graph, known), list[str]()
     # From this thread: the kernel's death signal comes with the end of a thread.
     graph.start()
     try:
         await asyncio.to_thread(graph.wait_until, graph.is_ready, _READY_S)
-        yield graph
-    finally:
-        if code := await asyncio.to_thread(graph.end):
-            sight.trouble.append(f"serve ended with {code}")
-        said = graph.output.splitlines()
-        sight.said = [line.strip() for line in said if _KILLED.search(line)]
-        sight.note_errors(graph.errors())
-        sight.note_errors(
-            f"serve: {line}" for line in said if " ERROR " in line or "Traceback" in line
-        )
-
-
-async def _check(args: argparse.Namespace, directory: Path, sight: Sight, say: Say) -> None:
-    """Failures go into `sight`."""
-    kind = NULL if args.null else VLLM
-    try:
-        known = await _known(kind, directory, say)
-        say("starting the graph")
-        async with _running(directory / "graph", kind, sight) as graph:
-            say(f"{graph.url} is ready; {args.concurrency} requests at a time")
-            try:
-                await Check(graph, kind, sight, say).run(known, args.concurrency, args.seconds)
-            finally:
-                say("stopping the graph")
+        await check.run()
     except* (AssertionError, DynamoLiteError, OSError, TimeoutError) as group:
-        sight.trouble += [f"the run ended early: {exc}" for exc in _leaves(group)]
+        trouble += [f"the run ended early: {exc}" for exc in group.exceptions]
+    finally:
+        _say("stopping the graph")
+        if code := await asyncio.to_thread(graph.end):
+            trouble.append(f"serve ended with {code}")
+    said = graph.output.splitlines()
+    trouble += [f"the supervisor had to kill: {line}" for line in said if _KILLED.search(line)]
+    check.note_errors(graph.errors())
+    check.note_errors(line for line in said if " ERROR " in line or "Traceback" in line)
+    for phase, kills in check.kills.items():
+        _say(f"{kills:>4}  {phase}")
+    return [*check.violations(), *trouble]
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    return [
-        leaf
-        for exc in group.exceptions
-        for leaf in (_leaves(exc) if isinstance(exc, BaseExceptionGroup) else [exc])
-    ]
+_BEGAN = time.monotonic()
 
 
-async def _interruptible(args: argparse.Namespace, directory: Path, sight: Sight, say: Say) -> bool:
-    """Returns whether it was interrupted."""
-    check = asyncio.create_task(_check(args, directory, sight, say), name="check")
-    interrupted = False
-
-    def interrupt() -> None:
-        nonlocal interrupted
-        if interrupted:
-            os._exit(130)  # the kernel tells the children
-        interrupted = True
-        say("stopping in order; once more forces")
-        check.cancel()
-
-    loop = asyncio.get_running_loop()
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(kind, interrupt)
-    await asyncio.wait([check])
-    if not check.cancelled() and (exc := check.exception()):
-        raise exc
-    return interrupted
+def _say(line: str) -> None:
+    minutes, seconds = divmod(int(time.monotonic() - _BEGAN), 60)
+    print(f"{minutes:02}:{seconds:02}  {line}", file=sys.stderr, flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/planner_check",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=150.0,
-        help="of load (150); longer, by 6 minutes at most, if a role has not grown 30 s before",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=16,
-        help=f"requests at a time (16); {_CONCURRENCY} at least, fewer need one decode worker only",
-    )
-    parser.add_argument("--null", action="store_true", help="engines that compute nothing")
-    parser.add_argument(
-        "--directory", type=Path, help="keep state and logs there, in new folders plain and graph"
-    )
-    args = parser.parse_args()
-    if args.seconds <= 0:
-        parser.error("--seconds is more than 0")
-    if args.concurrency < _CONCURRENCY:
-        parser.error(f"--concurrency is {_CONCURRENCY} at least")
-    if args.directory and (args.directory / "graph").exists():
-        parser.error(f"--directory {args.directory}: an earlier run is there; take another one")
-    return args
-
-
-def main() -> int:
-    args = _arguments()
-    sight, began = Sight(), time.monotonic()
-
-    def say(line: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - began), 60)
-        print(f"{minutes:02}:{seconds:02}  {line}", file=sys.stderr, flush=True)
-
-    with contextlib.ExitStack() as stack:
-        directory = args.directory or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-planner-"))
-        )
-        interrupted = asyncio.run(_interruptible(args, directory, sight, say))
-    print(sight.report())
-    if interrupted:
-        print("\n".join([*sight.trouble, "interrupted"]))
-        return 130
-    violations = sight.violations()
+    parser.add_argument("--directory", type=Path, help="keep state and logs there, a new folder")
+    given = parser.parse_args().directory
+    with tempfile.TemporaryDirectory(prefix="dynamo-lite-planner-") as temporary:
+        violations = asyncio.run(_check(given or Path(temporary)))
     print("\n".join(violations or ["no violation"]))
     return 1 if violations else 0
 

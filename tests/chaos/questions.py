@@ -6,11 +6,14 @@ that one plain vLLM server can say once what a graph must say at any time.
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.client import Answer, ask
 from tests.vllm.asking import prompt_ids
+from tests.vllm.graph import PlainServer
 
 #: Questions of one family begin with the same tokens.
 _FAMILIES = {"": 0, "small": 96, "large": 640}
@@ -18,6 +21,7 @@ _FAMILIES = {"": 0, "small": 96, "large": 640}
 
 #: Of the plain server's requests.
 _AT_A_TIME = 4
+_READY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class Question:
 
     def salted(self, salt: str) -> dict[str, Any]:
         return {**self.body, "cache_salt": salt}
+
+
+#: What is asked, and what is right, by the question's name.
+Known = tuple[list[Question], dict[str, Answer]]
 
 
 def questions(seed: int = 0) -> list[Question]:
@@ -87,3 +95,17 @@ async def answers(url: str, asked: list[Question]) -> dict[str, Answer]:
     seeded = [await one(q) for q in asked if "seed" in q.body]
     greedy = await asyncio.gather(*(one(q) for q in asked if "seed" not in q.body))
     return dict([*seeded, *greedy])
+
+
+async def right_answers(
+    directory: Path, asked: list[Question], graph: tuple[str, str], say: Callable[[str], None]
+) -> Known:
+    """What one plain engine answers that is configured as `graph`'s."""
+    say(f"{len(asked)} questions to a plain vLLM server")
+    server = PlainServer(directory / "plain", graph)
+    server.start()
+    try:
+        await asyncio.to_thread(server.wait_until, server.is_ready, _READY_S)
+        return asked, await answers(server.url, asked)
+    finally:
+        await asyncio.to_thread(server.end)

@@ -1,8 +1,7 @@
-"""What a run of chaos has shown: as a table for people, as JSON for programs."""
+"""What a run of chaos has shown, as a table."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.chaos.load import Tally, Wait
 from tests.chaos.meters import total
@@ -21,7 +20,6 @@ class Report:
     tally: Tally = field(default_factory=Tally)
     blows: dict[str, int] = field(default_factory=dict[str, int])
     exits: dict[str, int] = field(default_factory=dict[str, int])
-    counters: dict[str, int] = field(default_factory=dict[str, int])
     moved: int = 0
     remote_prefills: dict[str, int] = field(default_factory=dict[str, int])
     fenced_writes: int = 0
@@ -41,11 +39,10 @@ class Report:
 
     def meter(self, counts: Counter[str]) -> None:
         """counts: what the processes have counted meanwhile."""
-        self.counters = {k: int(v) for k, v in sorted(counts.items())}
         self.moved = int(total(counts, "requests_moved"))
         self.remote_prefills = {
-            name.partition('outcome="')[2].rstrip('"}'): value
-            for name, value in self.counters.items()
+            name.partition('outcome="')[2].rstrip('"}'): int(value)
+            for name, value in sorted(counts.items())
             if name.startswith("remote_prefills{")
         }
         self.fenced_writes = int(total(counts, "fenced_writes"))
@@ -78,18 +75,6 @@ class Report:
             found.append(f"{tally.refused.total()} refusals")
         return [*found, *self.trouble, *self.left]
 
-    def as_json(self) -> dict[str, Any]:
-        # asdict() would take Counters apart.
-        tally = {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self.tally).items()}
-        tally |= {k: vars(v) for k, v in tally.items() if isinstance(v, Wait)}
-        return {
-            **vars(self),
-            "tally": tally,
-            "recomputed": self.recomputed,
-            "failures": self.failures,
-            "ok": not self.failures,
-        }
-
     def as_text(self) -> str:
         lines = [f"{self.what}, seed {self.seed}, {self.seconds:.0f} s", ""]
         lines += [f"  {name:<36}{value}" for name, value in self._rows()]
@@ -114,14 +99,8 @@ class Report:
             ("refused, asked again", _counts(tally.refused)),
             ("excused, asked again", _counts(tally.excused)),
             *(self._rows_of_a_graph() if self.of_a_graph else ()),
-            (
-                "longest wait: first token",
-                _wait(tally.first_token.seconds, tally.first_token.whose),
-            ),
-            (
-                "longest wait: next token",
-                _wait(tally.between_tokens.seconds, tally.between_tokens.whose),
-            ),
+            ("longest wait: first token", _wait(tally.first_token)),
+            ("longest wait: next token", _wait(tally.between_tokens)),
             *self.facts.items(),
         ]
 
@@ -154,8 +133,8 @@ def _blocks(blocks: dict[str, tuple[int, int]]) -> str:
     return ", ".join(f"{free} of {total}" for free, total in blocks.values()) or "unknown"
 
 
-def _wait(seconds: float, whose: str) -> str:
-    return f"{seconds:.2f} s ({whose})" if whose else "none"
+def _wait(wait: Wait) -> str:
+    return f"{wait.seconds:.2f} s ({wait.whose})" if wait.whose else "none"
 
 
 def _files(before: dict[str, int], after: dict[str, int]) -> str:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import httpx
+
 from tests.chaos.arena import Arena
 from tests.chaos.blows import Blows
 from tests.chaos.load import Load
@@ -23,6 +25,13 @@ class Scene:
     blows: Blows
     report: Report
     load: Load
+
+
+async def until_it_works(status_url: str) -> None:
+    """Returns when the prefill worker has a job. Raises TimeoutError."""
+    async with asyncio.timeout(30), httpx.AsyncClient(timeout=5) as http:
+        while not (await http.get(f"{status_url}/health")).json().get("jobs"):
+            await asyncio.sleep(0.005)
 
 
 @dataclass(frozen=True)

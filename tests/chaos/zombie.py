@@ -7,7 +7,7 @@ import httpx
 
 from tests.chaos.blows import Blows
 from tests.chaos.cluster import PREFILL, Member
-from tests.chaos.scenario import Scenario, Scene
+from tests.chaos.scenario import Scenario, Scene, until_it_works
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import sample_sum
 
@@ -54,9 +54,7 @@ async def _sleep_past_lease(blows: Blows, victim: Member) -> int:
     """Stops component and engine during a job; the engine resumes first. Returns how many
     writes were refused, if the component lives long enough to report it."""
     state, engine = victim.state, victim.engine_pid
-    async with httpx.AsyncClient(timeout=5) as http:
-        while not (await http.get(f"{state.status_url}/health")).json().get("jobs"):
-            await asyncio.sleep(0.005)
+    await until_it_works(state.status_url)
     await asyncio.sleep(0.05)
     lease_s = await asyncio.to_thread(
         sample_sum, state.status_url, "dynamo_lite_lease_remaining_seconds"
@@ -72,16 +70,12 @@ async def _sleep_past_lease(blows: Blows, victim: Member) -> int:
 async def _refused(url: str) -> int:
     """The highest count that is seen until the component has left."""
     seen, deadline = 0, time.monotonic() + 30
-    async with httpx.AsyncClient(timeout=2) as http:
-        while time.monotonic() < deadline:
-            try:
-                text = (await http.get(f"{url}/metrics")).text
-            except httpx.HTTPError:
-                break
-            for line in text.splitlines():
-                if line.startswith(FENCED):
-                    seen = max(seen, int(float(line.split()[-1])))
-            await asyncio.sleep(0.02)
+    while time.monotonic() < deadline:
+        try:
+            seen = max(seen, int(await asyncio.to_thread(sample_sum, url, FENCED)))
+        except httpx.HTTPError:
+            break
+        await asyncio.sleep(0.02)
     return seen
 
 

@@ -1,38 +1,60 @@
-"""The Forwarder's HTTP server: limits, headers, other routes, odd clients."""
+"""The Forwarder's HTTP server: limits, headers, other routes, odd clients, HTTPS on both sides."""
 
 import asyncio
 import gzip
 import json
+import logging
 import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from dynamo_lite.forward.http_client import HttpClient
+from dynamo_lite.forward import http
+from dynamo_lite.forward.client import Client
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.tls import server_context
 from tests.builders import eventually
+from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-async def raw(r: Rig, request: bytes, *, until: bytes = b"") -> bytes:
-    """What comes back on a connection of its own, until it is closed or `until` has come."""
+@asynccontextmanager
+async def connected(
+    r: Rig, request: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection of its own, with this request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rpartition(":")[2]))
     try:
         writer.write(request)
-        async with asyncio.timeout(10):
-            if until:
-                return await reader.readuntil(until)
-            return await reader.read()
+        yield reader, writer
     finally:
         writer.close()
         await writer.wait_closed()
 
 
+async def raw(r: Rig, request: bytes, *, until: bytes = b"") -> bytes:
+    """What comes back, until the connection is closed or `until` has come."""
+    async with asyncio.timeout(10), connected(r, request) as (reader, _):
+        return await (reader.readuntil(until) if until else reader.read())
+
+
 def post(body: bytes, *fields: str, version: str = "1.1", path: str = "/v1/completions") -> bytes:
+    if not fields:
+        fields = (f"Content-Length: {len(body)}",)
     lines = [f"POST {path} HTTP/{version}", "Host: x", *fields, "Connection: close"]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def encoded(**fields: object) -> bytes:
+    return json.dumps({**COMPLETION, **fields}).encode()
 
 
 async def test_large_bodies_are_refused_before_any_engine_is_asked():
@@ -47,63 +69,48 @@ async def test_large_bodies_are_refused_before_any_engine_is_asked():
         assert len(r.fleet.legs) == asked
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for():
-    async with rig(body_timeout_s=0.2) as r:
+async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "BODY_S", 0.2)
+    async with rig() as r:
         answer = await raw(r, post(b"{", "Content-Length: 100"))
         assert answer.startswith(b"HTTP/1.1 408")
         assert r.fleet.legs == []
 
 
-async def test_stopping_without_a_grace_disconnects_at_once():
+async def test_odd_requests_reach_no_engine():
+    long, many = [f"X-Long: {'x' * 20_000}"], [f"X-{n}: 1" for n in range(200)]
     async with rig() as r:
-        r.decode[0].faults.append(Fault(hold=asyncio.Event()))
-        asked = asyncio.create_task(r.ask())
-        await eventually(lambda: r.decode[0].legs, 5)
-        async with asyncio.timeout(5):
-            await r.server.stop(0.0)
-            with pytest.raises(aiohttp.ClientError):
-                await asked
-            await r.decode[0].legs[0].aborted.wait()
-
-
-async def test_large_heads_are_refused():
-    async with rig() as r:
-        for fields in ([f"X-Long: {'x' * 20_000}"], [f"X-{n}: 1" for n in range(200)]):
+        for fields in (long, many):
             answer = await raw(r, post(b"", *fields, "Content-Length: 0"))
             assert answer.startswith(b"HTTP/1.0 400")
-        assert r.fleet.legs == []
-
-
-async def test_compressed_bodies_are_refused():
-    async with rig() as r:
-        data = gzip.compress(json.dumps(COMPLETION).encode())
-        status, answer = await r.ask(data=data, headers={"content-encoding": "gzip"})
-        assert status == 415 and "gzip" in answer["error"]["message"]
-        status, _ = await r.ask(data=data, headers={"content-encoding": "gzip"}, route="/tokenize")
-        assert status == 415
+        for target in ("http://10.0.0.9:1/v1/completions", "*"):
+            answer = await raw(r, post(b"{}", path=target))
+            assert answer.startswith((b"HTTP/1.1 405", b"HTTP/1.0 400"))
+        for route in ("/v1/completions", "/tokenize"):
+            headers = {"content-encoding": "gzip"}
+            status, answer = await r.ask(
+                data=gzip.compress(encoded()), headers=headers, route=route
+            )
+            assert status == 415 and "gzip" in answer["error"]["message"]
+        # Its own route is not the engines'.
+        async with r.session.get(f"{r.url}/health") as answer:
+            assert answer.status == 200
         assert r.fleet.legs == []
 
 
 async def test_chunked_bodies_expectations_and_old_clients():
     async with rig() as r:
-        body = json.dumps(COMPLETION).encode()
+        body = encoded()
         chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
         answer = await raw(r, post(chunked, "Transfer-Encoding: chunked"))
         assert answer.startswith(b"HTTP/1.1 200") and TEXT.encode() in answer
-        length = f"Content-Length: {len(body)}"
-        answer = await raw(r, post(body, length, "Expect: 100-continue"))
+        answer = await raw(r, post(body, f"Content-Length: {len(body)}", "Expect: 100-continue"))
         assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
-        streamed = json.dumps({**COMPLETION, "stream": True}).encode()
-        answer = await raw(r, post(streamed, f"Content-Length: {len(streamed)}", version="1.0"))
+        answer = await raw(r, post(encoded(stream=True), version="1.0"))
         assert answer.startswith(b"HTTP/1.0 200") and answer.endswith(b"data: [DONE]\n\n")
-
-
-async def test_requests_of_one_connection_follow_each_other():
-    async with rig() as r:
-        body = json.dumps(COMPLETION).encode()
+        # Two requests, one after the other on one connection.
         one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
-        two = (one % (len(body), body)) + post(body, f"Content-Length: {len(body)}")
-        answer = await raw(r, two)
+        answer = await raw(r, one % (len(body), body) + post(body))
         assert answer.count(b"HTTP/1.1 200") == 2 == answer.count(TEXT.encode())
 
 
@@ -115,9 +122,13 @@ async def test_other_routes_pass_as_they_are():
         leg = r.fleet.legs[-1]
         assert leg.engine in r.decode and leg.method == "GET"
         assert leg.headers["authorization"] == "Bearer k" and leg.headers["x-custom"] == "a"
-        assert leg.headers["host"] == r.decode[0].url.removeprefix("http://")
-        async with r.session.post(f"{r.url}/tokenize", json={"prompt": "p"}) as answer:
-            assert await answer.json() == {"passed": "/tokenize", "body": {"prompt": "p"}}
+        assert leg.headers["host"] == r.decode[0].address
+        headers = {"accept-encoding": "gzip"}
+        assert await r.ask({"prompt": "p"}, route="/tokenize", headers=headers) == (
+            200,
+            {"passed": "/tokenize", "body": {"prompt": "p"}},
+        )
+        assert "accept-encoding" not in r.fleet.legs[-1].headers
         # A file is no JSON, and is not looked into.
         async with r.session.post(f"{r.url}/v1/audio", data=b"\x00\xff") as answer:
             assert answer.status == 400
@@ -141,25 +152,6 @@ async def test_nothing_is_upgraded(method: str):
         assert not {"connection", "upgrade", "x-hop"} & {name.lower() for name in leg.headers}
 
 
-async def test_engines_are_not_asked_to_compress():
-    async with rig() as r:
-        headers = {"accept-encoding": "gzip"}
-        status, _ = await r.ask(headers=headers)
-        assert status == 200
-        status, _ = await r.ask(route="/tokenize", headers=headers)
-        assert status == 200
-        assert len(r.fleet.legs) == 3
-        assert not any("accept-encoding" in leg.headers for leg in r.fleet.legs)
-
-
-async def test_a_route_that_is_no_path_is_refused():
-    async with rig() as r:
-        for target in ("http://10.0.0.9:1/v1/completions", "*"):
-            answer = await raw(r, post(b"{}", "Content-Length: 2", path=target))
-            assert answer.startswith((b"HTTP/1.1 405", b"HTTP/1.0 400"))
-        assert r.fleet.legs == []
-
-
 async def test_a_mistake_of_ours_is_500_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -174,28 +166,21 @@ async def test_a_mistake_of_ours_is_500_and_logged(
         assert "ours" in caplog.text
 
 
-async def test_its_own_routes_are_not_the_engines():
+async def test_both_legs_have_the_clients_key_and_are_not_asked_to_compress():
     async with rig() as r:
-        for path, status in (("/health", 200), ("/metrics", 404)):
-            async with r.session.get(f"{r.url}{path}") as answer:
-                assert answer.status == status
-        assert r.fleet.legs == []
-
-
-async def test_both_legs_have_the_clients_key():
-    async with rig() as r:
-        await r.ask(headers={"authorization": "Bearer k", "x-prefiller-host-port": "10.0.0.9:1"})
+        named = {"x-prefiller-host-port": "10.0.0.9:1", "accept-encoding": "gzip"}
+        await r.ask(headers={"authorization": "Bearer k", **named})
         assert [leg.headers["authorization"] for leg in r.fleet.legs] == ["Bearer k"] * 2
-        assert not any("x-prefiller-host-port" in leg.headers for leg in r.fleet.legs)
+        assert not any(name in leg.headers for leg in r.fleet.legs for name in named)
 
 
 async def test_a_client_that_reads_slowly_gets_all_and_is_not_buffered(
     monkeypatch: pytest.MonkeyPatch,
 ):
     full, waiting = asyncio.Event(), 0
-    push = HttpClient.push
+    push = Client.push
 
-    def watched(client: HttpClient, data: bytes) -> bool:
+    def watched(client: Client, data: bytes) -> bool:
         nonlocal waiting
         room = push(client, data)
         transport = client._request.transport
@@ -205,63 +190,50 @@ async def test_a_client_that_reads_slowly_gets_all_and_is_not_buffered(
             full.set()
         return room
 
-    monkeypatch.setattr(HttpClient, "push", watched)
-    tokens = 4000
+    monkeypatch.setattr(Client, "push", watched)
     async with rig() as r, asyncio.timeout(60):
-        r.decode[0].tokens = tokens
+        r.decode[0].tokens = tokens = 4000
         # Together more than what the connection's buffers take.
         r.decode[0].text = lambda number: "x" * 2000  # type: ignore[method-assign]
-        body = json.dumps({**COMPLETION, "max_tokens": tokens, "stream": True}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rpartition(":")[2]))
-        try:
-            writer.write(post(body, f"Content-Length: {len(body)}"))
+        request = post(encoded(max_tokens=tokens, stream=True))
+        async with connected(r, request) as (reader, _):
             await full.wait()
             events = _body(await reader.read()).count(b'data: {"')
-        finally:
-            writer.close()
         assert events == tokens
         # One read of the engine's socket beyond the limit at most.
         assert waiting < 1 << 20
 
 
 async def test_a_client_that_reads_nothing_does_not_keep_its_leg():
-    tokens = 4000
     async with rig(idle_timeout_s=2.0) as r, asyncio.timeout(90):
-        r.decode[0].tokens = tokens
+        r.decode[0].tokens = tokens = 4000
         # Together more than what the buffers of both connections take.
         r.decode[0].text = lambda number: "x" * 10_000  # type: ignore[method-assign]
-        body = json.dumps({**COMPLETION, "max_tokens": tokens, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", int(r.url.rpartition(":")[2]))) as client:
-            client.sendall(post(body, f"Content-Length: {len(body)}"))
+            client.sendall(post(encoded(max_tokens=tokens, stream=True)))
             await eventually(lambda: r.decode[0].legs, 60)
             await r.decode[0].legs[0].aborted.wait()
         await eventually(lambda: r.forwarding.stats.gone == 1, 60)
 
 
-async def test_a_drain_finishes_what_is_open():
+@pytest.mark.parametrize("grace_s", [0.0, 0.1, 5.0])
+async def test_a_drain_finishes_what_is_open_within_its_grace(grace_s: float):
     async with rig() as r:
         hold = asyncio.Event()
         r.decode[0].faults.append(Fault(hold=hold))
         asked = asyncio.create_task(r.text())
         await eventually(lambda: r.decode[0].legs, 5)
-        stopping = asyncio.create_task(r.server.stop(5.0))
+        stopping = asyncio.create_task(r.server.stop(grace_s))
         await asyncio.sleep(0)
-        hold.set()
-        assert await asked == TEXT
-        await stopping
-
-
-async def test_a_drain_ends_what_takes_longer():
-    async with rig() as r:
-        hold = asyncio.Event()
-        r.decode[0].faults.append(Fault(hold=hold))
-        asked = asyncio.create_task(r.text())
-        await eventually(lambda: r.decode[0].legs, 5)
         async with asyncio.timeout(5):
-            await r.server.stop(0.1)
-            with pytest.raises(aiohttp.ClientError):
-                await asked
-            await r.decode[0].legs[0].aborted.wait()
+            if grace_s > 1:
+                hold.set()
+                assert await asked == TEXT
+            else:
+                with pytest.raises(aiohttp.ClientError):
+                    await asked
+                await r.decode[0].legs[0].aborted.wait()
+            await stopping
 
 
 def _body(answer: bytes) -> bytes:
@@ -274,3 +246,64 @@ def _body(answer: bytes) -> bytes:
         parts.append(answer[start : start + size])
         at = start + size + 2
     return b"".join(parts)
+
+
+# HTTPS
+
+
+@pytest.mark.parametrize("name", ["nixl", "sglang"])
+async def test_both_sides_speak_https(
+    certificates: Certificates, name: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING)
+    async with rig(name, https=certificates, ca_file=str(certificates.folder / "ca.pem")) as r:
+        assert r.url.startswith("https://")
+        assert await r.text() == TEXT
+        assert (await r.stream()).endswith(b"data: [DONE]\n\n")
+        assert r.answered == {("disaggregated", ""): 2}
+        # Clients without TLS are not served.
+        async with aiohttp.ClientSession() as plain:
+            with pytest.raises(aiohttp.ClientError):
+                await plain.get(r.url.replace("https:", "http:") + "/health")
+        assert await r.text() == TEXT
+    assert caplog.records == []
+    assert server_context(*certificates.files()).minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+@pytest.mark.parametrize("trusted", ["stranger", None, "ca"])
+async def test_an_engine_whose_certificate_is_not_trusted_gets_nothing(
+    certificates: Certificates, trusted: str | None
+):
+    """Nor does one that has a certificate for another name."""
+    ca_file = None if trusted is None else str(certificates.folder / f"{trusted}.pem")
+    async with rig(https=certificates, ca_file=ca_file) as r:
+        if trusted == "ca":
+            await r.decode[0].stop()
+            r.decode[0].tls = server_context(*certificates.files("misnamed"))
+            await r.decode[0].start()
+            for _ in range(2):
+                await r.check()
+        assert (await r.ask())[0] == 503
+        assert r.fleet.legs == []
+        assert "certificate" in r.engines.all[1].trouble.lower()
+
+
+def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path):
+    cert, key = certificates.files()
+    other = certificates.files("client")[1]
+    missing = tmp_path / "none.pem"
+    for pair, said in (
+        ((missing, key), f"tls-cert={missing} cannot be read"),
+        ((cert, missing), f"tls-key={missing} cannot be read"),
+        ((cert, other), "are not a matching PEM pair"),
+        ((key, key), "are not a matching PEM pair"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            server_context(*pair)
+
+
+def test_contradictory_options_are_refused():
+    with pytest.raises(ValueError, match="https://"):
+        EngineOptions(url="http://h:1", role="decode", ca_file="x")
+    with pytest.raises(ValueError, match="go together"):
+        ForwarderConfig(tls_cert="cert.pem")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.forward.input_logprobs import InputLogprobs
+from dynamo_lite.forward.rewriting import InputLogprobs
 from tests.forwarding import Rig, rig
 from tests.scripted import Fault
 
@@ -28,7 +28,7 @@ async def engines(**options: Any) -> AsyncIterator[Rig]:
 
 
 def listed(answer: Any) -> Any:
-    return answer["meta_info"]["input_token_logprobs"]
+    return answer["meta_info"].get("input_token_logprobs")
 
 
 async def events(r: Rig, **fields: Any) -> list[Any]:
@@ -41,35 +41,23 @@ async def events(r: Rig, **fields: Any) -> list[Any]:
     return [json.loads(payload) for payload in payloads]
 
 
-async def test_the_prefill_engines_come_first():
+async def test_the_prefill_engines_come_first_where_they_are_asked_for():
+    """In a whole answer, in each event of a stream, and of each sequence of a batch."""
     async with engines() as r:
         status, answer = await r.ask(ASKED, route="/generate")
         assert status == 200 and listed(answer) == PREFILL + DECODE
         assert answer["meta_info"]["id"] == "1" and answer["text"] == "t"
-
-
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-async def test_in_each_event_of_a_stream(line_end: bytes):
-    async with engines() as r:
-        r.prefill[0].line_end = r.decode[0].line_end = line_end
-        assert [listed(event) for event in await events(r)] == [PREFILL + DECODE] * 2
-
-
-async def test_of_each_sequence_of_a_batch():
-    async with engines() as r:
+        for line_end in (b"\n", b"\r\n"):
+            r.prefill[0].line_end = r.decode[0].line_end = line_end
+            assert [listed(event) for event in await events(r)] == [PREFILL + DECODE] * 2
         status, answers = await r.ask({**ASKED, "text": ["a", "b"]}, route="/generate")
         assert status == 200 and [listed(one) for one in answers] == [PREFILL + DECODE] * 2
         shown = await events(r, text=["a", "b"])
         assert [(one["index"], len(listed(one))) for one in shown] == [(0, 3), (1, 3)] * 2
-
-
-async def test_only_where_they_are_asked_for():
-    async with engines() as r:
         for fields in ({}, {"return_logprob": False}, {"return_logprob": [False]}):
             _, answer = await r.ask({"text": "hello", **fields}, route="/generate")
-            assert "input_token_logprobs" not in answer["meta_info"]
-        shown = await events(r, return_logprob=False)
-        assert "input_token_logprobs" not in shown[0]["meta_info"]
+            assert listed(answer) is None
+        assert listed((await events(r, return_logprob=False))[0]) is None
 
 
 async def test_a_prefill_leg_that_breaks_off_is_repeated():
@@ -86,7 +74,6 @@ async def test_a_prefill_leg_that_breaks_off_is_repeated():
         ('{"meta_info":{"input_token_logprobs":[ 1e-300 ]}}', "[]", [1e-300]),
         ('{"meta_info":{"input_token_logprobs":[1]}}', "null", None),
         ('{"meta_info":{}}', "[2]", [2]),
-        ("{}", "[2]", [2]),
         ("nonsense", "[2]", [2]),
         ('data: {"meta_info":{"input_token_logprobs":[1]}}\n\ndata: [DONE]\n\n', "[2]", [1, 2]),
     ],
@@ -97,10 +84,5 @@ def test_what_is_missing_changes_nothing(prefill: str, decode: str, expected: An
     document = b'{"meta_info":{"input_token_logprobs":' + decode.encode() + b',"x":1}}'
     shown = json.loads(logprobs.joined(document))
     assert shown["meta_info"] == {"input_token_logprobs": expected, "x": 1}
-
-
-def test_what_is_no_json_passes():
-    logprobs = InputLogprobs()
-    logprobs.read(b'{"meta_info":{"input_token_logprobs":[1]}}')
     for document in (b'"input_token_logprobs"', b'{"input_token_logprobs":[1]}', b"{", b"[DONE]"):
         assert logprobs.joined(document) == document

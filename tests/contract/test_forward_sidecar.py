@@ -2,59 +2,42 @@
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import pytest
 
+from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
+from dynamo_lite.forward import header_placing
 from dynamo_lite.forward.engines import EMPTY_LEGS
+from dynamo_lite.forward.header_placing import MAX_PREFILLERS, Prefillers
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
-from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.services.sidecar import Sidecar
+from dynamo_lite.forward.sidecar import Sidecar
+from dynamo_lite.forward.sidecar_options import SidecarConfig
 from tests.builders import eventually
 from tests.external import Certificates
-from tests.forwarding import COMPLETION, TEXT
+from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
 from tests.ports import reserved_port
-from tests.scripted import HANDOVERS, Fault, Fleet, Leg, ScriptedEngine
+from tests.scripted import HANDOVERS, Fault, anything
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-Headers = dict[str, str] | list[tuple[str, str]]
+HEADER, RANK = "x-prefiller-host-port", "x-data-parallel-host-port"
 
 
-@dataclass
-class Beside:
+@dataclass(kw_only=True)
+class Beside(Asked):
     """A sidecar with its engines. urls: one for each rank."""
 
-    fleet: Fleet
-    prefill: list[ScriptedEngine]
-    decode: list[ScriptedEngine]
     urls: list[str]
-    session: aiohttp.ClientSession
     #: Of the sidecar's own metrics; 0: none.
     metrics_port: int = 0
 
-    def header(self, number: int = 0) -> dict[str, str]:
-        return {"x-prefiller-host-port": f"127.0.0.1:{self.prefill[number].port}"}
-
-    async def ask(
-        self, headers: Headers | None = None, *, rank: int = 0, route: str = "", **fields: Any
-    ) -> tuple[int, Any]:
-        url = f"{self.urls[rank]}{route or '/v1/completions'}"
-        body = {**COMPLETION, **fields}
-        async with self.session.post(url, json=body, headers=headers) as answer:
-            return answer.status, await answer.json(content_type=None)
-
-    async def text(self, headers: Headers | None = None, **fields: Any) -> str:
-        status, answer = await self.ask(headers, **fields)
-        assert status == 200, answer
-        return answer["choices"][0]["text"]
+    def header(self, *numbers: int) -> dict[str, str]:
+        return {HEADER: ",".join(self.prefill[n].address for n in numbers or (0,))}
 
     async def get(self, path: str, rank: int = 0) -> tuple[int, Any]:
         async with self.session.get(f"{self.urls[rank]}{path}") as answer:
@@ -71,6 +54,14 @@ class Beside:
 
         await eventually(answered)
 
+    def legs(self) -> list[int]:
+        """Of the prefill engines."""
+        return [len(engine.legs) for engine in self.prefill]
+
+
+def prefillers(scheme: str = "http", **options: Any) -> EngineOptions:
+    return EngineOptions(url=f"{scheme}://localhost:1", role="prefill", **options)
+
 
 @asynccontextmanager
 async def beside(
@@ -84,56 +75,26 @@ async def beside(
     **config: Any,
 ) -> AsyncIterator[Beside]:
     """https: of all engines. options: of `ForwarderConfig`. engine: of the decode engine. config:
-    of `SidecarConfig`.
-
-    Fails if an engine has seen its protocol broken, or if a leg is left open.
-    """
-    fleet = Fleet()
+    of `SidecarConfig`."""
     async with AsyncExitStack() as stack:
-        tls = None if https is None else server_context(*https.files())
-        made: dict[str, list[ScriptedEngine]] = {"prefill": [], "decode": []}
-        for role, count in (("prefill", prefill), ("decode", ranks)):
-            for _ in range(count):
-                one = ScriptedEngine(fleet, role, HANDOVERS[protocol], tls=tls)  # type: ignore[arg-type]
-                made[role].append(await stack.enter_async_context(one))
-        config.setdefault(
-            "prefillers",
-            PrefillerOptions(transfer_port=made["prefill"][0].port)
-            if protocol == "mooncake"
-            else PrefillerOptions(),
+        made = await asked_engines(stack, protocol, prefill, ranks, https)
+        if protocol == "mooncake":
+            config["prefillers"] = prefillers(transfer_port=made["prefill"][0].port)
+        given = {"role": "decode", "transfer_host": "127.0.0.1", **(engine or {})}
+        forwarder = ForwarderConfig(
+            protocol=protocol,  # type: ignore[arg-type]
+            port=0,
+            engines=tuple(EngineOptions(url=one.url, **given) for one in made["decode"]),
+            **{"health_interval_s": 0.05, **(options or {})},
         )
-        sidecar = Sidecar(
-            SidecarConfig(
-                forwarder=ForwarderConfig(
-                    protocol=protocol,  # type: ignore[arg-type]
-                    port=0,
-                    engines=tuple(
-                        EngineOptions(
-                            url=one.url, role="decode", transfer_host="127.0.0.1", **(engine or {})
-                        )
-                        for one in made["decode"]
-                    ),
-                    **{"health_interval_s": 0.05, **(options or {})},
-                ),
-                **config,
-            )
-        )
+        sidecar = Sidecar(SidecarConfig(forwarder=forwarder, **config))
         stack.push_async_callback(sidecar.close)
         urls = await sidecar.start()
-        trusted = (
-            True if https is None else ssl.create_default_context(cafile=https.folder / "ca.pem")
-        )
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
-        )
-        b = Beside(
-            fleet, made["prefill"], made["decode"], urls, session, config.get("metrics_port", 0)
-        )
+        b = Beside(**made, url=urls[0], urls=urls, metrics_port=config.get("metrics_port", 0))
         for rank in range(ranks):
             await b.until("/ready", 200, rank)
         yield b
-        assert fleet.violations == []
-        await eventually(lambda: all(leg.ended is not None for leg in fleet.legs), 5)
+        await b.fleet.ends_well()
 
 
 @pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
@@ -142,43 +103,36 @@ async def test_the_named_engine_computes_the_prompt(name: str):
         for _ in range(3):  # a push is serial until its prefill engine is known
             assert await b.text(b.header()) == TEXT
         assert len(b.prefill[0].legs) == len(b.decode[0].legs) == 3
-        for leg in b.fleet.legs:
-            assert "x-prefiller-host-port" not in leg.headers
+        assert not any(HEADER in leg.headers for leg in b.fleet.legs)
 
 
-@pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
-async def test_without_the_header_the_decode_engine_is_alone(name: str):
-    async with beside(name) as b:
-        b.decode[0].handover = _anything
+async def test_without_the_header_the_decode_engine_is_alone():
+    """What only a forwarder may set is removed nevertheless."""
+    async with beside("sglang") as b:
+        b.decode[0].handover = anything
         assert await b.text() == TEXT
-        assert await b.text({"x-prefiller-host-port": " , "}) == TEXT
+        assert await b.text({HEADER: " , "}, kv_transfer_params={"do_remote_prefill": True}) == TEXT
         assert b.prefill[0].legs == []
-        assert b.decode[0].legs[0].body == COMPLETION
-
-
-async def _anything(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
-    return {}
+        assert [leg.body for leg in b.decode[0].legs] == [COMPLETION] * 2
 
 
 async def test_the_first_of_several_is_taken():
     async with beside(prefill=2) as b:
-        first, second = (f"127.0.0.1:{engine.port}" for engine in b.prefill)
-        name = "x-prefiller-host-port"
+        first, second = (engine.address for engine in b.prefill)
         for headers in (
-            {name: f"{first}, {second}"},
-            [(name, first), (name, second)],
-            {name: f"http://{first},{second}"},
+            {HEADER: f"{first}, {second}"},
+            [(HEADER, first), (HEADER, second)],
+            {HEADER: f"http://{first},{second}"},
         ):
             assert await b.text(headers) == TEXT
-        assert [len(engine.legs) for engine in b.prefill] == [3, 0]
+        assert b.legs() == [3, 0]
 
 
 async def test_one_of_several_is_drawn():
     async with beside(prefill=2, choice="random") as b:
-        both = ",".join(f"127.0.0.1:{engine.port}" for engine in b.prefill)
         for _ in range(40):  # all go to the same one in one of 10^11 runs
-            assert await b.text({"x-prefiller-host-port": both}) == TEXT
-        assert all(engine.legs for engine in b.prefill)
+            assert await b.text(b.header(0, 1)) == TEXT
+        assert all(b.legs())
 
 
 @pytest.mark.parametrize(
@@ -190,8 +144,8 @@ async def test_one_of_several_is_drawn():
 )
 async def test_foreign_hosts_are_refused(host: str):
     async with beside() as b:
-        for value in (f"{host}:80", f"127.0.0.1:{b.prefill[0].port},{host}:80"):
-            status, answer = await b.ask({"x-prefiller-host-port": value})
+        for value in (f"{host}:80", f"{b.prefill[0].address},{host}:80"):
+            status, answer = await b.ask(headers={HEADER: value})
             message = answer["error"]["message"]
             assert status == 403
             assert "10.0.0.0/8" in message and "--allow-prefiller" in message
@@ -200,60 +154,52 @@ async def test_foreign_hosts_are_refused(host: str):
 
 async def test_only_listed_hosts_are_accepted():
     async with beside(allowed=("10.1.0.0/16", "prefill-0")) as b:
-        status, answer = await b.ask(b.header())
+        status, answer = await b.ask(headers=b.header())
         assert status == 403 and "10.1.0.0/16, prefill-0" in answer["error"]["message"]
     async with beside(allowed=("127.0.0.1",)) as b:
         assert await b.text(b.header()) == TEXT
 
 
-@pytest.mark.parametrize("value", ["x", "127.0.0.1", ":80", "a:b", "u@h:1", "h:1/p", "h:99999"])
-async def test_malformed_names_are_refused(value: str):
+async def test_malformed_names_and_too_many_are_refused():
     async with beside() as b:
-        status, answer = await b.ask({"x-prefiller-host-port": value})
-        assert status == 400 and "expected HOST:PORT" in answer["error"]["message"]
+        for value in ("x", "127.0.0.1", ":80", "a:b", "u@h:1", "h:1/p", "h:99999"):
+            status, answer = await b.ask(headers={HEADER: value})
+            assert status == 400 and "expected HOST:PORT" in answer["error"]["message"]
+        value = ",".join(f"127.0.0.1:{port}" for port in range(1000, 1100))
+        status, answer = await b.ask(headers={HEADER: value})
+        assert status == 400 and "at most 64" in answer["error"]["message"]
         assert b.fleet.legs == []
 
 
-async def test_too_many_names_are_refused():
-    async with beside() as b:
-        value = ",".join(f"127.0.0.1:{port}" for port in range(1000, 1100))
-        status, answer = await b.ask({"x-prefiller-host-port": value})
-        assert status == 400 and "at most 64" in answer["error"]["message"]
-
-
-async def test_a_prefill_4xx_is_the_clients():
-    async with beside() as b:
-        b.prefill[0].faults.append(Fault("status", 422, body={"error": {"mine": 1}}))
-        assert await b.ask(b.header()) == (422, {"error": {"mine": 1}})
-        assert b.decode[0].legs == []
-
-
-@pytest.mark.parametrize("fault", [Fault("status", 500), Fault("before_head")])
-async def test_a_failed_prefill_leaves_the_decode_engine_alone(fault: Fault):
-    async with beside() as b:
-        b.prefill[0].faults.append(Fault(fault.stage, fault.status))
-        assert await b.text(b.header(), seed=1) == TEXT
-        assert b.decode[0].legs[0].body == {**COMPLETION, "seed": 1}
-
-
-async def test_a_prefill_failure_can_be_the_answer():
-    async with beside(options={"prefill_failure": "error"}) as b:
-        b.prefill[0].faults.append(Fault("status", 503))
-        status, _ = await b.ask(b.header())
-        assert status == 503 and b.decode[0].legs == []
-
-
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
-async def test_an_engine_that_is_not_there_costs_no_answer(name: str):
+async def test_an_engine_that_is_not_there_costs_no_answer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     async with beside(name) as b:
         header = b.header()
         await b.prefill[0].stop()
-        assert await b.text(header) == TEXT
-        assert await b.text(header) == TEXT
+        for _ in range(2):
+            assert await b.text(header) == TEXT
         await b.prefill[0].start()
+        assert await b.text(header) == TEXT
+        monkeypatch.setattr(header_placing, "AVOIDED_S", 0.0)
         async with asyncio.timeout(10):
             while not b.prefill[0].legs:  # it is used again, whatever happened before
                 assert await b.text(header) == TEXT
+
+
+async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with beside(options={"prefill_timeout_s": 0.5}) as b:
+        b.prefill[0].faults.append(Fault(hold=asyncio.Event()))
+        for _ in range(3):
+            assert await b.text(b.header()) == TEXT
+        assert b.legs() == [1]
+        monkeypatch.setattr(header_placing, "AVOIDED_S", 0.0)
+        for _ in range(2):
+            assert await b.text(b.header()) == TEXT
+        assert b.legs() == [3]
 
 
 async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
@@ -262,7 +208,7 @@ async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
         b.prefill[0].bootstrap_ids = {"0": {"engine_id": "another"}}
 
         async def is_told() -> bool:
-            await b.ask(b.header())
+            await b.ask(headers=b.header())
             return b.decode[0].legs[-1].params["remote_engine_id"] == "another"
 
         await eventually(is_told)
@@ -274,132 +220,91 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
     name: str, engines: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Each leg would reserve blocks of it that no decode engine takes."""
-    async with beside(name, metrics_port=reserved_port()) as b:
+    async with beside(name, prefill=2, metrics_port=reserved_port()) as b:
         for engine in (*b.prefill, *b.decode):
             engine.handover = HANDOVERS[engines]
         for _ in range(3):
             assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == 1
+        assert b.legs() == [1, 0]
         assert all(leg.params is None for leg in b.decode[0].legs)
         health, metrics = await b.own("/health"), await b.own("/metrics")
-        assert engines in json.loads(health)["unfit_prefillers"][f"127.0.0.1:{b.prefill[0].port}"]
+        assert engines in json.loads(health)["unfit_prefillers"][b.prefill[0].address]
         assert 'forward_answers_total{how="alone",reason="misfit"} 2.0' in metrics
+        # It still does not fit: it is asked once in a while.
+        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
+        assert await b.text(b.header()) == TEXT
+        monkeypatch.setattr(header_placing, "MISFIT_S", 3600.0)
         # It was started with the other connector; nobody has told the sidecar.
         for engine in (*b.prefill, *b.decode):
             engine.handover = HANDOVERS[name]
         assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == 1
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0, raising=False)
-        for _ in range(2):
-            assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == 3
-        assert json.loads(await b.own("/health"))["unfit_prefillers"] == {}
-
-
-async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    async with beside(options={"prefill_timeout_s": 0.5}) as b:
-        hold = asyncio.Event()
-        b.prefill[0].faults.append(Fault(hold=hold))
-        for _ in range(3):
-            assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == 1
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.AVOIDED_S", 0.0)
-        await b.prefill[0].stop()
-        b.prefill[0].legs.clear()
-        assert await b.text(b.header()) == TEXT  # refused
-        await b.prefill[0].start()
-        for _ in range(2):
-            assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == 2
-
-
-async def test_an_engine_that_still_does_not_fit_is_asked_once_in_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    async with beside(prefill=2) as b:
-        b.prefill[0].handover = HANDOVERS["nixl-push"]
-        assert await b.text(b.header()) == TEXT
+        assert b.legs() == [2, 0]
         # Another one that is named takes its place.
-        both = ",".join(f"127.0.0.1:{engine.port}" for engine in b.prefill)
-        assert await b.text({"x-prefiller-host-port": both}) == TEXT
-        assert [len(engine.legs) for engine in b.prefill] == [1, 1]
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0, raising=False)
-        assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 3600.0)
-        for _ in range(3):
+        assert await b.text(b.header(0, 1)) == TEXT
+        assert b.legs() == [2, 1]
+        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
+        for _ in range(2):
             assert await b.text(b.header()) == TEXT
-        assert [len(engine.legs) for engine in b.prefill] == [2, 1]
+        assert b.legs() == [4, 1]
+        assert json.loads(await b.own("/health"))["unfit_prefillers"] == {}
 
 
 async def test_an_engine_that_never_hands_over_gets_no_more_legs_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with beside() as b:
-
-        async def nothing(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
-            return {}
-
-        given, b.prefill[0].handover = b.prefill[0].handover, nothing
+        given, b.prefill[0].handover = b.prefill[0].handover, anything
         for _ in range(EMPTY_LEGS + 3):
             assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == EMPTY_LEGS
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0)
+        assert b.legs() == [EMPTY_LEGS]
+        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
         assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 3600.0)
+        monkeypatch.setattr(header_placing, "MISFIT_S", 3600.0)
         assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == EMPTY_LEGS + 1
+        assert b.legs() == [EMPTY_LEGS + 1]
         b.prefill[0].handover = given
-        monkeypatch.setattr("dynamo_lite.forward.sidecar.MISFIT_S", 0.0)
+        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
         for _ in range(2):
             assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == EMPTY_LEGS + 3
+        assert b.legs() == [EMPTY_LEGS + 3]
         assert b.decode[0].legs[-1].params is not None
 
 
 async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():
-    async with beside("sglang") as b:
-        header = b.header()
+    async with beside("sglang", prefill=2) as b:
         await b.prefill[0].stop()
-        status, answer = await b.ask(header)
+        status, answer = await b.ask(headers=b.header())
         assert status == 503 and "prefill" in answer["error"]["message"]
+        # It has just refused, so another one that is named is asked.
+        assert await b.text(b.header(0, 1)) == TEXT
+        assert b.legs() == [0, 1]
+        status, answer = await b.ask(headers=b.header(1), echo=True)
+        assert status == 501 and "cannot be handed over" in answer["error"]["message"]
 
 
 async def test_each_rank_has_a_port_and_the_header_chooses_one():
     async with beside(ranks=3) as b:
-        for rank in range(3):
-            assert await b.text(b.header(), rank=rank) == TEXT
+        for url in b.urls:
+            assert (await b.ask(headers=b.header(), url=url))[0] == 200
         assert [len(engine.legs) for engine in b.decode] == [1, 1, 1]
-        port = b.urls[2].rpartition(":")[2]
-        headers = {**b.header(), "x-data-parallel-host-port": f"10.0.0.7:{port}"}
-        assert await b.text(headers) == TEXT
-        assert await b.text({"x-data-parallel-host-port": f"10.0.0.7:{port}"}) == TEXT
+        third = {RANK: f"10.0.0.7:{b.urls[2].rpartition(':')[2]}"}
+        assert await b.text({**b.header(), **third}) == TEXT
+        assert await b.text(third) == TEXT
         assert [len(engine.legs) for engine in b.decode] == [1, 1, 3]
         for wrong in ("10.0.0.7:1", "x"):
-            status, answer = await b.ask({"x-data-parallel-host-port": wrong})
-            assert status == 400 and "x-data-parallel-host-port" in answer["error"]["message"]
-        assert "x-data-parallel-host-port" not in b.decode[2].legs[-1].headers
+            status, answer = await b.ask(headers={RANK: wrong})
+            assert status == 400 and RANK in answer["error"]["message"]
+        assert RANK not in b.decode[2].legs[-1].headers
 
 
 async def test_other_routes_pass_through():
     async with beside() as b:
-        status, answer = await b.ask(b.header(), route="/tokenize")
-        assert (status, answer) == (200, {"passed": "/tokenize", "body": COMPLETION})
-        assert await b.ask({"x-prefiller-host-port": "nonsense"}, route="/v1/embeddings") == (
-            200,
-            {"passed": "/v1/embeddings", "body": COMPLETION},
-        )
-        async with b.session.get(f"{b.urls[0]}/metrics") as page:
+        for headers in (b.header(), {HEADER: "nonsense"}):
+            passed = {"passed": "/tokenize", "body": COMPLETION}
+            assert await b.ask(headers=headers, route="/tokenize") == (200, passed)
+        async with b.session.get(f"{b.url}/metrics") as page:
             assert "vllm:num_requests_running" in await page.text()
         assert b.prefill[0].legs == []
-
-
-async def test_clients_cannot_hand_over_by_themselves():
-    async with beside() as b:
-        forged = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
-        assert await b.text(kv_transfer_params=forged) == TEXT
-        assert b.decode[0].legs[0].body == COMPLETION
 
 
 async def test_its_health_is_the_decode_engines():
@@ -408,47 +313,26 @@ async def test_its_health_is_the_decode_engines():
         await b.decode[0].stop()
         await b.until("/health", 503)
         _, facts = await b.get("/ready")
-        assert b.decode[0].url.removeprefix("http://") in facts["checks"]["engine"]["detail"]
+        assert b.decode[0].address in facts["checks"]["engine"]["detail"]
         assert (await b.get("/live"))[0] == 200
-        status, answer = await b.ask(b.header())
+        status, answer = await b.ask(headers=b.header())
         assert status == 503 and "decode engine" in answer["error"]["message"]
 
 
 async def test_many_engines_are_not_remembered_for_ever():
-    from dynamo_lite.forward.sidecar import MAX_PREFILLERS, Prefillers
-
     async def check(engine: object) -> None:
         raise AssertionError(engine)
 
-    known = Prefillers(PROTOCOLS["nixl"], PrefillerOptions(), check, every_s=1.0, first_number=1)
+    engines = (EngineOptions(url="http://localhost:1", role="decode"),)
+    config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
+    known = Prefillers(PROTOCOLS["nixl"], config, check)
     first = known.get("10.0.0.1:1")
-    numbers = {known.get(f"10.0.0.1:{port}").number for port in range(1, MAX_PREFILLERS + 1)}
+    ports = range(1, MAX_PREFILLERS + 1)
+    numbers = {known.get(f"10.0.0.1:{port}").engine.number for port in ports}
     assert known.get("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
     known.get("10.0.0.2:1")
     assert known.get("10.0.0.1:1") is first
-    assert known.get("10.0.0.1:2").number > max(numbers)
-
-
-async def test_an_engine_that_is_forgotten_during_its_check_leaves_nothing():
-    from dynamo_lite.forward.sidecar import MAX_PREFILLERS, Prefillers
-
-    answers, asked = asyncio.Event(), list[object]()
-
-    async def check(engine: object) -> None:
-        asked.append(engine)
-        await answers.wait()
-
-    protocol = PROTOCOLS["mooncake"]
-    known = Prefillers(protocol, PrefillerOptions(), check, every_s=1.0, first_number=1)
-    checks = [asyncio.create_task(known.prepare(f"10.0.0.1:{port}")) for port in (1, 2)]
-    await eventually(lambda: len(asked) == 2)
-    kept = known.get("10.0.0.1:2").number
-    for port in range(3, MAX_PREFILLERS + 2):
-        known.get(f"10.0.0.1:{port}")
-    answers.set()
-    await asyncio.gather(*checks)
-    assert list(known._checked) == [kept] and not known._checks
-    await known.close()
+    assert known.get("10.0.0.1:2").engine.number > max(numbers)
 
 
 async def test_it_speaks_https_to_all_sides(certificates: Certificates):
@@ -458,8 +342,8 @@ async def test_it_speaks_https_to_all_sides(certificates: Certificates):
         https=certificates,
         options={"tls_cert": cert, "tls_key": key},
         engine={"ca_file": ca},
-        prefillers=PrefillerOptions(https=True, ca_file=ca),
+        prefillers=prefillers("https", ca_file=ca),
     ) as b:
-        assert b.urls[0].startswith("https://")
+        assert b.url.startswith("https://")
         assert await b.text(b.header()) == TEXT
-        assert len(b.prefill[0].legs) == 1
+        assert b.legs() == [1]

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dynamo_lite.forward import health
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.policy.routing.forwarding import SentPrompts
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.scripted import CHAT, Fault, ScriptedEngine
@@ -62,24 +60,17 @@ async def quick(
     protocol: str = "nixl", *, timeout_s: float = TIMEOUT_S, **options: Any
 ) -> AsyncIterator[Rig]:
     """All engines are healthy."""
-    limits = {"health_timeout_s": timeout_s, "least_silence_s": 2 * timeout_s}
-    async with (
-        asyncio.timeout(90),
-        rig(protocol, health_interval_s=0.05, **limits, **options) as r,
-    ):
-        while not all(engine.usable for engine in r.engines.all):
-            await r.check()
-        yield r
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "CHECK_S", timeout_s)
+        patch.setattr(health, "SILENCE_S", 2 * timeout_s)
+        async with asyncio.timeout(90), rig(protocol, health_interval_s=0.05, **options) as r:
+            while not all(engine.usable for engine in r.engines.all):
+                await r.check()
+            yield r
 
 
 async def waits(engine: KnownEngine, legs: int = 1) -> None:
     await eventually(lambda: engine.legs >= legs, 30)
-
-
-async def checked(r: Rig, engine: KnownEngine, *, until: asyncio.Task[Any]) -> None:
-    """The engine is checked until the request has been answered."""
-    while not until.done():
-        await r.monitor.check(engine)
 
 
 async def fails(r: Rig, engine: KnownEngine, times: int) -> None:
@@ -89,54 +80,51 @@ async def fails(r: Rig, engine: KnownEngine, times: int) -> None:
         await r.monitor.check(engine)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_decode_leg_at_a_silent_engine_goes_to_another_one(still: Still, stream: bool):
-    async with quick(decode=2) as r:
-        still.paths[r.decode[0]] = ()
-        asked = asyncio.create_task(r.stream() if stream else r.text())
-        await waits(r.engines[1])
-        await checked(r, r.engines[1], until=asked)
+@pytest.mark.parametrize(
+    ("protocol", "leg", "decode"),
+    [
+        ("nixl", "decode", 2),
+        ("nixl", "streamed decode", 2),
+        ("nixl", "decode", 1),
+        ("nixl", "prefill", 1),
+        ("moriio-write", "prefill", 1),
+    ],
+)
+async def test_a_leg_at_a_silent_engine_is_given_up(
+    still: Still, protocol: str, leg: str, decode: int
+):
+    """A decode leg then goes to another engine, if there is one."""
+    async with quick(protocol, decode=decode) as r:
+        silent = r.engines.all[0 if leg == "prefill" else 1]
+        still.paths[(r.prefill if leg == "prefill" else r.decode)[0]] = ()
+        asked = asyncio.create_task(r.ask() if leg != "streamed decode" else r.stream())
+        await waits(silent)
+        while not asked.done():
+            await r.monitor.check(silent)
         answer = await asked
-        assert answer == TEXT or (isinstance(answer, bytes) and b"[DONE]" in answer)
-        assert r.forwarding.stats.failures == {("decode", "broken"): 1}
-        assert [len(engine.legs) for engine in r.decode] == [0, 1]
+        if isinstance(answer, bytes):
+            assert b"[DONE]" in answer
+        else:
+            assert answer[0] == (502 if leg == "decode" and decode == 1 else 200)
+        assert r.forwarding.stats.failures == {(leg.split()[-1], "broken"): 1}
+        if decode == 2:
+            assert [len(engine.legs) for engine in r.decode] == [0, 1]
         still.goes_on.set()
 
 
 async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still: Still):
     """Its first events have no output, so they are held back."""
     async with quick(decode=2) as r:
-        begun = _streams(r.decode[0], asyncio.Event(), every_s=None, event=ROLE)
+        begun = streams(r.decode[0], asyncio.Event(), every_s=None, event=ROLE)
         asked = asyncio.create_task(r.stream(route=CHAT))
         await asyncio.wait_for(begun.wait(), 30)
         still.paths[r.decode[0]] = ()
-        await checked(r, r.engines[1], until=asked)
+        while not asked.done():
+            await r.monitor.check(r.engines.all[1])
         shown = await asked
         assert b"[DONE]" in shown and shown.count(b'"role"') == 1
         assert r.forwarding.stats.failures == {("decode", "broken"): 1}
         assert [len(engine.legs) for engine in r.decode] == [1, 1]
-        still.goes_on.set()
-
-
-@pytest.mark.parametrize("protocol", ["nixl", "moriio-write"])
-async def test_a_prefill_leg_at_a_silent_engine_is_given_up(still: Still, protocol: str):
-    async with quick(protocol) as r:
-        still.paths[r.prefill[0]] = ()
-        asked = asyncio.create_task(r.text())
-        await waits(r.engines[0])
-        await checked(r, r.engines[0], until=asked)
-        assert await asked == TEXT
-        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
-        still.goes_on.set()
-
-
-async def test_without_another_engine_the_failure_is_the_answer(still: Still):
-    async with quick() as r:
-        still.paths[r.decode[0]] = ()
-        asked = asyncio.create_task(r.ask())
-        await waits(r.engines[1])
-        await checked(r, r.engines[1], until=asked)
-        assert (await asked)[0] == 502
         still.goes_on.set()
 
 
@@ -145,8 +133,8 @@ async def test_a_leg_at_an_engine_that_has_left_is_given_up_too(still: Still):
     async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.monitor:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
-        await waits(r.engines[1])
-        r.engines.remove(r.engines[1])
+        await waits(r.engines.all[1])
+        r.engines.remove(r.engines.all[1])
         assert await asked == TEXT
         still.goes_on.set()
 
@@ -157,10 +145,10 @@ async def test_an_engine_that_computes_for_long_and_checks_late_keeps_its_legs(s
         models = still.asked[r.decode[0], "/v1/models"]
         still.paths[r.decode[0]] = ("/health", "/v1/completions")
         asked = asyncio.create_task(r.text())
-        await waits(r.engines[1])
-        await fails(r, r.engines[1], 3)
+        await waits(r.engines.all[1])
+        await fails(r, r.engines.all[1], 3)
         assert still.asked[r.decode[0], "/v1/models"] > models
-        assert not r.engines[1].healthy and not asked.done()
+        assert not r.engines.all[1].healthy and not asked.done()
         still.goes_on.set()
         assert await asked == TEXT
         assert [len(engine.legs) for engine in r.decode] == [1, 0]
@@ -169,13 +157,13 @@ async def test_an_engine_that_computes_for_long_and_checks_late_keeps_its_legs(s
 async def test_an_engine_whose_stream_moves_keeps_its_waiting_legs(still: Still):
     async with quick() as r:
         moves = asyncio.Event()
-        streamed = _streams(r.decode[0], moves, every_s=TIMEOUT_S / 20)
+        streamed = streams(r.decode[0], moves, every_s=TIMEOUT_S / 20)
         moving = asyncio.create_task(r.stream())
         await asyncio.wait_for(streamed.wait(), 30)
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
-        await waits(r.engines[1], 2)
-        await fails(r, r.engines[1], 5)
+        await waits(r.engines.all[1], 2)
+        await fails(r, r.engines.all[1], 5)
         assert not asked.done() and not moving.done()
         still.goes_on.set()
         moves.set()
@@ -187,37 +175,21 @@ async def test_a_stream_that_has_begun_is_not_broken_off_by_silence(still: Still
     """Part of the answer is shown, so nothing could be repeated; it may still go on."""
     async with quick(decode=2) as r:
         moves = asyncio.Event()
-        streamed = _streams(r.decode[0], moves, every_s=None)
+        streamed = streams(r.decode[0], moves, every_s=None)
         begun = asyncio.create_task(r.stream())
         await asyncio.wait_for(streamed.wait(), 30)
         await eventually(lambda: r.answered, 30)
         models = still.asked[r.decode[0], "/v1/models"]
         still.paths[r.decode[0]] = ()
-        await fails(r, r.engines[1], 4)
+        await fails(r, r.engines.all[1], 4)
         assert still.asked[r.decode[0], "/v1/models"] > models
-        assert not begun.done() and not r.engines[1].healthy
+        assert not begun.done() and not r.engines.all[1].healthy
         moves.set()
         assert b"[DONE]" in await begun
         still.goes_on.set()
 
 
-async def test_checks_with_a_short_timeout_make_no_busy_engine_silent(still: Still):
-    """They keep new requests away from it. Its legs are given up by a limit of their own."""
-    async with quick(decode=2, timeout_s=GENEROUS_S) as r:
-        config = ForwarderConfig(engines=(r.engines[1].options,), health_timeout_s=0.05)
-        impatient = EngineMonitor(r.engines, r.upstream, config, SentPrompts(1))
-        still.paths[r.decode[0]] = ()
-        asked = asyncio.create_task(r.text())
-        await waits(r.engines[1])
-        for _ in range(10):
-            await impatient.check(r.engines[1])
-        assert not r.engines[1].healthy and not asked.done()
-        still.goes_on.set()
-        assert await asked == TEXT
-        assert [len(engine.legs) for engine in r.decode] == [1, 0]
-
-
-def _streams(
+def streams(
     engine: ScriptedEngine,
     ends: asyncio.Event,
     *,

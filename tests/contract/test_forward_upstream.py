@@ -1,6 +1,7 @@
 """The Forwarder's HTTP client, against a server that says exactly what a test scripts."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.forward import connection
+from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.nixl import PULL
-from dynamo_lite.forward.upstream import LegFailed, Upstream
+from dynamo_lite.forward.upstream import Upstream
 from tests.builders import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -48,13 +52,27 @@ class World:
     server: asyncio.Server
     requests: list[Served] = field(default_factory=list[Served])
 
-    async def get(self, path: str = "/x", method: str = "GET") -> tuple[int, bytes]:
-        answer = await self.upstream.open(self.engine, method, path)
-        return answer.status, await self.upstream.read(self.engine, answer)
+    async def open(
+        self, method: str = "GET", path: str = "/x", headers: Any = None, body: bytes | None = None
+    ) -> EngineAnswer:
+        url = f"{self.engine.base}{path}"
+        return await self.upstream.open(self.engine, "decode", method, url, headers, body)
+
+    async def get(self, method: str = "GET") -> tuple[int, bytes]:
+        answer = await self.open(method)
+        return answer.status, await answer.read()
+
+    @property
+    def connections(self) -> list[int]:
+        return [one.connection for one in self.requests]
+
+
+def known(number: int, port: int) -> KnownEngine:
+    return KnownEngine(number, EngineOptions(url=f"http://127.0.0.1:{port}", role="decode"), PULL)
 
 
 @asynccontextmanager
-async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> AsyncIterator[World]:
+async def world(*script: Script, idle_s: float = 5.0) -> AsyncIterator[World]:
     """A server that answers its requests by the script, one entry each; the last one repeats."""
     made: list[World] = []
     connections = 0
@@ -83,13 +101,9 @@ async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> As
             writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    engine = KnownEngine(0, EngineOptions(url=f"http://127.0.0.1:{port}", role="decode"), PULL)
+    engine = known(0, server.sockets[0].getsockname()[1])
     try:
-        async with (
-            Upstream(connect_s=2.0, idle_s=idle_s, left_s=left_s) as upstream,
-            asyncio.timeout(20),
-        ):
+        async with Upstream(idle_s) as upstream, asyncio.timeout(20):
             made.append(World(upstream, engine, server))
             yield made[0]
     finally:
@@ -98,22 +112,35 @@ async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> As
             await asyncio.wait(handlers, timeout=5)
 
 
-def says(*parts: bytes, close: bool = False) -> Script:
+def says(*parts: bytes, close: bool = False, hangs: bool = False) -> Script:
+    """hangs: until the other side closes the connection."""
+
     async def script(served: Served) -> None:
         await served.say(*parts)
+        if hangs:
+            await served.reader.read()
         if close:
             served.writer.close()
 
     return script
 
 
+@contextlib.contextmanager
+def fails(kind: str) -> Any:
+    with pytest.raises(LegFailed) as failed:
+        yield
+    assert failed.value.kind == kind
+
+
+async def drained() -> None: ...
+
+
 async def test_a_request_is_written_as_it_is_and_its_connection_used_again():
     async with world(says(HEALTHY)) as w:
-        headers = {"x-own": "ä"}
         for _ in range(3):
-            answer = await w.upstream.open(w.engine, "POST", "/p?q=1", headers, b"{}")
-            assert await w.upstream.read(w.engine, answer) == b"ok"
-        assert [one.connection for one in w.requests] == [1, 1, 1]
+            answer = await w.open("POST", "/p?q=1", {"x-own": "ä"}, b"{}")
+            assert await answer.read() == b"ok"
+        assert w.connections == [1, 1, 1]
         host = w.engine.name.encode()
         expected = (
             b"POST /p?q=1 HTTP/1.1\r\nhost: %s\r\nx-own: \xc3\xa4\r\ncontent-length: 2\r\n\r\n"
@@ -142,8 +169,8 @@ async def test_a_process_that_stands_still_does_not_blame_the_engine(
 @pytest.mark.parametrize("value", ["a\r\nx-evil: 1", "a\nb", "a\0b"])
 async def test_no_header_can_add_another_one(value: str):
     async with world(says(HEALTHY)) as w:
-        with pytest.raises(LegFailed):
-            await w.upstream.open(w.engine, "GET", "/", {"x": value})
+        with fails("broken"):
+            await w.open(headers={"x": value})
         assert w.requests == []
 
 
@@ -169,7 +196,7 @@ async def test_answers_in_all_their_forms():
 
 async def test_a_head_request_has_no_body_whatever_the_head_says():
     async with world(says(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n"), says(HEALTHY)) as w:
-        assert await w.get(method="HEAD") == (200, b"")
+        assert await w.get("HEAD") == (200, b"")
         assert await w.get() == (200, b"ok")
 
 
@@ -183,66 +210,51 @@ async def test_a_head_request_has_no_body_whatever_the_head_says():
         (CHUNKED, b"zz\r\n"),
         (CHUNKED, b"5\r\nabc"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",),
-        (b"HTTP/1.1 200 OK\r\nconte",),
         (),
     ],
 )
 async def test_what_is_no_whole_answer_is_broken(parts: tuple[bytes, ...]):
     async with world(says(*parts, close=True), says(HEALTHY)) as w:
-        with pytest.raises(LegFailed) as failed:
+        with fails("broken"):
             await w.get()
-        assert failed.value.kind == "broken"
         assert await w.get() == (200, b"ok")
 
 
 async def test_a_connection_with_more_than_the_answer_is_not_used_again():
     async with world(says(HEALTHY + b"HTTP/1.1 200 OK\r\n"), says(HEALTHY)) as w:
         assert [await w.get() for _ in range(2)] == [(200, b"ok")] * 2
-        assert [one.connection for one in w.requests] == [1, 2]
+        assert w.connections == [1, 2]
 
 
 async def test_only_what_is_safe_is_repeated_on_a_kept_connection_that_was_closed():
-    async def closes(served: Served) -> None:
-        served.writer.close()
-
+    closes = says(close=True)
     async with world(says(HEALTHY), closes, says(HEALTHY), closes) as w:
         for _ in range(2):
             assert await w.get() == (200, b"ok")
-        with pytest.raises(LegFailed):
-            await w.upstream.open(w.engine, "POST", "/", None, b"{}")
-        assert [one.connection for one in w.requests] == [1, 1, 2, 2]
+        with fails("broken"):
+            await w.open("POST", body=b"{}")
+        assert w.connections == [1, 1, 2, 2]
 
 
 async def test_a_whole_answer_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.forward.engine_answer.MAX_WHOLE_BYTES", 4, raising=False)
+    monkeypatch.setattr("dynamo_lite.forward.failures.MAX_WHOLE_BYTES", 4)
     small, large = (b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % n + b"x" * n for n in (4, 5))
     async with world(says(small), says(large), says(small)) as w:
         assert await w.get() == (200, b"xxxx")
-        with pytest.raises(LegFailed, match="larger than") as failed:
+        with fails("too_large"):
             await w.get()
-        assert failed.value.kind == "too_large"
         assert await w.get() == (200, b"xxxx")
 
 
-async def test_silence_has_an_end():
-    async def silent(served: Served) -> None:
-        await served.say(CHUNKED + b"1\r\na\r\n")
-        await served.reader.read()
-
-    async with world(silent, idle_s=0.5) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        assert await w.upstream.read_some(w.engine, answer) == b"a"
-        with pytest.raises(LegFailed) as failed:
-            await w.upstream.read_some(w.engine, answer)
-        assert failed.value.kind == "timeout"
-
-
-async def test_nobody_listens():
-    async with world(says(HEALTHY)) as w:
-        engine = KnownEngine(1, EngineOptions(url="http://127.0.0.1:1", role="decode"), PULL)
-        with pytest.raises(LegFailed) as failed:
-            await w.upstream.open(engine, "GET", "/")
-        assert failed.value.kind == "refused"
+async def test_silence_has_an_end_and_nobody_may_listen():
+    async with world(says(CHUNKED + b"1\r\na\r\n", hangs=True), idle_s=0.5) as w:
+        answer = await w.open()
+        assert await answer.read_some() == b"a"
+        with fails("timeout"):
+            await answer.read_some()
+        w.engine = known(1, 1)
+        with fails("refused"):
+            await w.open()
 
 
 async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
@@ -264,7 +276,7 @@ async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
                 await served.writer.drain()
 
     async with world(talks, idle_s=idle_s) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
+        answer = await w.open()
         got, waits = 0, 0
 
         def push(data: bytes) -> bool:
@@ -272,85 +284,47 @@ async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
             got += len(data)
             return waits > 0
 
-        async def drained() -> None:
+        async def room() -> None:
             nonlocal waits
             waits += 1
             await stalled.wait()
             await asyncio.sleep(1.2 * idle_s)  # longer than the engine might be silent
 
-        await w.upstream.pass_on(w.engine, answer, push, drained)
+        await answer.pass_on(push, room)
         assert (got, waits) == (total, 1)
 
 
+class Gone(Exception): ...
+
+
+def gone(_: bytes) -> bool:
+    raise Gone
+
+
 async def test_an_answer_that_is_closed_closes_its_connection():
-    gone = asyncio.Event()
-
-    async def talks(served: Served) -> None:
-        await served.say(CHUNKED)
-        await served.reader.read()
-        gone.set()
-
-    async with world(talks) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        answer.close()
-        await gone.wait()
-
-
-async def test_what_a_client_raises_ends_the_answer():
-    class Gone(Exception): ...
-
-    def push(_: bytes) -> bool:
-        raise Gone
-
-    async def drained() -> None: ...
-
-    gone = asyncio.Event()
+    """Also one whose client has gone."""
+    ended: list[int] = []
 
     async def talks(served: Served) -> None:
         await served.say(CHUNKED, b"1\r\na\r\n")
         await served.reader.read()
-        gone.set()
+        ended.append(served.connection)
 
     async with world(talks) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        with pytest.raises(Gone):
-            await w.upstream.pass_on(w.engine, answer, push, drained)
-        answer.close()
-        await gone.wait()
+        for number in (1, 2):
+            answer = await w.open()
+            if number == 2:
+                with pytest.raises(Gone):
+                    await answer.pass_on(gone, drained)
+            answer.close()
+            await eventually(lambda number=number: number in ended)
 
 
-async def test_what_a_client_raises_at_the_very_end_leaves_the_connection_whole():
-    class Gone(Exception): ...
-
-    begun = asyncio.Event()
-
-    def push(_: bytes) -> bool:
-        raise Gone
-
-    async def drained() -> None: ...
-
-    async def talks(served: Served) -> None:
-        await served.say(CHUNKED)
-        await begun.wait()
-        await served.say(b"1\r\na\r\n0\r\n\r\n")
-
-    async with world(talks, says(HEALTHY)) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        passing = asyncio.create_task(w.upstream.pass_on(w.engine, answer, push, drained))
-        await asyncio.sleep(0)  # it waits for the next piece
-        begun.set()
-        with pytest.raises(Gone):
-            await passing
-        other = await w.upstream.open(w.engine, "GET", "/")
-        answer.close()
-        assert await w.upstream.read(w.engine, other) == b"ok"
-        assert [one.connection for one in w.requests] == [1, 1]
-
-
-async def test_a_client_without_room_at_the_very_end_holds_up_no_other_request():
+async def test_what_a_client_does_at_the_very_end_holds_up_no_other_request():
+    """It raises, or has no room. The connection is used again."""
     begun, waits, room = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def drained() -> None:
+    async def no_room() -> None:
         waits.set()
         await room.wait()
 
@@ -359,24 +333,31 @@ async def test_a_client_without_room_at_the_very_end_holds_up_no_other_request()
         await begun.wait()
         await served.say(b"1\r\na\r\n0\r\n\r\n")
 
-    async with world(talks, says(HEALTHY)) as w:
-        answer = await w.upstream.open(w.engine, "GET", "/")
-        passing = asyncio.create_task(
-            w.upstream.pass_on(w.engine, answer, lambda _: False, drained)
-        )
-        await asyncio.sleep(0)  # it waits for the next piece
-        begun.set()
-        await waits.wait()
-        assert await w.get() == (200, b"ok")
+    async with world(talks, says(HEALTHY), talks, says(HEALTHY)) as w:
+        for raises in (True, False):
+            begun.clear()
+            answer = await w.open()
+            push, wait = (gone, drained) if raises else ((lambda _: False), no_room)
+            passing = asyncio.create_task(answer.pass_on(push, wait))
+            await asyncio.sleep(0)  # it waits for the next piece
+            begun.set()
+            if raises:
+                with pytest.raises(Gone):
+                    await passing
+            else:
+                await waits.wait()
+            other = await w.open()
+            if raises:
+                answer.close()  # the connection is not its own any more
+            assert await other.read() == b"ok"
         room.set()
         await passing
-        assert [one.connection for one in w.requests] == [1, 1]
+        assert w.connections == [1, 1, 1, 1]
 
 
-async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_for():
-    async def hangs(served: Served) -> None:
-        await served.reader.read()
-
+async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async def goes_on(served: Served) -> None:
         await served.say(CHUNKED)
         for _ in range(10):
@@ -384,20 +365,18 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
             await served.say(b"1\r\na\r\n")
         await served.say(b"0\r\n\r\n")
 
-    async with world(goes_on, hangs, left_s=1.0) as w:
-        draining = await w.upstream.open(w.engine, "GET", "/")
-        hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
+    monkeypatch.setattr(connection, "LEFT_S", 1.0)
+    async with world(goes_on, says(hangs=True)) as w:
+        draining = await w.open()
+        hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 2)
         w.server.close()
         for _ in range(2):
-            with pytest.raises(LegFailed) as refused:
+            with fails("refused"):
                 await w.get()
-            assert refused.value.kind == "refused"
-        with pytest.raises(LegFailed) as failed:
+        with fails("broken"):  # not a timeout: another engine may be asked
             await hanging
-        # Not a timeout: another engine may be asked.
-        assert failed.value.kind == "broken"
-        assert await w.upstream.read(w.engine, draining) == b"a" * 10
+        assert await draining.read() == b"a" * 10
 
 
 async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
@@ -411,13 +390,6 @@ async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
 
 
 async def test_only_answers_of_which_nothing_was_shown_are_given_up():
-    async def hangs(served: Served) -> None:
-        await served.reader.read()
-
-    async def only_a_head(served: Served) -> None:
-        await served.say(CHUNKED)
-        await served.reader.read()
-
     end = asyncio.Event()
 
     async def streams(served: Served) -> None:
@@ -425,22 +397,18 @@ async def test_only_answers_of_which_nothing_was_shown_are_given_up():
         await end.wait()
         await served.say(b"0\r\n\r\n")
 
-    async with world(streams, streams, only_a_head, hangs) as w:
-        begun = await w.upstream.open(w.engine, "GET", "/")
-        assert await w.upstream.read_some(w.engine, begun) == b"a"
+    async with world(streams, streams, says(CHUNKED, hangs=True), says(hangs=True)) as w:
+        begun, held_back = await w.open(), await w.open()
+        assert await begun.read_some() == await held_back.read_some() == b"a"
         begun.shown = True
-        held_back = await w.upstream.open(w.engine, "GET", "/")
-        assert await w.upstream.read_some(w.engine, held_back) == b"a"
-        headed = await w.upstream.open(w.engine, "GET", "/")
-        hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
+        headed = await w.open()
+        hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 4)
         heard_at = w.upstream.heard_at(w.engine)
         assert 0 < heard_at <= asyncio.get_running_loop().time()
         assert w.upstream.give_up(w.engine, "silent") == 3
-        legs = (w.upstream.read(w.engine, held_back), w.upstream.read(w.engine, headed))
-        for failing in (hanging, *legs):
-            with pytest.raises(LegFailed, match="silent") as failed:
+        for failing in (hanging, held_back.read(), headed.read()):
+            with fails("broken"):
                 await failing
-            assert failed.value.kind == "broken"
         end.set()
-        assert await w.upstream.read(w.engine, begun) == b""
+        assert await begun.read() == b""

@@ -68,23 +68,6 @@ async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers
         ]
 
 
-async def test_a_listed_engine_that_is_down_is_not_usable_and_one_that_has_left_is_gone(c: Cluster):
-    listed = await c.engine("decode")
-    forwarder = await c.forwarder(engines=[{"url": listed.url, "role": "decode"}], discover=True)
-    leaving = await c.join(await c.engine("prefill"))
-    await c.counts(forwarder, 1, 1)
-    async with Observer(c.store, c.namespace) as observer:
-        listed.healthy = False
-        down = RoleEngines(role="decode", known=1, usable=0)
-        joined = RoleEngines(role="prefill", known=1, usable=1)
-        seen = await until(observer, lambda seen: seen.engines == [joined, down])
-        assert [name for name, *_ in workers(seen)] == ["Forwarder", "PrefillEngine"]
-        await leaving.revoke()
-        await leaving.end()
-        seen = await until(observer, lambda seen: seen.engines == [down])
-        assert [name for name, *_ in workers(seen)] == ["Forwarder"]
-
-
 @contextlib.asynccontextmanager
 async def served(c: Cluster) -> AsyncIterator[str]:
     """The URL of the page, as a Frontend serves it."""

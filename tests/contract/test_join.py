@@ -76,19 +76,14 @@ async def test_its_load_is_that_of_the_engine(c: Cluster):
     assert (health["running"], health["waiting"]) == (3, 2)
 
 
-async def test_requests_that_do_not_end_are_waited_for_within_the_grace(c: Cluster):
+@pytest.mark.parametrize("stops", [True, False])
+async def test_only_the_requests_of_an_engine_that_runs_are_waited_for(c: Cluster, stops: bool):
+    """Within the grace."""
     engine = await c.engine("decode")
-    joined = await c.join(engine, grace_s=0.5)
+    joined = await c.join(engine, grace_s=60.0 if stops else 0.5)
     engine.load = (0, 1)
-    await joined.revoke()
-    assert await joined.end() == 0
-
-
-async def test_an_engine_that_has_ended_is_not_waited_for(c: Cluster):
-    engine = await c.engine("decode")
-    joined = await c.join(engine, grace_s=60.0)
-    engine.load = (1, 0)
-    await engine.stop()
+    if stops:
+        await engine.stop()
     await joined.revoke()
     assert await joined.end() == 0
 

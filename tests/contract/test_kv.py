@@ -361,7 +361,7 @@ async def test_a_load_that_becomes_too_old_moves_its_worker() -> None:
         Worker(messaging, store, "t", 2),
     ):
         silent.load = Load(prefill_tokens=5000)
-        picker = KvPicker(router.follower, KvRoutingOptions(), now=loop_time, uniform=lambda: 0.0)
+        picker = KvPicker(router.follower, KvRoutingOptions(), now=loop_time)
         router.follower.on_load(picker.reported)
         await router.settled()
         await asyncio.sleep(1.5)

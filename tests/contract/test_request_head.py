@@ -61,8 +61,8 @@ async def status(
 async def forwarder(
     https: Certificates | None = None, on_drop: OnDrop = uncounted
 ) -> AsyncIterator[int]:
-    trust = {"ca_file": str(https.folder / "ca.pem")} if https else None
-    async with rig(https=https, trust=trust, on_drop=on_drop) as r:
+    ca_file = str(https.folder / "ca.pem") if https else None
+    async with rig(https=https, ca_file=ca_file, on_drop=on_drop) as r:
         yield int(r.url.rpartition(":")[2])
 
 

@@ -1,7 +1,6 @@
 """NATS and etcd as compose starts them: real servers with the shipped files and made secrets."""
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +12,9 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.serve.embedded import program
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.builders import eventually
-from tests.deploy.compose import Compose, compose_at, planes
-from tests.process.command import VLLM_PATIENCE_S, run
+from tests.deploy.compose import Compose, planes
+from tests.process.command import run
 from tests.process.null_decode import PUSH_TIMEOUT_S
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
@@ -44,21 +41,6 @@ def nats_url(compose: Compose, name: str) -> str:
 
 def etcd_url(compose: Compose, name: str) -> str:
     return compose.environment(name)["DYNAMO_LITE_ETCD_URL"]
-
-
-def test_nats_server_takes_the_file(tmp_path: Path) -> None:
-    server = compose_at(tmp_path).nats()
-    server.port = 4222
-    server.write_config()
-
-    def checked() -> subprocess.CompletedProcess[str]:
-        command = [program("nats-server"), "-t", "-c", str(server.config_file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30)
-
-    assert "is valid" in checked().stderr
-    text = server.config_file.read_text()
-    server.config_file.write_text(text.replace("max_payload", "max_paylod"))
-    assert "max_paylod" in checked().stderr
 
 
 async def test_strangers_get_nothing(compose: Compose) -> None:
@@ -145,27 +127,6 @@ async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compo
         await eventually(refused)
 
 
-def test_users_are_made_once_and_a_changed_password_is_set(compose: Compose) -> None:
-    def make() -> None:
-        command = compose.command("etcd-users")
-        done = run(*command, "--component", "Router", timeout_s=VLLM_PATIENCE_S)
-        assert done.returncode == 0, done.stderr
-
-    make()
-    login = compose.secrets / "etcd-users" / f"{NAMESPACE}-Router"
-    before = login.read_text()
-    try:
-        login.chmod(0o600)
-        login.write_text(f"{NAMESPACE}-Router:another\n")
-        make()
-        server = etcd_url(compose, "operator").rpartition("&")[0]
-        listed = run("ps", "--namespace", NAMESPACE, "--etcd-url", f"{server}&login={login}")
-        assert listed.returncode == 0, listed.stderr
-    finally:
-        login.write_text(before)
-        make()
-
-
 def test_a_login_that_is_missing_is_named(compose: Compose, tmp_path: Path) -> None:
     command = compose.command("etcd-users")
     folder = f"--make={tmp_path}"
@@ -173,13 +134,3 @@ def test_a_login_that_is_missing_is_named(compose: Compose, tmp_path: Path) -> N
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert f"{tmp_path}/root cannot be read" in line
-
-
-async def test_the_lease_of_a_dead_process_is_revoked(compose: Compose) -> None:
-    """By the supervisor, over the JSON gateway, which is etcd's client with its certificate."""
-    url = etcd_url(compose, "decode")
-    key = names.endpoint_key(NAMESPACE, "VllmWorker", "x", 0x1A)
-    async with EtcdStore(url) as store, store.lease(60) as lease:
-        await store.put(key, b"1", lease=lease)
-        assert await LeaseRevoker(url, timeout_s=20).revoke(lease.id)
-        assert await store.get(key) is None

@@ -2,10 +2,8 @@
 
 import asyncio
 import ssl
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,11 +16,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
-from dynamo_lite.serve.embedded import program
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.startup_checks import queue_options
-from tests.deploy.containers import make_secrets
 from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
 from tests.deploy.kustomize import Resource, build
 from tests.process.null_decode import PUSH_TIMEOUT_S
@@ -59,20 +54,6 @@ def shipped_queue(overlay: str) -> QueueOptions:
     found = queue_options(config.services)
     assert found is not None
     return found
-
-
-def test_nats_server_takes_the_chart_s_configuration(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
-    make_secrets(cluster.secrets)
-    for server in cluster.nats():
-        server.write_config()
-        checked = subprocess.run(
-            [program("nats-server"), "-t", "-c", str(server.config_file)],
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert "is valid" in checked.stderr
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
@@ -171,13 +152,3 @@ async def route_answer(cluster: Cluster, secret: str) -> bytes:
 async def test_only_servers_reach_the_port_for_servers(cluster: Cluster) -> None:
     assert (await route_answer(cluster, "nats-tls")).startswith(b"INFO ")
     assert await route_answer(cluster, "dynamo-lite-tls") == b""
-
-
-async def test_the_lease_of_a_dead_process_is_revoked(urls: dict[str, dict[str, str]]) -> None:
-    """By the supervisor, over the JSON gateway, which is etcd's client with its certificate."""
-    url = urls["decode"]["DYNAMO_LITE_ETCD_URL"]
-    key = names.endpoint_key(NAMESPACE, "VllmWorker", "x", 0x1A)
-    async with EtcdStore(url) as store, store.lease(60) as lease:
-        await store.put(key, b"1", lease=lease)
-        assert await LeaseRevoker(url, timeout_s=20).revoke(lease.id)
-        assert await store.get(key) is None

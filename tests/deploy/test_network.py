@@ -71,26 +71,3 @@ def test_nobody_reaches_more_than_it_must(pods: dict[str, Pod], resources: list[
         for source, target in seen
     }
     assert seen == expected
-
-
-def test_without_a_policy_everything_is_open(
-    pods: dict[str, Pod], resources: list[Resource]
-) -> None:
-    policies = [
-        policy
-        for policy in of_kind(resources, "NetworkPolicy")
-        if policy["metadata"]["name"] != "etcd"
-    ]
-    assert reachable(pods["stranger"], pods["etcd"], policies) is ANY
-
-
-def test_the_policies_name_ports_that_exist(
-    pods: dict[str, Pod], resources: list[Resource]
-) -> None:
-    named = {
-        port["port"]
-        for policy in of_kind(resources, "NetworkPolicy")
-        for rule in policy["spec"]["ingress"]
-        for port in rule.get("ports", ())
-    }
-    assert named <= {port for pod in pods.values() for port in pod.ports}

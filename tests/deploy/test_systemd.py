@@ -89,9 +89,3 @@ def test_a_service_has_its_own_users_of_nats_and_etcd(instance: str, tmp_path: P
     assert {f"dynamo-lite-{instance}/nats-login", f"dynamo-lite-{instance}/etcd-login"} < {*files}
     for file in (*files, str(options["secret_file"]).removeprefix("/etc/dynamo-lite/")):
         assert (secrets / file).is_file()
-
-
-def test_the_environment_file_is_the_one_that_the_unit_reads() -> None:
-    assert unit(NAMES[1])["EnvironmentFile"] == "/etc/dynamo-lite/dynamo-lite.env"
-    named = set(re.findall(r"\$\{(\w+)\}", unit(NAMES[1])["ExecStart"]))
-    assert named == set(environment())

@@ -5,43 +5,30 @@ import asyncio
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.hosts import kv
-from tests.hosts.kv_scenarios import SCENARIOS as KV_SCENARIOS
+from tests.chaos.questions import right_answers
+from tests.hosts.kv import Kv, questions
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
-from tests.hosts.rig import NULL, VLLM, Rig, same_clocks
-from tests.hosts.scenarios import SCENARIOS, play
-from tests.hosts.wall import no_compiler
+from tests.hosts.rig import NULL, VLLM, VLLM_CONFIG, Rig, same_clocks
+from tests.hosts.scenarios import KV_SCENARIOS, SCENARIOS, play_all
 
 
-async def run(wanted: list[str], directory: Path) -> int:
+async def run(wanted: list[str], directory: Path, *, engines: bool) -> int:
     """Returns how many scenarios failed."""
-    failed = 0
     known = told_questions()
-    async with Rig(directory, NULL) as rig:
+    if engines:
+        known = await right_answers(directory, questions(), (VLLM.graph, VLLM_CONFIG), _say)
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(Rig(directory, VLLM if engines else NULL))
+        kv = await stack.enter_async_context(Kv(rig)) if engines else None
         _say(f"the hosts are up; logs in {directory}")
-        for name in wanted:
-            began = time.monotonic()
-            said: list[str] = []
-            trouble = await play(rig, SCENARIOS[name], known, said.append)
-            failed += bool(trouble)
-            verdict = "; ".join(trouble or ["right", *said])
-            _say(f"{name:36} {time.monotonic() - began:6.1f} s  {verdict}")
-    return failed
-
-
-async def run_engines(wanted: list[str], directory: Path) -> int:
-    """As `run`, with real engines and the scenarios of `kv_scenarios.py`."""
-    right = await kv.plain_answers(directory)
-    async with Rig(directory, VLLM) as rig:
-        _say(f"the hosts are up; logs in {directory}")
-        scenarios = {name: KV_SCENARIOS[name] for name in wanted}
-        return await kv.play_all(rig, right, scenarios, _say)
+        scenarios = KV_SCENARIOS if engines else SCENARIOS
+        return await play_all(rig, {name: scenarios[name] for name in wanted}, known, _say, kv)
 
 
 async def _until_told(running: Coroutine[Any, Any, int]) -> int:
@@ -83,12 +70,12 @@ def main() -> int:
     wanted = options.scenario or known
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--scenario {unknown[0]}: unknown; known: {', '.join(known)}")
-    for why in filter(None, (no_compiler(), same_clocks())):
+    if why := same_clocks():
         print(f"note: {why}; they are the same here", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
         directory = options.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        playing = run_engines(wanted, directory) if options.engines else run(wanted, directory)
+        playing = run(wanted, directory, engines=options.engines)
         try:
             failed = asyncio.run(_until_told(playing))
         except asyncio.CancelledError:

@@ -5,7 +5,6 @@ import itertools
 import secrets
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Self
 
 from dynamo_lite.protocol import names
@@ -16,40 +15,35 @@ from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
 from tests.chaos.client import Answer
 from tests.chaos.load import Load
-from tests.chaos.questions import Question
+from tests.chaos.questions import Known, Question
 from tests.hosts.program import Program
 from tests.hosts.rig import API_KEY, HTTP_PORT
 from tests.process.roles_graph import told
 from tests.vllm.asking import prompt_ids
 
 _PAUSE_S = 0.05
-#: Of each Frontend.
-_CLIENTS = 4
+#: Of each Frontend: so engines have prompts and answers in one step.
+_CLIENTS = 3
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is asked, and what is right, by the question's name."""
-
-    asked: list[Question]
-    right: dict[str, Answer]
+def question(seed: int, prompt_tokens: int, tokens: int) -> Question:
+    body = {
+        **{"model": "tiny", "prompt": prompt_ids(prompt_tokens, seed=seed), "max_tokens": tokens},
+        **{"temperature": 0, "ignore_eos": True, "return_token_ids": True},
+        **{"stream": True, "stream_options": {"include_usage": True}},
+    }
+    return Question(f"hosts-{seed}", body)
 
 
 def told_questions() -> Known:
     """Short answers, and some of 6 s, as the null engines give them."""
-    asked: list[Question] = []
+    lengths = (30, 60, 60, 120, 120, 300)
+    asked = [question(number, 20, tokens) for number, tokens in enumerate(lengths)]
     right: dict[str, Answer] = {}
-    for number, tokens in enumerate((30, 60, 60, 120, 120, 300)):
-        prompt = prompt_ids(20, seed=number)
-        body = {
-            **{"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0},
-            **{"ignore_eos": True, "return_token_ids": True},
-            **{"stream": True, "stream_options": {"include_usage": True}},
-        }
-        asked.append(one := Question(f"told-{number}", body))
-        wanted = [told(prompt, position) for position in range(tokens)]
+    for one, tokens in zip(asked, lengths, strict=True):
+        wanted = [told(one.body["prompt"], position) for position in range(tokens)]
         right[one.name] = Answer(tokens={0: wanted}, finish={0: "length"}, usage=tokens)
-    return Known(asked, right)
+    return asked, right
 
 
 class Clients:
@@ -76,8 +70,7 @@ class Clients:
     async def arrive(self) -> None:
         load = Load(
             HTTP_PORT,
-            self._known.asked,
-            self._known.right,
+            *self._known,
             seed=len(self._loads),
             clients=_CLIENTS,
             pause_s=_PAUSE_S,

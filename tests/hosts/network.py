@@ -127,16 +127,6 @@ class Host:
             assert time.monotonic() < deadline, f"processes of {self.name} do not end: {pids}"
             time.sleep(0.02)
 
-    def ports(self) -> list[int]:
-        """The TCP ports that other hosts reach."""
-        listed = _output(
-            *("nsenter", f"--net=/run/netns/{self.name}"),
-            *("ss", "--no-header", "--tcp", "-n", "--listening"),
-        )
-        places = [line.split()[3].rpartition(":") for line in listed.splitlines()]
-        reached = (self.address, "0.0.0.0", "*", "[::]")
-        return sorted({int(port) for address, _, port in places if address in reached})
-
     def _entered(self, process: "subprocess.Popen[bytes]") -> None:
         """Returns when the process is on this host, so that `kill` finds it, or has ended."""
         network = os.stat(f"/run/netns/{self.name}").st_ino

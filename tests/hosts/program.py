@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.builders import eventually
 from tests.hosts.network import Host
-from tests.hosts.release import CHECKOUT, Release
+from tests.process.command import ROOT
 
 _READY_S = 400.0
 _ENDED_S = 60.0
@@ -35,8 +35,6 @@ class Program:
     ready_line: str = ""
     #: Besides what all have.
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: What the next start runs.
-    release: Release = CHECKOUT
     _process: "subprocess.Popen[bytes] | None" = None
     _seen: int = 0
 
@@ -46,8 +44,8 @@ class Program:
 
     def start(self) -> None:
         self._seen = self.log.stat().st_size if self.log.exists() else 0
-        env = {**_ENVIRONMENT, "PYTHONPATH": str(self.release.packages), **self.env}
-        self._process = self.host.start(self.command, self.log, env=env, cwd=self.release.folder)
+        env = {**_ENVIRONMENT, **self.env}
+        self._process = self.host.start(self.command, self.log, env=env, cwd=ROOT)
 
     async def ready(self) -> None:
         """Raises AssertionError when it has ended instead."""
@@ -68,10 +66,9 @@ class Program:
         await eventually(lambda: process.poll() is not None, _ENDED_S)
         return process.returncode
 
-    async def upgrade(self, release: Release) -> None:
-        """Ends it in order and starts the release instead. Returns when it is ready."""
+    async def restart(self) -> None:
+        """Ends it in order and starts it again. Returns when it is ready."""
         assert await self.end() == 0, f"{self.name} has not ended in order"
-        self.release = release
         self.start()
         await self.ready()
 

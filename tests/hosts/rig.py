@@ -1,7 +1,6 @@
 """A graph on hosts of its own: three NATS servers, three etcd members, Frontends and workers."""
 
 import asyncio
-import json
 import re
 import secrets
 import ssl
@@ -14,34 +13,28 @@ from typing import Self
 
 import httpx
 
-from dynamo_lite.cli.access import chosen, nats_account, password_variable, user_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.framing import parse_address
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve import embedded
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run, write_private
 from tests.builders import eventually, graph_secret
 from tests.clusters import EtcdCluster, NatsCluster, etcd_arguments, nats_config
 from tests.external import Certificates
-from tests.hosts import wall
 from tests.hosts.network import Host, heal, hosts, partition
 from tests.hosts.program import Program
-from tests.hosts.release import Release, install
-from tests.least_rights import FOREIGN
-from tests.process.command import run
 from tests.vllm.graph import CACHE
 
 NAMESPACE = "hosts"
 HTTP_PORT = 8000
 #: Of the Frontends.
 API_KEY = secrets.token_hex(16)
-#: A component of another graph, with the least rights. It has the password of this one's login.
-FOREIGN_USER = "VllmWorker"
 #: A process that loads vLLM's modules on a busy machine must not lose it.
 LEASE_TTL_S = 10
-SERVER_PORTS = _NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
+_NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
 #: Of each kind, on hosts of their own.
 _SERVERS = 3
 _READY_S = 400.0
@@ -50,13 +43,11 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class Kind:
-    """What runs on the hosts. options: of every command. services: how many hosts of each. kv: the
-    workers whose engines have ports for KV."""
+    """What runs on the hosts. options: of every command. services: how many hosts of each."""
 
     graph: str
     options: tuple[str, ...]
     services: dict[str, int]
-    kv: tuple[str, ...] = ()
 
 
 NULL = Kind(
@@ -75,7 +66,6 @@ VLLM = Kind(
     graph="graphs.disagg:Frontend",
     options=("-f", VLLM_CONFIG, "--Common.queue.replicas=3"),
     services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
-    kv=("VllmWorker", "PrefillWorker"),
 )
 """vLLM with the tiny model; KV goes over TCP from host to host."""
 
@@ -96,11 +86,6 @@ def _own_clock(number: int) -> list[str]:
     return ["unshare", "--time", *clocks, "--fork", "--kill-child", "--"]
 
 
-def _wall_shift_s(number: int) -> int:
-    """How far the wall clock of a host is ahead: no two are closer than a minute."""
-    return 60 * number * (-1) ** number
-
-
 def _etcd_tls(certificates: Certificates) -> Iterator[str]:
     """Options: clients and members need a certificate of the authority."""
     certificate, key = certificates.files("server")
@@ -108,13 +93,6 @@ def _etcd_tls(certificates: Certificates) -> Iterator[str]:
         yield from (f"--{whose}cert-file", str(certificate), f"--{whose}key-file", str(key))
         yield from (f"--{whose}client-cert-auth", f"--{whose}trusted-ca-file")
         yield str(certificates.folder / "ca.pem")
-
-
-def _foreign_account(password: str) -> str:
-    """Of another graph on the same NATS servers, with one user."""
-    text = nats_account(FOREIGN, chosen(FOREIGN, [FOREIGN_USER]))
-    variable = password_variable(user_of(FOREIGN, FOREIGN_USER))
-    return text.replace(f"${variable}", f'"{password}"')
 
 
 @dataclass
@@ -127,25 +105,14 @@ class Rig:
     etcd: EtcdCluster[Program] = field(init=False)
     #: By service.
     services: dict[str, list[Program]] = field(init=False, default_factory=dict)
-    #: The library that shifts wall clocks; None without a compiler.
-    _wall: Path | None = field(init=False, default=None)
-    #: A host that none of the graph's processes knows.
-    stranger: Host = field(init=False)
-    _next_release: Release | None = field(init=False, default=None)
     _started: list[Program] = field(init=False, default_factory=list)
     _stack: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
 
-    def __post_init__(self) -> None:
-        self.directory = self.directory.resolve()  # a release has a working directory of its own
-
     async def __aenter__(self) -> Self:
-        if not wall.no_compiler():
-            self._wall = wall.build(self.directory)
         async with AsyncExitStack() as stack:
             stack.callback(self._reap)  # after the hosts have killed what runs there
-            needed = 2 * _SERVERS + sum(self.kind.services.values()) + 1
+            needed = 2 * _SERVERS + sum(self.kind.services.values())
             made = stack.enter_context(hosts(needed))
-            self.stranger = made.pop()
             login = ("graph", secrets.token_hex(16))
             write_private(self.directory / "login", ":".join(login).encode())
             certificates = self._certificates([host.address for host in made[: 2 * _SERVERS]])
@@ -171,12 +138,12 @@ class Rig:
         await self._stack.aclose()
 
     @property
-    def frontends(self) -> list[str]:
-        return [f"http://{one.host.address}:{HTTP_PORT}" for one in self.services["Frontend"]]
-
-    @property
     def programs(self) -> list[Program]:
         return [one for group in self.services.values() for one in group]
+
+    @property
+    def workers(self) -> list[Program]:
+        return [one for one in self.programs if one not in self.services["Frontend"]]
 
     @property
     def nats_hosts(self) -> list[Host]:
@@ -190,15 +157,19 @@ class Rig:
     def server_hosts(self) -> list[Host]:
         return [*self.nats_hosts, *self.etcd_hosts]
 
-    async def members(self) -> list[EndpointRecord]:
-        """The endpoints in etcd. Raises DynamoLiteError."""
+    async def leases(self) -> set[int]:
+        """Of the members, by the endpoints in etcd. Raises DynamoLiteError."""
         async with EtcdStore(self.etcd.url) as store:
             found = await store.get_prefix(names.components_prefix(NAMESPACE))
-        return [decode_json(value, EndpointRecord) for value in found.values()]
+        return {decode_json(value, EndpointRecord).lease_id for value in found.values()}
 
-    async def leases(self) -> set[int]:
-        """Of the members. Raises DynamoLiteError."""
-        return {member.lease_id for member in await self.members()}
+    async def stream_ports(self) -> list[tuple[Program, int]]:
+        """Of each decode worker: the port of its connections to Frontends."""
+        async with EtcdStore(self.etcd.url) as store:
+            found = await store.get_prefix(names.components_prefix(NAMESPACE))
+        streams = [decode_json(value, EndpointRecord).transport.stream for value in found.values()]
+        ports = dict(parse_address(stream) for stream in streams if stream)
+        return [(worker, ports[worker.host.address]) for worker in self.services["VllmWorker"]]
 
     async def revoke(self, lease_id: int) -> None:
         async with EtcdStore(self.etcd.url) as store:
@@ -253,22 +224,13 @@ class Rig:
             member.start()
             await self.etcd.healthy()
 
-    async def next_release(self) -> Release:
-        """Installed at the first call."""
-        if self._next_release is None:
-            self._next_release = await asyncio.to_thread(install, self.directory / "next")
-        return self._next_release
+    @property
+    def restarts(self) -> dict[str, int]:
+        return {program.name: program.restarts for program in self.programs}
 
-    async def versions(self) -> set[str]:
-        """What the members report in etcd, and `dynamo-lite ps` shows. Raises AssertionError when
-        they differ."""
-        await self.whole()
-        reported = {member.version for member in await self.members()}
-        servers = ("--etcd-url", self.etcd.url, "--namespace", NAMESPACE)
-        shown = await asyncio.to_thread(run, "ps", *servers, "--json")
-        assert shown.returncode == 0, shown.stderr
-        assert {one["version"] for one in json.loads(shown.stdout)} == reported
-        return reported
+    async def standing(self) -> tuple[dict[str, int], set[int]]:
+        """What changes when a process ends or a member leaves. Raises DynamoLiteError."""
+        return self.restarts, await self.leases()
 
     def _state(self, program: Program) -> RunState | None:
         """What its supervisor says."""
@@ -330,15 +292,12 @@ class Rig:
     ) -> NatsCluster[Program]:
         at = {f"n{number}": host for number, host in enumerate(made)}
         routes = {name: (host.address, _ROUTE_PORT) for name, host in at.items()}
-        foreign = _foreign_account(login[1])
         members: dict[str, Program] = {}
         for name, host in at.items():
             folder = self.directory / name
             folder.mkdir()
             config, place = folder / "nats.conf", (host.address, _NATS_PORT)
-            config.write_text(
-                nats_config(name, place, folder, routes, login, foreign, certificates)
-            )
+            config.write_text(nats_config(name, place, folder, routes, login, certificates))
             command = [embedded.program("nats-server"), "-c", str(config)]
             url = f"tls://{host.address}:{_NATS_PORT}"
             members[name] = Program(host, name, command, folder / "nats.log", url)
@@ -390,8 +349,6 @@ class Rig:
         else:
             command += [f"--{service}.ServiceArgs.workers=1"]
         env = {"VLLM_API_KEY": API_KEY} if service == "Frontend" else {}
-        if self._wall:
-            env |= wall.shifted(self._wall, _wall_shift_s(number))
         log = self.directory / f"{name}.log"
         return Program(host, name, command, log, ready_line=r" ready$|^ready ", env=env)
 

@@ -2,42 +2,41 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S
 from tests.builders import eventually
-from tests.hosts.load import Clients, Jobs, Known
+from tests.chaos.questions import Known
+from tests.hosts.kv import Kv
+from tests.hosts.load import Clients, Jobs
 from tests.hosts.network import Host
-from tests.hosts.ports_tried import stream_ports, try_every_port
-from tests.hosts.program import Program
-from tests.hosts.release import Release
 from tests.hosts.rig import HTTP_PORT, LEASE_TTL_S, Rig
-from tests.hosts.subjects import restarts, try_every_subject
-from tests.hosts.wires import tap_every_wire
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
-_AGAIN_S = 120.0
+_AGAIN_S = 240.0
 _SOME = 3
-#: Longer than it takes until requests leave a worker that cannot be reached.
-_PARTED_S = 12.0
+#: Longer than a lease, and than it takes until requests leave a worker that cannot be reached; and
+#: shorter than a lease.
+_LONG_S, _SHORT_S = LEASE_TTL_S + 2.0, LEASE_TTL_S / 2
 #: How late the kernel may notice, and `ss` may show, that a host is lost.
 _LATE_S = 8.0
 _LOOK_S = 0.5
 #: Longer than a request is under way to its Frontend.
 _ARRIVES_S = 0.3
+_QUEUE = names.prefill_stream("jobs")
 
 
 @dataclass
 class Stage:
-    """A rig under load. clients: of each Frontend. known: what they ask."""
+    """A rig under load. clients: of each Frontend. kv: of engines that compute."""
 
     rig: Rig
-    known: Known
     clients: list[Clients]
-    jobs: Jobs
+    kv: Kv | None = None
 
     async def goes_on(self, *without: Clients) -> None:
         """All clients but `without` have answers, and nobody waits for what is broken."""
@@ -54,68 +53,82 @@ class Stage:
             now = [one.right for one in asking]
             raise AssertionError(f"not {_SOME} more answers: {before}, now {now}") from exc
 
-    async def outlast_lease(self) -> None:
-        await asyncio.sleep(LEASE_TTL_S + 2)
-
-    async def worker_gone(self, restarts: int) -> None:
-        """Its lease has ended in etcd, and the process, which was restarted so often before, has
-        noticed it by its own clock."""
-        lease_id = self.rig.lease_of(self.worker)
-
-        async def gone() -> bool:
-            await asyncio.sleep(_LOOK_S)
-            return lease_id not in await self.rig.leases() and self.worker.restarts > restarts
-
-        try:
-            await eventually(gone, _AGAIN_S)
-        except TimeoutError as exc:
-            raise AssertionError(f"{self.worker.name} still has its lease") from exc
-
-    async def half_a_lease(self) -> None:
-        await asyncio.sleep(LEASE_TTL_S / 2)
-
-    @property
-    def worker(self) -> Program:
-        return self.rig.services["VllmWorker"][0]
-
-    @property
-    def frontends(self) -> list[Host]:
-        return [one.host for one in self.rig.services["Frontend"]]
+    async def in_order(self) -> None:
+        """Every process is a member, all clients have answers, and every decode engine has KV from
+        prefill workers."""
+        await self.rig.whole()
+        await self.goes_on()
+        if self.kv is not None:
+            await self.kv.prefilled_remotely()
 
 
 Scenario = Callable[[Stage], Awaitable[None]]
+Cut = Callable[[Rig], AbstractContextManager[None]]
 
 
-async def worker_host_vanishes(stage: Stage) -> None:
-    """No packet of a decode worker arrives; its streams go on elsewhere."""
-    await _until_the_worker_is_gone(stage, stage.rig.unplugged(stage.worker.host))
+def _until_gone(service: str, cut: Cut, *, number: int = 1, remote: bool = False) -> Scenario:
+    """Until the leases of the first so many workers have ended in etcd, and the processes, each by
+    its own clock, have noticed it: they end, and new ones join when they can. remote: prefill
+    workers are left for every decode engine."""
+
+    async def play(stage: Stage) -> None:
+        rig, before = stage.rig, stage.rig.restarts
+        workers = rig.services[service][:number]
+        lost = {rig.lease_of(one) for one in workers}
+
+        async def gone() -> bool:
+            await asyncio.sleep(_LOOK_S)
+            ended = all(one.restarts > before[one.name] for one in workers)
+            return ended and not lost & await rig.leases()
+
+        with cut(rig):
+            try:
+                await eventually(gone, _AGAIN_S)
+            except TimeoutError as exc:
+                raise AssertionError(f"workers still have their leases: {lost}") from exc
+            if remote and stage.kv is not None:
+                await stage.kv.prefilled_remotely()
+            await stage.goes_on()
+
+    return play
 
 
-async def _until_the_worker_is_gone(stage: Stage, cut: AbstractContextManager[None]) -> None:
-    """Longer than its lease: the process ends, and a new one joins when it can."""
-    before = stage.worker.restarts
-    with cut:
-        await stage.worker_gone(before)
-        await stage.goes_on()
+def _outlasted(cut: Cut, for_s: float = _LONG_S) -> Scenario:
+    """Longer than a lease, where no lease ends and no process: those who are parted are only silent
+    to each other."""
+
+    async def play(stage: Stage) -> None:
+        before = await stage.rig.standing()
+        with cut(stage.rig):
+            await asyncio.sleep(for_s)
+            await stage.goes_on()
+        await stage.in_order()
+        assert await stage.rig.standing() == before
+
+    return play
 
 
-async def _for_less_than_a_lease(stage: Stage, *cuts: AbstractContextManager[None]) -> None:
-    """One after the other: nobody ends, nobody leaves."""
-    before = restarts(stage.rig), await stage.rig.leases()
-    for cut in cuts:
-        await stage.rig.refreshed()
-        with cut:
-            await stage.half_a_lease()
-        await stage.goes_on()
-        assert (restarts(stage.rig), await stage.rig.leases()) == before
+def _shortly(*cuts: Cut) -> Scenario:
+    """For less than a lease, one after the other: nobody ends, nobody leaves."""
+
+    async def play(stage: Stage) -> None:
+        before = await stage.rig.standing()
+        for cut in cuts:
+            await stage.rig.refreshed()
+            with cut(stage.rig):
+                await asyncio.sleep(_SHORT_S)
+            await stage.goes_on()
+            assert await stage.rig.standing() == before
+
+    return play
 
 
-async def frontend_host_vanishes(stage: Stage) -> None:
+async def _frontend_host_vanishes(stage: Stage) -> None:
     """With its clients, so it goes on asking for their tokens. The workers, who send to it all the
     time, notice that nothing is acknowledged; the other Frontend's clients notice nothing."""
     gone = stage.clients[0]
     host = gone.frontend.host
-    ports = await stream_ports(stage.rig)
+    ports = await stage.rig.stream_ports()
 
     async def connected() -> bool:
         """A worker that is a member is connected to a moment later."""
@@ -142,187 +155,165 @@ async def frontend_host_vanishes(stage: Stage) -> None:
     await gone.arrive()
 
 
-async def server_hosts_vanish(stage: Stage) -> None:
+async def _server_hosts_vanish(stage: Stage) -> None:
     """The leader of the queue's stream and that of etcd at once."""
-    server = await stage.rig.nats.leader(names.prefill_stream("jobs"))
-    member = await stage.rig.etcd.leader()
-    leaders = stage.rig.nats.members[server].host, stage.rig.etcd.members[member].host
-    with stage.rig.unplugged(*leaders):
-        await stage.outlast_lease()
+    nats, etcd = stage.rig.nats, stage.rig.etcd
+    leaders = nats.members[await nats.leader(_QUEUE)], etcd.members[await etcd.leader()]
+    with stage.rig.unplugged(*(leader.host for leader in leaders)):
+        await asyncio.sleep(_LONG_S)
         await stage.goes_on()
 
 
-async def server_hosts_vanish_shortly(stage: Stage) -> None:
-    """All NATS servers and etcd members."""
-    await _for_less_than_a_lease(stage, stage.rig.unplugged(*stage.rig.server_hosts))
-
-
-async def worker_parted_from_servers_shortly(stage: Stage) -> None:
-    """Both directions, then each by itself."""
-    worker, servers = [stage.worker.host], stage.rig.server_hosts
-    await _for_less_than_a_lease(
-        stage,
-        stage.rig.parted(worker, servers),
-        stage.rig.deaf(worker, servers),
-        stage.rig.deaf(servers, worker),
-    )
-
-
-async def worker_parted_from_servers(stage: Stage) -> None:
-    cut = stage.rig.parted([stage.worker.host], stage.rig.server_hosts)
-    await _until_the_worker_is_gone(stage, cut)
-
-
-async def worker_parted_from_etcd(stage: Stage) -> None:
-    """NATS still carries its heartbeats."""
-    cut = stage.rig.parted([stage.worker.host], stage.rig.etcd_hosts)
-    await _until_the_worker_is_gone(stage, cut)
-
-
-async def worker_parted_from_etcd_shortly(stage: Stage) -> None:
-    cut = stage.rig.parted([stage.worker.host], stage.rig.etcd_hosts)
-    await _for_less_than_a_lease(stage, cut)
-
-
-async def worker_parted_from_nats(stage: Stage) -> None:
-    """Longer than a lease, which lives on in etcd: it is silent to the others, and nobody ends."""
-    before = restarts(stage.rig), await stage.rig.leases()
-    with stage.rig.parted([stage.worker.host], stage.rig.nats_hosts):
-        await stage.outlast_lease()
-        await stage.goes_on()
-    assert (restarts(stage.rig), await stage.rig.leases()) == before
-
-
-async def worker_hears_no_server(stage: Stage) -> None:
-    """What it sends arrives, so the servers still see its refreshes; the answers are lost."""
-    cut = stage.rig.deaf([stage.worker.host], stage.rig.server_hosts)
-    await _until_the_worker_is_gone(stage, cut)
-
-
-async def worker_reaches_no_server(stage: Stage) -> None:
-    cut = stage.rig.deaf(stage.rig.server_hosts, [stage.worker.host])
-    await _until_the_worker_is_gone(stage, cut)
-
-
-async def worker_parted_from_frontends(stage: Stage) -> None:
-    """All see it alive, and nobody who has requests can reach it."""
-    with stage.rig.parted([stage.worker.host], stage.frontends):
-        await asyncio.sleep(_PARTED_S)
-        await stage.goes_on()
-
-
-async def worker_hears_no_frontend(stage: Stage) -> None:
-    with stage.rig.deaf([stage.worker.host], stage.frontends):
-        await asyncio.sleep(_PARTED_S)
-        await stage.goes_on()
-
-
-async def frontends_hear_no_worker(stage: Stage) -> None:
-    """One of the workers."""
-    with stage.rig.deaf(stage.frontends, [stage.worker.host]):
-        await asyncio.sleep(_PARTED_S)
-        await stage.goes_on()
-
-
-async def nats_leader_killed(stage: Stage) -> None:
+async def _nats_leader_killed(stage: Stage) -> None:
     """Of the queue's stream."""
-    name = await stage.rig.nats.leader(names.prefill_stream("jobs"))
-    member = stage.rig.nats.members[name]
+    nats = stage.rig.nats
+    member = nats.members[await nats.leader(_QUEUE)]
     await member.kill()
     await stage.goes_on()
-    await stage.rig.nats.leader(names.prefill_stream("jobs"))  # another one
+    await nats.leader(_QUEUE)  # another one
     member.start()
-    await stage.rig.nats.current(names.prefill_stream("jobs"))
+    await nats.current(_QUEUE)
 
 
-async def etcd_leader_killed(stage: Stage) -> None:
-    member = stage.rig.etcd.members[await stage.rig.etcd.leader()]
+async def _etcd_leader_killed(stage: Stage) -> None:
+    etcd = stage.rig.etcd
+    member = etcd.members[await etcd.leader()]
     await member.kill()
     await stage.goes_on()
-    await stage.rig.etcd.leader()  # another one
+    await etcd.leader()  # another one
     member.start()
-    await stage.rig.etcd.healthy()
+    await etcd.healthy()
 
 
-async def rolling_restart(stage: Stage) -> None:
-    """Every server, then every worker and Frontend, in order, to a new release."""
-    await stage.rig.servers_restarted(names.prefill_stream("jobs"))
-    release = await stage.rig.next_release()
-    for worker in stage.rig.services["VllmWorker"]:
-        await worker.upgrade(release)
+async def _rolling_restart(stage: Stage) -> None:
+    """Every server, then every worker and Frontend, in order. The clients of a Frontend use the
+    other one meanwhile. It gives the answers that it has begun."""
+    await stage.rig.servers_restarted(_QUEUE)
+    for worker in stage.rig.workers:
+        await worker.restart()
         await stage.goes_on()
-    one, other = stage.clients
-    await _frontend_upgraded(stage, one, other.frontend, release)
-    await _frontend_upgraded(stage, other, one.frontend, release)
-    assert await stage.rig.versions() == {release.version}
+    for clients, others in (stage.clients, stage.clients[::-1]):
+        frontend = clients.frontend
+        clients.turn_to(others.frontend)
+        await asyncio.sleep(_ARRIVES_S)
+        assert frontend.host.serves(HTTP_PORT), "it ends without a stream"
+        await frontend.restart()
+        clients.turn_to(frontend)
+        await stage.goes_on()
 
 
-async def _frontend_upgraded(
-    stage: Stage, clients: Clients, other: Program, release: Release
-) -> None:
-    """Its clients use the other one meanwhile. It gives the answers that it has begun."""
-    frontend = clients.frontend
-    clients.turn_to(other)
-    await asyncio.sleep(_ARRIVES_S)
-    assert frontend.host.serves(HTTP_PORT), "it ends without a stream"
-    await frontend.upgrade(release)
-    clients.turn_to(frontend)
-    await stage.goes_on()
+async def _revoked_while_cut_off(stage: Stage) -> None:
+    """The lease of a prefill worker is revoked long before its fence closes, and it is back soon
+    after that."""
+    assert stage.kv is not None
+    victim, before = stage.rig.services["PrefillWorker"][0], stage.rig.restarts
+    lease = stage.rig.lease_of(victim)
+    with stage.rig.unplugged(victim.host):
+        await stage.rig.revoke(lease)
+        await asyncio.gather(asyncio.sleep(_LONG_S), stage.kv.prefilled_remotely())
+    await eventually(lambda: victim.restarts > before[victim.name], _AGAIN_S)
 
 
-async def stranger_tries_every_port(stage: Stage) -> None:
-    await try_every_port(stage.rig)
-    await stage.goes_on()
+def _decode(rig: Rig) -> list[Host]:
+    return [one.host for one in rig.services["VllmWorker"]]
 
 
-async def stranger_tries_every_subject(stage: Stage) -> None:
-    await try_every_subject(stage.rig)
-    await stage.goes_on()
+def _prefill(rig: Rig) -> list[Host]:
+    return [one.host for one in rig.services["PrefillWorker"]]
 
 
-async def every_wire_tapped(stage: Stage) -> None:
-    """While clients of the servers that are killed introduce themselves to the others."""
+def _frontends(rig: Rig) -> list[Host]:
+    return [one.host for one in rig.services["Frontend"]]
 
-    async def leaders_killed() -> None:
-        await nats_leader_killed(stage)
-        await etcd_leader_killed(stage)
 
-    prompts = [question.body["prompt"] for question in stage.known.asked]
-    hidden = {
-        "a job": stage.jobs.prefix.encode(),
-        "a subject in NATS": names.prefill_jobs_subject("jobs").encode(),
-    }
-    await tap_every_wire(stage.rig, prompts, hidden, leaders_killed)
+def _worker(rig: Rig) -> list[Host]:
+    """One of the decode workers."""
+    return _decode(rig)[:1]
 
+
+_FROM_SERVERS: tuple[Cut, ...] = (
+    lambda rig: rig.parted(_worker(rig), rig.server_hosts),
+    lambda rig: rig.deaf(_worker(rig), rig.server_hosts),
+    lambda rig: rig.deaf(rig.server_hosts, _worker(rig)),
+)
 
 SCENARIOS: dict[str, Scenario] = {
-    scenario.__name__.replace("_", "-"): scenario
-    for scenario in (
-        worker_host_vanishes,
-        frontend_host_vanishes,
-        worker_parted_from_servers_shortly,
-        worker_parted_from_servers,
-        worker_parted_from_etcd_shortly,
-        worker_parted_from_etcd,
-        worker_parted_from_nats,
-        worker_hears_no_server,
-        worker_reaches_no_server,
-        worker_parted_from_frontends,
-        worker_hears_no_frontend,
-        frontends_hear_no_worker,
-        nats_leader_killed,
-        etcd_leader_killed,
-        server_hosts_vanish,
-        server_hosts_vanish_shortly,
-        stranger_tries_every_port,
-        stranger_tries_every_subject,
-        every_wire_tapped,
-        rolling_restart,
-    )
+    "worker-host-vanishes": _until_gone("VllmWorker", lambda rig: rig.unplugged(*_worker(rig))),
+    "frontend-host-vanishes": _frontend_host_vanishes,
+    "worker-parted-from-servers-shortly": _shortly(*_FROM_SERVERS),
+    "worker-parted-from-servers": _until_gone("VllmWorker", _FROM_SERVERS[0]),
+    # What it sends arrives, so the servers still see its refreshes; the answers are lost.
+    "worker-hears-no-server": _until_gone("VllmWorker", _FROM_SERVERS[1]),
+    "worker-reaches-no-server": _until_gone("VllmWorker", _FROM_SERVERS[2]),
+    # NATS still carries its heartbeats.
+    "worker-parted-from-etcd": _until_gone(
+        "VllmWorker", lambda rig: rig.parted(_worker(rig), rig.etcd_hosts)
+    ),
+    "worker-parted-from-etcd-shortly": _shortly(
+        lambda rig: rig.parted(_worker(rig), rig.etcd_hosts)
+    ),
+    "worker-parted-from-nats": _outlasted(lambda rig: rig.parted(_worker(rig), rig.nats_hosts)),
+    "worker-parted-from-frontends": _outlasted(
+        lambda rig: rig.parted(_worker(rig), _frontends(rig))
+    ),
+    "worker-hears-no-frontend": _outlasted(lambda rig: rig.deaf(_worker(rig), _frontends(rig))),
+    "frontends-hear-no-worker": _outlasted(lambda rig: rig.deaf(_frontends(rig), _worker(rig))),
+    "nats-leader-killed": _nats_leader_killed,
+    "etcd-leader-killed": _etcd_leader_killed,
+    "server-hosts-vanish": _server_hosts_vanish,
+    "server-hosts-vanish-shortly": _shortly(lambda rig: rig.unplugged(*rig.server_hosts)),
+    "rolling-restart": _rolling_restart,
 }
 
 
-async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None]) -> list[str]:
+def _prefill_lost(cut: Cut) -> Scenario:
+    """One prefill worker; the other one goes on."""
+    return _until_gone("PrefillWorker", cut, remote=True)
+
+
+def _between(rig: Rig) -> AbstractContextManager[None]:
+    return rig.parted(_decode(rig), _prefill(rig))
+
+
+def _decode_hears_no_prefill(rig: Rig) -> AbstractContextManager[None]:
+    return rig.deaf(_decode(rig), _prefill(rig))
+
+
+def _prefill_hears_no_decode(rig: Rig) -> AbstractContextManager[None]:
+    return rig.deaf(_prefill(rig), _decode(rig))
+
+
+#: With engines that compute, and prefill workers.
+KV_SCENARIOS: dict[str, Scenario] = {
+    "one-decode-parted-from-one-prefill": _outlasted(
+        lambda rig: rig.parted(_decode(rig)[:1], _prefill(rig)[:1])
+    ),
+    "decode-parted-from-prefill-shortly": _shortly(
+        _between, _decode_hears_no_prefill, _prefill_hears_no_decode
+    ),
+    "decode-parted-from-prefill": _outlasted(_between),
+    "decode-hears-no-prefill": _outlasted(_decode_hears_no_prefill),
+    "prefill-hears-no-decode-for-long": _outlasted(_prefill_hears_no_decode, 2 * _LONG_S),
+    "prefill-parted-from-servers": _until_gone(
+        "PrefillWorker", lambda rig: rig.parted(_prefill(rig), rig.server_hosts), number=2
+    ),
+    "decode-parted-from-servers": _until_gone("VllmWorker", _FROM_SERVERS[0]),
+    "prefill-hears-no-server": _prefill_lost(
+        lambda rig: rig.deaf(_prefill(rig)[:1], rig.server_hosts)
+    ),
+    "workers-parted-from-nats": _outlasted(
+        lambda rig: rig.parted([*_worker(rig), *_prefill(rig)[:1]], rig.nats_hosts)
+    ),
+    "prefill-host-vanishes": _prefill_lost(lambda rig: rig.unplugged(*_prefill(rig)[:1])),
+    "prefill-host-vanishes-and-is-revoked": _revoked_while_cut_off,
+    "decode-host-vanishes": _until_gone("VllmWorker", lambda rig: rig.unplugged(*_worker(rig))),
+    "rolling-restart": _rolling_restart,
+}
+
+
+async def play(
+    rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None], kv: Kv | None = None
+) -> list[str]:
     """Runs it under load. What went wrong; empty if nothing did. say: gets what was asked."""
     clients = [Clients(one, known) for one in rig.services["Frontend"]]
     trouble: list[str] = []
@@ -332,11 +323,10 @@ async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], 
             jobs = await stack.enter_async_context(Jobs(rig.nats.url))
             for one in clients:
                 await stack.enter_async_context(one)
-            stage = Stage(rig, known, clients, jobs)
+            stage = Stage(rig, clients, kv)
             await stage.goes_on()
             await scenario(stage)
-            await rig.whole()
-            await stage.goes_on()
+            await stage.in_order()
             for one in clients:
                 one.stop()
             if missing := await jobs.missing(_AGAIN_S):
@@ -344,6 +334,27 @@ async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], 
         say(f"{sum(one.right for one in clients)} answers, {jobs}")
         if not jobs.pushed:
             trouble.append("no job was pushed")
-    except (AssertionError, TimeoutError) as exc:
+        if kv is not None:
+            say(await kv.at_rest())
+            trouble += kv.trouble()
+    except (AssertionError, TimeoutError, DynamoLiteError) as exc:
         trouble.append(repr(exc))
     return trouble + [problem for one in clients for problem in one.trouble()]
+
+
+async def play_all(
+    rig: Rig,
+    scenarios: Mapping[str, Scenario],
+    known: Known,
+    say: Callable[[str], None],
+    kv: Kv | None = None,
+) -> int:
+    """Returns how many scenarios failed."""
+    failed = 0
+    for name, scenario in scenarios.items():
+        began, said = time.monotonic(), list[str]()
+        trouble = await play(rig, scenario, known, said.append, kv)
+        failed += bool(trouble)
+        verdict = "; ".join(trouble or ["right", *said])
+        say(f"{name:36} {time.monotonic() - began:6.1f} s  {verdict}")
+    return failed

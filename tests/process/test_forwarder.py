@@ -3,30 +3,28 @@
 import asyncio
 import json
 import signal
-import subprocess
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from tests.builders import eventually
-from tests.forwarding import COMPLETION, TEXT
+from tests.forwarding import TEXT, Asked, asked_engines
 from tests.process.command import Serving, run, serving
 from tests.process.joining import joining
-from tests.scripted import Fault, Fleet, ScriptedEngine, nixl
+from tests.scripted import Fault
 
 GRAPH = "graphs.forward:Forwarder"
 
 
+#: Each request on a connection of its own: the kernel chooses a process for each.
+CLOSE = {"connection": "close"}
+
+
 async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
-    fleet = Fleet()
     async with AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(ScriptedEngine(fleet, role, nixl))
-            for role in ("prefill", "decode")
-        ]
+        made = await asked_engines(stack, "nixl", 1, 1, None)
+        engines = (*made["prefill"], *made["decode"])
         listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in engines)
         options = (
             *("-f", "configs/forward_nixl.yaml", "--Forwarder.port=0"),
@@ -34,123 +32,53 @@ async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
         )
         with serving(tmp_path, *options, graph=GRAPH) as graph:
             line = await asyncio.to_thread(graph.wait_line, "ready http")
-            url = line.split()[1]
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            await _until_each_uses(len(engines), session, _metrics_pages(graph))
-            assert (await _get(session, f"{url}/ready"))["ok"] is True
-            for _ in range(8):  # each on a connection of its own
-                async with session.post(
-                    f"{url}/v1/completions", json=COMPLETION, headers={"connection": "close"}
-                ) as answer:
-                    assert (await answer.json())["choices"][0]["text"] == TEXT
+            forwarder = Asked(**made, url=line.split()[1])
+            await _until_each_uses(len(engines), forwarder, _metrics_pages(graph))
+            assert '"ok":true' in await _page(forwarder, f"{forwarder.url}/ready")
+            for _ in range(8):
+                assert await forwarder.text(CLOSE) == TEXT
             listing = await asyncio.to_thread(run, "ps", "--json", "--state-dir", str(tmp_path))
             rows = json.loads(listing.stdout)
             assert [row["component"] for row in rows] == ["Forwarder", "Forwarder"]
             # A stream that is open when the graph is stopped is finished.
             draining = asyncio.Event()
             engines[1].faults.append(Fault(hold=draining))
-            asked = asyncio.create_task(_stream(session, url))
+            asked = asyncio.create_task(forwarder.stream())
             await eventually(lambda: len(engines[1].legs) >= 9, 20)
             graph.signal(signal.SIGINT)
             await asyncio.to_thread(graph.wait_line, "draining")
             draining.set()
             assert (await asked).endswith(b"[DONE]\n\n")
             assert await asyncio.to_thread(graph.end) == 0
-        assert fleet.violations == []
+        assert forwarder.fleet.violations == []
         for engine in engines:
             assert len(engine.legs) == 9
 
 
 async def test_engines_join_every_process_of_a_shared_port(tmp_path: Path):
     """Also: `join` finds etcd as other commands do."""
-    fleet = Fleet()
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(ScriptedEngine(fleet, "decode", nixl))
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        made = await asked_engines(stack, "nixl", 0, 1, None)
         options = ("--Forwarder.port=0", "--Forwarder.ServiceArgs.workers=2")
         with serving(tmp_path, *options, graph=GRAPH) as graph:
             line = await asyncio.to_thread(graph.wait_line, "ready http")
-            url = line.split()[1]
-            assert (await _get(session, f"{url}/ready"))["ok"] is False
-            with joining(engine, "--state-dir", str(tmp_path)) as process:
+            forwarder = Asked(**made, url=line.split()[1])
+            assert '"ok":false' in await _page(forwarder, f"{forwarder.url}/ready")
+            with joining(forwarder.decode[0], "--state-dir", str(tmp_path)) as process:
                 await process.joined()
                 pages = _metrics_pages(graph)
-                await _until_each_uses(1, session, pages)
+                await _until_each_uses(1, forwarder, pages)
                 async with asyncio.timeout(30):
-                    # The kernel chooses a process for each connection.
-                    while not all([ANSWERED in await _text(session, page) for page in pages]):
-                        async with session.post(
-                            f"{url}/v1/completions",
-                            json=COMPLETION,
-                            headers={"connection": "close"},
-                        ) as answer:
-                            assert (await answer.json())["choices"][0]["text"] == TEXT
+                    while not all([ANSWERED in await _page(forwarder, page) for page in pages]):
+                        assert await forwarder.text(CLOSE) == TEXT
                 process.signal(signal.SIGTERM)
                 assert await process.ended() == 0
 
             async def none_is_known() -> bool:
-                return not any([USABLE in await _text(session, page) for page in pages])
+                return not any([USABLE in await _page(forwarder, page) for page in pages])
 
             await eventually(none_is_known, 20)
-        assert fleet.violations == []
-
-
-async def test_ps_and_top_show_the_engines_of_a_graph_that_has_only_a_forwarder(tmp_path: Path):
-    """`ps` shows those that have joined; `top` also counts those that are listed."""
-    fleet = Fleet()
-    async with AsyncExitStack() as stack:
-        listed, joined = [
-            await stack.enter_async_context(ScriptedEngine(fleet, role, nixl))
-            for role in ("prefill", "decode")
-        ]
-        joined.load = (5, 6)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        options = (
-            *("--Forwarder.port=0", "--Forwarder.discover=true"),
-            f'--Forwarder.engines=[{{url: "{listed.url}", role: prefill}}]',
-        )
-        place = ("--state-dir", str(tmp_path))
-        with serving(tmp_path, *options, graph=GRAPH) as graph:
-            line = await asyncio.to_thread(graph.wait_line, "ready http")
-            url = line.split()[1]
-            with joining(joined, *place) as process:
-                told = await process.joined()
-                await _until_each_uses(2, session, _metrics_pages(graph, 1))
-                async with session.post(f"{url}/v1/completions", json=COMPLETION) as answer:
-                    assert (await answer.json())["choices"][0]["text"] == TEXT
-                rows = json.loads((await _run("ps", "--json", *place)).stdout)
-                assert [(row["component"], row["state"]) for row in rows] == [
-                    ("DecodeEngine", "ready"),
-                    ("Forwarder", "ready"),
-                ]
-                assert rows[0]["lease"] == told["lease"]
-                lines = await _top(*place)
-                assert [line.split()[0] for line in lines if told["lease"] in line] == [
-                    "DecodeEngine-0"
-                ]
-                assert "engines prefill 1 of 1 usable, decode 1 of 1 usable" in lines
-                [decode] = [line.split() for line in lines if line.startswith("DecodeEngine-0")]
-                assert decode[-3:-1] == ["5", "6"]
-                assert any(line.startswith("disaggregated ") for line in lines)
-                process.signal(signal.SIGTERM)
-                await _until_each_uses(1, session, _metrics_pages(graph, 1))
-                rows = json.loads((await _run("ps", "--json", *place)).stdout)
-                assert [row["component"] for row in rows] == ["Forwarder"]
-                assert "engines prefill 1 of 1 usable" in await _top(*place)
-                joined.load = (0, 0)
-                assert await process.ended() == 0
-        assert fleet.violations == []
-
-
-async def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(run, *command)
-
-
-async def _top(*place: str) -> list[str]:
-    """The lines of one frame, with single spaces."""
-    shown = await _run("top", "--once", "--interval", "0.2", *place)
-    assert shown.returncode == 0, shown
-    return [" ".join(line.split()) for line in shown.stdout.splitlines()]
+        assert forwarder.fleet.violations == []
 
 
 USABLE = "dynamo_lite_forward_engine_usable{"
@@ -166,28 +94,17 @@ def _metrics_pages(graph: Serving, workers: int = 2) -> list[str]:
     return [f"{entry['status_url']}/metrics" for entry in processes]
 
 
-async def _until_each_uses(engines: int, session: aiohttp.ClientSession, pages: list[str]) -> None:
+async def _until_each_uses(engines: int, forwarder: Asked, pages: list[str]) -> None:
     """Each process finds and tries the engines by itself, and any may get the next request."""
 
     async def uses(page: str) -> bool:
-        lines = (await _text(session, page)).splitlines()
+        lines = (await _page(forwarder, page)).splitlines()
         return sum(line.startswith(USABLE) and line.endswith(" 1.0") for line in lines) == engines
 
     for page in pages:
         await eventually(lambda page=page: uses(page), 30)
 
 
-async def _text(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(url) as answer:
+async def _page(forwarder: Asked, url: str) -> str:
+    async with forwarder.session.get(url) as answer:
         return await answer.text()
-
-
-async def _stream(session: aiohttp.ClientSession, url: str) -> bytes:
-    body = {**COMPLETION, "stream": True}
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        return await answer.read()
-
-
-async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, object]:
-    async with session.get(url) as answer:
-        return await answer.json()

@@ -30,8 +30,8 @@ def at(c: Cluster, etcd: str = "") -> tuple[str, ...]:
 async def test_the_usual_commands_show_it_and_a_revocation_drains_it(c: Cluster, tmp_path: Path):
     engine = await c.engine("prefill")
     engine.load = (1, 0)
-    place = ("--etcd-url", c.etcd_url, "--namespace", c.namespace)
-    with joining(engine, *at(c)) as process:
+    place = at(c)
+    with joining(engine, *place) as process:
         told = await process.joined()
         listed = await asyncio.to_thread(run, "ps", "--json", *place, "--state-dir", str(tmp_path))
         row = json.loads(listed.stdout)[0]
@@ -113,18 +113,6 @@ async def _answers(c: Cluster, url: str) -> bool:
         return False
 
 
-async def test_bad_input_ends_with_2():
-    ended = await asyncio.to_thread(
-        run, "join", "--url", "http://h", "--role", "encode", "--protocol", "nixl"
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.splitlines() == [
-        "error: --role encode: accepted are prefill, decode, prefill-decode, both",
-        "error: --url: expected http://HOST:PORT or https://HOST:PORT without a path, a query or"
-        " credentials",
-    ]
-
-
 async def test_an_etcd_out_of_reach_at_the_start_is_an_error(c: Cluster):
     engine = await c.engine("decode")
     with joining(engine, *at(c, "http://127.0.0.1:1")) as process:
@@ -139,10 +127,7 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
     await c.counts(forwarder, 1, 1)
     _, answer = await c.ask(forwarder)
     await c.ask(forwarder, n=2)
-    where = (
-        *("--etcd-url", c.etcd_url, "--namespace", c.namespace),
-        *("--state-dir", str(tmp_path)),
-    )
+    where = (*at(c), "--state-dir", str(tmp_path))
     shown = await asyncio.to_thread(run, "top", "--once", "--interval", "0.2", *where)
     lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     assert "engines prefill 1 of 1 usable, decode 1 of 1 usable" in lines

@@ -77,14 +77,3 @@ def test_when_no_write_succeeds_the_prompt_is_computed_once_for_all():
         await idle(pair)
 
     play(script, num_blocks=160)
-
-
-def test_few_blocks_preempt_siblings_and_change_no_token():
-    async def script(pair: Pair) -> None:
-        for name in NAMES:
-            await pair.submit(name, PROMPT, Sampling(max_tokens=30))
-        await pair.until(lambda: len(pair.ended) == 4)
-        assert same(pair)
-        await idle(pair)
-
-    play(script, num_blocks=44)

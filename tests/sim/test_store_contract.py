@@ -11,11 +11,10 @@ from dynamo_lite.runtime.store import Store
 from tests.contract import test_roster, test_store, test_store_outages
 from tests.contract.test_store_outages import EtcdRig, outage
 from tests.sim import contract
+from tests.sim.servers import SimEtcd
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd import EtcdServer
 from tests.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
-from tests.simulation.servers.etcd_data import EtcdData
 
 __all__ = ["outage"]
 
@@ -36,35 +35,6 @@ for name in _REAL_TIME:
     del globals()[name]
 
 
-class SimulatedEtcd:
-    """As `tests.servers.PrivateServer`, in a simulation."""
-
-    url = ETCD_URL
-
-    def __init__(self, network: Network):
-        self._network = network
-        self._data = EtcdData()
-        self._start()
-
-    async def kill(self) -> None:
-        self._process.kill()
-
-    async def restart(self, *, wiped: bool = False) -> None:
-        if wiped:
-            self._data = self._data.wiped()
-        self._start()
-
-    def freeze(self) -> None:
-        self._process.pause()
-
-    def thaw(self) -> None:
-        self._process.resume()
-
-    def _start(self) -> None:
-        self._process = self._network.loop.add_process("etcd")
-        EtcdServer(self._network, self._process, self._data)
-
-
 @pytest.fixture
 async def store(network: Network) -> AsyncIterator[Store]:
     async with EtcdStore(ETCD_URL, backend=etcd_backend(network)) as store:
@@ -72,7 +42,7 @@ async def store(network: Network) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-async def etcd_server(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> SimulatedEtcd:
+async def etcd_server(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> SimEtcd:
     """The suites' own stores are connected to it, too."""
     network = Network(loop)
 
@@ -81,7 +51,7 @@ async def etcd_server(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> Sim
 
     for suite in (test_store, test_roster, test_store_outages):
         monkeypatch.setattr(suite, "EtcdStore", connect)
-    return SimulatedEtcd(network)
+    return SimEtcd(network)
 
 
 @pytest.fixture

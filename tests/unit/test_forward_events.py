@@ -1,14 +1,21 @@
-"""Streams of engines, cut into whole events, and the errors among them."""
+"""Streams of engines, cut into whole events; the errors among them, and those before the first
+output."""
 
 import itertools
+import json
 import re
 
 import pytest
 
-from dynamo_lite.forward import engine_answer
-from dynamo_lite.forward.engine_answer import TooLarge
-from dynamo_lite.forward.event_cutter import EventCutter, ends_event, split
-from dynamo_lite.forward.events import error_of
+from dynamo_lite.forward.events import (
+    LIMIT_BYTES,
+    Beginning,
+    EventCutter,
+    ends_event,
+    error_of,
+    split,
+)
+from dynamo_lite.forward.rewriting import Changes
 
 STREAM = b"data: a\n\ndata: b\nid: 1\n\ndata: \n c\n\n: d\n\nrest"
 CRLF = STREAM.replace(b"\n", b"\r\n")
@@ -22,39 +29,28 @@ def whole(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [STREAM, CRLF, MIXED])
-@pytest.mark.parametrize("count", [1, 2])
-def test_wherever_a_stream_is_cut_only_whole_events_come_and_nothing_is_lost(
-    count: int, stream: bytes
-):
-    for cuts in itertools.combinations(range(1, len(stream)), count):
+def test_wherever_a_stream_is_cut_only_whole_events_come_and_nothing_is_lost(stream: bytes):
+    every = tuple(range(1, len(stream)))
+    for cuts in (every, *itertools.combinations(every, 1), *itertools.combinations(every, 2)):
         cutter, came, shown = EventCutter(), b"", b""
         for begin, end in itertools.pairwise((0, *cuts, len(stream))):
             came += stream[begin:end]
-            shown += cutter.feed(stream[begin:end])
+            events = cutter.feed(stream[begin:end])
+            assert not events or ends_event(events)
+            shown += events
             assert shown == whole(came), cuts
+            assert cutter.size == len(came) - len(shown)
         assert shown + cutter.flush() == stream
-        assert cutter.flush() == b""
+        assert cutter.flush() == b"" and cutter.size == 0
+    assert [one for one in split(whole(stream)) if one] == split(stream)[:-1]
 
 
-@pytest.mark.parametrize("stream", [STREAM, CRLF, MIXED])
-def test_a_stream_of_single_bytes_comes_event_by_event(stream: bytes):
-    cutter = EventCutter()
-    events = [found for byte in stream if (found := cutter.feed(bytes([byte])))]
-    assert len(events) == 4 and all(map(ends_event, events))
-    assert b"".join(events) == whole(stream) and not ends_event(cutter.flush())
-    assert [split(event) for event in events] == [[one, b""] for one in split(stream)[:-1]]
-
-
-def test_an_event_has_a_limit_and_a_stream_has_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_answer, "MAX_WHOLE_BYTES", 10)
-    cutter = EventCutter()
-    for _ in range(5):
-        assert cutter.feed(b"12345678") == b"" and cutter.feed(b"\n") == b""
-        assert cutter.feed(b"\n12") == b"12345678\n\n"
-        assert cutter.feed(b"\n\n") == b"12\n\n"
-    cutter.feed(b"1234567890")
-    with pytest.raises(TooLarge):
-        cutter.feed(b"1")
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_only_the_events_that_change_are_changed(end: bytes):
+    event = b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": 50}}}' + end
+    fixed = b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":3}}}' + end
+    other = b'data: {"choices": []}' + end
+    assert Changes(cached_tokens=3).events(other + event + other) == other + fixed + other
 
 
 def test_errors_are_known_in_all_their_forms():
@@ -65,3 +61,65 @@ def test_errors_are_known_in_all_their_forms():
         assert error_of(named) == b'{"type": "error"}'
     for other in (b'data: {"choices": [{"text": "{\\"error\\""}]}', b"data: [DONE]", b": x", b""):
         assert error_of(other) is None
+
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{}}\n\n'
+PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+START = b'event: message_start\ndata: {"type":"message_start","message":{"role":"x"}}\n\n'
+
+
+def chunk(delta: dict[str, object], **choice: object) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": delta, **choice}]}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("event", [ROLE + ROLE, CREATED + PROGRESS, START])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_without_output_are_held_back(event: bytes, line_end: bytes):
+    event = event.replace(b"\n", line_end)
+    for cut in range(1, len(event)):
+        beginning = Beginning()
+        assert not beginning.over(event[:cut]) and not beginning.over(event[cut:])
+        assert beginning.over(b'data: {"x":1}\n\n') and beginning.error is None
+        assert beginning.data == event + b'data: {"x":1}\n\n'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        chunk({"role": "assistant", "content": "a"}),
+        chunk({"role": "assistant", "tool_calls": [{"index": 0}]}),
+        chunk({"role": "assistant", "content": ""}, finish_reason="stop"),
+        chunk({"role": "assistant", "content": ""}, logprobs={"content": []}),
+        chunk({"content": ""}),
+        b'data: {"choices":[{"index":0,"text":"\\"role\\""}]}\n\n',
+        b'data: {"choices":[],"usage":{"role":1}}\n\n',
+        b'data: "role"\n\n',
+        b'data: {"role":\n\n',
+        b"data: [DONE]\n\n",
+        b": still there\n\n",
+    ],
+)
+def test_anything_else_is_output(event: bytes):
+    beginning = Beginning()
+    assert beginning.over(ROLE + event) and beginning.error is None
+
+
+@pytest.mark.parametrize("before", [b"", ROLE, CREATED + PROGRESS, START])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_an_error_in_place_of_the_output_is_seen(before: bytes, line_end: bytes):
+    event = b'event: error\ndata: {"type":"error","error":{}}\n\n'
+    beginning, late = Beginning(), Beginning()
+    assert beginning.over((before + event).replace(b"\n", line_end))
+    assert beginning.error == b'{"type":"error","error":{}}'
+    after = before + chunk({"content": "a"}) + event
+    assert late.over(after.replace(b"\n", line_end)) and late.error is None
+
+
+def test_what_is_held_back_is_bounded_and_has_lines_that_are_known():
+    beginning = Beginning()
+    assert not beginning.over(b'data: {"role":"' + b"x" * (LIMIT_BYTES - 100))
+    assert beginning.over(b"x" * 200)
+    assert Beginning().over(ROLE.replace(b"\n", b"\r"))
+    beginning = Beginning()
+    assert not beginning.over(b"data: 1\r") and beginning.over(b"data: 2\r")

@@ -1,4 +1,4 @@
-"""Which engines take the legs of a request, and what is read of engines."""
+"""Which engines there are, what is read of them, and which take the legs of a request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,49 +9,47 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers
 from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.choosing import (
+    BLOCK_BYTES,
+    EngineChooser,
+    SentPrompts,
+    Strategy,
+    no_prefill_reason,
+    text_chain,
+)
+from dynamo_lite.forward.discovery import Joined, sort_out
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
-from dynamo_lite.forward.event_cutter import EventCutter
+from dynamo_lite.forward.known_blocks import KnownBlocks
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.rewriting import Changes
-from dynamo_lite.forward.usage import cached_by_prefill
-from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote
-from dynamo_lite.policy.routing.forwarding import (
-    BLOCK_BYTES,
-    EngineChooser,
-    EngineView,
-    SentPrompts,
-    Strategy,
-    needs_prefill,
-    text_chain,
-)
+from dynamo_lite.forward.rewriting import cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.forwarding import LegCandidate
 from dynamo_lite.protocol.options import KvRoutingOptions
+from dynamo_lite.protocol.records import EndpointRecord, StockEngine
+from tests.builders import endpoint_record
 
 
-def chooser(strategy: Strategy, *chances: float, **options: Any) -> EngineChooser:
-    left = list(chances)
-    return EngineChooser(
-        strategy, KvRoutingOptions(**options), uniform=lambda: left.pop(0) if left else 0.0
-    )
+def chooser(strategy: Strategy, *drawn: int) -> EngineChooser:
+    left = list(drawn)
+    return EngineChooser("decode", strategy, KvRoutingOptions(), below=lambda n: left.pop(0))
 
 
-def chosen(one: EngineChooser, views: Sequence[EngineView], times: int = 1) -> list[int]:
-    found = [one.choose(views, 100) for _ in range(times)]
-    return [choice.view.engine for choice in found if choice is not None]
+def chosen(one: EngineChooser, able: Sequence[LegCandidate], times: int = 1) -> list[int]:
+    return [int(one.choose(able).engine) for _ in range(times)]
 
 
-def views(
+def able(
     *loads: int, matched: Sequence[int] = (), usage: Sequence[float] = ()
-) -> list[EngineView]:
+) -> list[LegCandidate]:
     return [
-        EngineView(
-            engine=number,
-            load=load,
-            matched=matched[number] if matched else 0,
+        LegCandidate(
+            engine=str(number),
+            load_tokens=load,
+            matched_tokens=matched[number] if matched else 0,
             kv_usage=usage[number] if usage else 0.0,
         )
         for number, load in enumerate(loads)
@@ -60,43 +58,34 @@ def views(
 
 def test_turns_are_fair_while_engines_come_and_go():
     one = chooser("round-robin")
-    three = views(0, 0, 0)
+    three = able(0, 0, 0)
     assert chosen(one, three, 4) == [0, 1, 2, 0]
     assert chosen(one, three[1:], 2) == [1, 2]
     assert chosen(one, three, 3) == [0, 1, 2]
+    one.forget("2")  # it has left
+    assert chosen(one, three) == [2]
 
 
-def test_nobody_and_only_one():
-    assert chooser("prefix").choose([], 1) is None
-    choice = chooser("random").choose(views(9), 1)
-    assert choice is not None and choice.reason == "only"
-
-
-def test_random_takes_each():
-    assert chosen(chooser("random", 0.0, 0.5, 0.99), views(0, 0, 0), 3) == [0, 1, 2]
-
-
-def test_least_load_takes_turns_among_equals_and_ignores_prefixes():
-    one = chooser("least-load")
-    assert chosen(one, views(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
-
-
-def test_a_prefix_is_worth_more_than_load_up_to_a_point():
+def test_the_other_strategies():
+    assert chooser("random").choose(able(9)).reason == "only"
+    assert chosen(chooser("random", 0, 1, 2), able(0, 0, 0), 3) == [0, 1, 2]
+    # Equally loaded ones take turns; prefixes are ignored.
+    assert chosen(chooser("least-load"), able(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
+    # A prefix is worth more than load, up to a point.
     one = chooser("prefix")
-    first = one.choose(views(50, 0, matched=(90, 0)), 100)
-    assert first is not None and (first.view.engine, first.reason) == (0, "prefix")
-    second = one.choose(views(500, 0, matched=(90, 0)), 100)
-    assert second is not None and (second.view.engine, second.reason) == (1, "balance")
+    for load, expected in ((50, (0, "prefix")), (500, (1, "balance"))):
+        choice = one.choose(able(load, 0, matched=(90, 0)))
+        assert (int(choice.engine), choice.reason) == expected
 
 
 def test_a_full_engine_gets_nothing_while_another_has_room():
     one = chooser("least-load")
-    assert chosen(one, views(0, 9, usage=(0.99, 0.1)), 2) == [1, 1]
-    assert chosen(one, views(0, 9, usage=(0.99, 0.99))) == [0]
+    assert chosen(one, able(0, 9, usage=(0.99, 0.1)), 2) == [1, 1]
+    assert chosen(one, able(0, 9, usage=(0.99, 0.99))) == [0]
 
 
 def test_engines_hold_the_prompts_that_they_were_sent():
-    sent = SentPrompts(100)
+    sent = SentPrompts()
     prompt = bytes(range(256)) * 4
     sent.sent(1, text_chain(prompt))
     longer = text_chain(prompt + b"x" * 300)
@@ -108,25 +97,26 @@ def test_engines_hold_the_prompts_that_they_were_sent():
 
 
 @pytest.mark.parametrize(
-    ("limit", "prompt", "cached", "engines", "verdict"),
+    ("limit", "prompt", "cached", "engines", "reason"),
     [
-        (0, 1, 0, 1, Remote(DecisionReason.LONG)),
-        (0, 1, 1, 1, Remote(DecisionReason.LONG)),
-        (0, 9, 0, 0, Local(DecisionReason.NO_PREFILL_WORKER)),
-        (100, 100, 0, 1, Local(DecisionReason.SHORT)),
-        (100, 101, 0, 1, Remote(DecisionReason.LONG)),
-        (100, 500, 450, 1, Local(DecisionReason.CACHED)),
-        (100, 500, 450, 0, Local(DecisionReason.NO_PREFILL_WORKER)),
+        (0, 1, 1, 1, ""),
+        (0, 9, 0, 0, "no_prefill_worker"),
+        (100, 100, 0, 1, "short"),
+        (100, 101, 0, 1, ""),
+        (100, 500, 450, 1, "cached"),
+        (100, 500, 450, 0, "no_prefill_worker"),
     ],
 )
-def test_the_decider(limit: int, prompt: int, cached: int, engines: int, verdict: Any):
-    found = needs_prefill(
+def test_which_prompts_get_a_prefill_leg(
+    limit: int, prompt: int, cached: int, engines: int, reason: str
+):
+    found = no_prefill_reason(
         prompt_tokens=prompt,
         cached_tokens=cached,
         prefill_engines=engines,
         max_local_prefill_length=limit,
     )
-    assert found == verdict
+    assert found == reason
 
 
 def test_load_is_read_of_vllm_and_sglang():
@@ -140,45 +130,39 @@ def test_load_is_read_of_vllm_and_sglang():
         'vllm:kv_cache_usage_perc{engine="1"} 0.5\n'
     )
     assert parse_load(vllm) == StockEngineLoad(6, 0.5, waiting=2)
-    assert parse_load("sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n") == StockEngineLoad(
-        3, 0.0, 1
-    )
+    sglang = "sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n"
+    assert parse_load(sglang) == StockEngineLoad(3, 0.0, 1)
     assert parse_load("process_cpu_seconds_total 1\nvllm:num_requests_running x\n") is None
-
-
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e400", "-1"])
-def test_numbers_that_are_no_load_are_skipped(value: str):
-    page = f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
-    assert parse_load(page) is None
-    assert parse_load(f"{page}vllm:num_requests_waiting 2\n") == StockEngineLoad(2, 0.0, waiting=2)
+    for value in ("NaN", "+Inf", "-Inf", "1e400", "-1"):
+        page = f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
+        assert parse_load(page) is None
+        waiting = f"{page}vllm:num_requests_waiting 2\n"
+        assert parse_load(waiting) == StockEngineLoad(2, 0.0, waiting=2)
 
 
 def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> KnownEngine:
-    options = EngineOptions(url="http://10.0.0.1:8000", role=role, **fields)
+    options = EngineOptions(**{"url": "http://10.0.0.1:8000", "role": role, **fields})
     return KnownEngine(0, options, PROTOCOLS[protocol])
 
 
-def placer(config: ForwarderConfig) -> tuple[Placer, KnownEngines]:
+def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
     """With healthy engines."""
+    listed = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
+    config = ForwarderConfig(engines=tuple(listed), **options)
     protocol = PROTOCOLS[config.protocol]
     engines = KnownEngines(config.engines, protocol)
     for one in engines.all:
         one.passed()
-    return Placer(engines, protocol, config, SentPrompts(100), uniform=lambda: 0.0), engines
+    return Placer(engines, protocol, config, SentPrompts(), KnownBlocks()), engines
 
 
 def request(**fields: Any) -> ClientRequest:
     return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
 
 
-def configured(*roles: Any, **options: Any) -> ForwarderConfig:
-    engines = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
-    return ForwarderConfig(engines=tuple(engines), **options)
-
-
 @pytest.mark.parametrize("when", ["batch", "staged"])
 def test_an_engine_with_both_roles_takes_one_leg_of_a_request(when: Any):
-    one, _ = placer(configured("prefill-decode", "prefill-decode", choose_decode=when))
+    one, _ = placer("prefill-decode", "prefill-decode", choose_decode=when)
     for _ in range(4):
         tried = Tried()
         placed = one.place(request(), tried)
@@ -187,10 +171,7 @@ def test_an_engine_with_both_roles_takes_one_leg_of_a_request(when: Any):
         assert placed.prefill is not decode
     alone = one.place(request(n=2), Tried())
     assert (alone.prefill, alone.alone) == (None, "n")
-
-
-def test_a_lone_engine_with_both_roles_does_everything():
-    one, _ = placer(configured("prefill-decode"))
+    one, _ = placer("prefill-decode")  # a lone one does everything
     placed = one.place(request(), Tried())
     assert placed.prefill is None and placed.decode is not None
     assert placed.alone == "no_prefill_worker"
@@ -198,34 +179,32 @@ def test_a_lone_engine_with_both_roles_does_everything():
 
 def test_staged_choice_is_not_for_protocols_that_name_the_decode_engine_first():
     for name, staged in (("nixl", True), ("moriio-read", False), ("mooncake", False)):
-        one, engines = placer(
-            configured("prefill", "decode", protocol=name, choose_decode="staged")
-        )
-        engines[0].engine_ids = {0: "e"}
+        one, engines = placer("prefill", "decode", protocol=name, choose_decode="staged")
+        engines.all[0].engine_ids = {0: "e"}
         placed = one.place(request(), Tried())
-        assert placed.prefill is engines[0] and (placed.decode is None) is staged
+        assert placed.prefill is engines.all[0] and (placed.decode is None) is staged
 
 
 def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
-    one, engines = placer(configured("prefill", "decode", "prefill-decode", protocol="sglang"))
+    one, engines = placer("prefill", "decode", "prefill-decode", protocol="sglang")
     for _ in range(3):
-        assert one.place(request(echo=True), Tried()).decode is engines[2]
+        assert one.place(request(echo=True), Tried()).decode is engines.all[2]
     # Without a prefill engine that is left, too.
-    assert one.place(request(), Tried(prefill={0, 2})).decode is engines[2]
-    engines[2].failed("gone", at_once=True)
+    assert one.place(request(), Tried(prefill={0, 2})).decode is engines.all[2]
+    engines.all[2].failed("gone", at_once=True)
     with pytest.raises(NoWorkers):
         one.place(request(echo=True), Tried())
-    only_pair, _ = placer(configured("prefill", "decode", protocol="sglang"))
+    only_pair, _ = placer("prefill", "decode", protocol="sglang")
     with pytest.raises(CannotServe, match="echo"):
         only_pair.place(request(echo=True), Tried())
 
 
 def test_other_requests_are_those_beyond_ours():
     one = engine()
-    with one.leg(10), one.leg(5) as second:
+    with one.leg(10), one.leg(5) as computed:
         one.reported(StockEngineLoad(5, 0.5))
         assert (one.other_requests, one.waiting_tokens) == (3, 15)
-        second.answered()
+        computed()
         assert one.waiting_tokens == 10
     assert (one.legs, one.waiting_tokens) == (0, 0)
 
@@ -239,14 +218,27 @@ def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     assert one.passed() and one.failed("refused", at_once=True)
 
 
+def test_an_identity_that_comes_back_is_another_rank_s():
+    one = engine("prefill", "nixl-push")
+    first, second = {"remote_engine_id": "a"}, {"remote_engine_id": "b"}
+    for identity in (first, None, first, second, second):
+        one.learned(identity)
+        assert (one.varies, one.peer.identity) == (False, identity)
+    one.learned(first)
+    assert one.varies and one.peer.identity is None
+    assert one.protocol.order_for(one.peer) == "serial"
+    one.forget()
+    one.learned(first)
+    assert not one.varies and one.peer.identity == first
+
+
 def test_where_a_handover_listens():
     assert engine(protocol="mooncake").transfer_address == ("10.0.0.1", 8998)
-    assert engine(protocol="kvt-batch").transfer_address == ("10.0.0.1", 28000)
-    own = engine(protocol="mooncake", transfer_host="10.1.0.1", transfer_port=7)
-    assert own.transfer_address == ("10.1.0.1", 7)
-
-
-def test_a_handover_listens_where_an_engine_can_connect_to():
+    for port, kvt in ((8000, 28000), (45535, 65535)):
+        at = engine(protocol="kvt-batch", url=f"http://10.0.0.1:{port}")
+        assert at.transfer_address == ("10.0.0.1", kvt)
+    own = engine(protocol="kvt-batch", url="http://a:50000", transfer_host="b", transfer_port=7)
+    assert own.transfer_address == ("b", 7)
     for good in ("10.1.0.1", "fe80::1", "decode-0.decode.prod.svc.cluster.local", "node_7", "h."):
         assert engine(transfer_host=good).transfer_address[0] == good
     for bad in ("", "0.0.0.0", "::", "*", "[::1]", "10.0.0.1:6301", "10.0.0.300", "tcp://h", "a b"):
@@ -282,22 +274,8 @@ def test_cached_tokens_are_corrected_only_where_the_engine_does_not():
         assert cached_by_prefill(answer(**silent), {}) is None
 
 
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_are_cut_wherever_they_arrive(line_end: bytes):
-    end = line_end * 2
-    event = b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": 50}}}' + end
-    fixed = b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":3}}}' + end
-    other = b'data: {"choices": []}' + end
-    whole = other + event + other
-    for size in range(1, len(whole)):
-        cutter, changes, shown = EventCutter(), Changes(cached_tokens=3), b""
-        for start in range(0, len(whole), size):
-            if events := cutter.feed(whole[start : start + size]):
-                shown += changes.events(events)
-        assert shown + cutter.flush() == other + fixed + other
-
-
 def test_headers_of_one_hop_and_hosts_do_not_pass():
+    passing = [("Authorization", "Bearer x"), ("X-Custom", "a"), ("X-Custom", "b")]
     given: CIMultiDict[str] = CIMultiDict(
         [
             ("Host", "a"),
@@ -309,40 +287,91 @@ def test_headers_of_one_hop_and_hosts_do_not_pass():
             ("X-Prefiller-Host-Port", "10.0.0.9:1"),
             ("X-Data-Parallel-Host-Port", "10.0.0.9:1"),
             ("X-Data-Parallel-Rank", "1"),
-            ("Authorization", "Bearer x"),
-            ("X-Custom", "a"),
-            ("X-Custom", "b"),
+            *passing,
         ]
     )
     passed = headers.to_engine(CIMultiDictProxy(given))
-    assert list(passed.items()) == [
-        ("Authorization", "Bearer x"),
-        ("X-Custom", "a"),
-        ("X-Custom", "b"),
-    ]
+    assert list(passed.items()) == passing
     leg = headers.for_leg(passed, {"x-request-id": "1", "authorization": "ours"})
     assert leg["X-Request-Id"] == "1" and leg.getall("authorization") == ["ours"]
 
 
 @pytest.mark.parametrize(
-    ("engines", "protocol", "problem"),
+    ("engines", "options", "problem"),
     [
-        ([("http://a:1", "prefill")], "nixl", "no engine decodes"),
-        ([("http://a:1", "decode"), ("http://a:1", "prefill")], "nixl", "named twice"),
-        ([("http://a:1", "decode")], "neuron-static", "one prefill and one decode"),
-        ([("ftp://a:1", "decode")], "nixl", "expected http://HOST:PORT"),
-        ([("http://a", "decode")], "nixl", "expected http://HOST:PORT"),
-        ([("http://u:p@a:1", "decode")], "nixl", "expected http://HOST:PORT"),
-        ([("http://a:1/v1", "decode")], "nixl", "expected http://HOST:PORT"),
-        ([("http://a:99999", "decode")], "nixl", "expected http://HOST:PORT"),
-        ([("http://a:45536", "decode")], "kvt-batch", "at port 65536 .*give transfer-port"),
-        ([("http://a:50000", "decode")], "kvt-staged", "at port 70000"),
-        ([], "neuron-static", "use neuron-dynamic"),
+        ([], {"discover": False}, "no engines; list some"),
+        ([("http://a:1", "prefill")], {}, "no engine decodes"),
+        ([("http://a:1", "decode"), ("http://a:1", "prefill")], {}, "named twice"),
+        ([("http://a:1", "decode")], {"protocol": "neuron-static"}, "one prefill and one decode"),
+        (
+            [("http://a:1", "prefill"), ("http://b:1", "decode")],
+            {"protocol": "neuron-static", "discover": True},
+            "both listed",
+        ),
+        ([("ftp://a:1", "decode")], {}, "expected http://HOST:PORT"),
+        ([("http://a", "decode")], {}, "expected http://HOST:PORT"),
+        ([("http://u:p@a:1", "decode")], {}, "expected http://HOST:PORT"),
+        ([("http://a:1/v1", "decode")], {}, "expected http://HOST:PORT"),
+        ([("http://a:99999", "decode")], {}, "expected http://HOST:PORT"),
+        (
+            [("http://a:45536", "decode")],
+            {"protocol": "kvt-batch"},
+            "at port 65536 .*give transfer-port",
+        ),
+        ([], {"protocol": "neuron-static"}, "use neuron-dynamic"),
     ],
 )
-def test_bad_engines_are_refused(engines: list[tuple[str, Any]], protocol: Any, problem: str):
+def test_bad_engines_are_refused(
+    engines: list[tuple[str, Any]], options: dict[str, Any], problem: str
+):
     with pytest.raises(ValueError, match=problem):
-        ForwarderConfig(
-            protocol=protocol,
-            engines=tuple(EngineOptions(url=url, role=role) for url, role in engines),
-        )
+        listed = tuple(EngineOptions(url=url, role=role) for url, role in engines)
+        ForwarderConfig(engines=listed, **options)
+
+
+def test_engines_are_discovered_where_none_is_listed_or_where_that_is_said():
+    one = (EngineOptions(url="http://a:1", role="decode"),)
+    prefill = (EngineOptions(url="http://a:1", role="prefill"),)
+    assert ForwarderConfig().discovers
+    assert not ForwarderConfig(engines=one).discovers
+    assert ForwarderConfig(engines=prefill, discover=True).discovers
+
+
+def record(number: int, **engine: Any) -> EndpointRecord:
+    given = {"url": f"http://10.0.0.{number}:80", "role": "decode", "protocol": "nixl"} | engine
+    joined = StockEngine(**given)
+    return endpoint_record(
+        number, "DecodeEngine", "http", started_at=float(number), model="m", engine=joined
+    )
+
+
+def test_joined_engines_are_sorted_out():
+    records = [
+        endpoint_record(9),
+        record(3),
+        record(2, url="http://10.0.0.3:80"),
+        record(4, url="http://10.0.0.9:80"),
+        record(5, protocol="sglang"),
+        record(6, role="encode"),
+        record(7, url="http://[::1"),
+    ]
+    usable, unused = sort_out(records, ["10.0.0.9:80"], ForwarderConfig())
+    options = EngineOptions(url="http://10.0.0.3:80", role="decode")
+    # The one that was there first.
+    assert usable == {"10.0.0.3:80": Joined(options, "m", "2")}
+    assert {key: why.reason for key, why in unused.items()} == {
+        ("10.0.0.3:80", "3"): "twice",
+        ("10.0.0.9:80", "4"): "twice",
+        ("http://10.0.0.5:80", "5"): "protocol",
+        ("http://10.0.0.6:80", "6"): "role",
+        ("http://[::1", "7"): "address",
+    }
+    for url, said in (
+        ("http://10.0.0.5:80", "speaks sglang, and this Forwarder nixl"),
+        ("http://10.0.0.6:80", "'encode' is unknown here"),
+        ("http://[::1", "expected http://HOST:PORT"),
+    ):
+        assert any(said in why.trouble for (one, _), why in unused.items() if one == url)
+    high = [record(1, url="http://a:50000", protocol="kvt-batch")]
+    _, unused = sort_out(high, [], ForwarderConfig(protocol="kvt-batch"))
+    assert "at port 70000" in next(iter(unused.values())).trouble

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,26 +111,6 @@ def test_a_query_asks_for_what_there_is(
     assert 'dynamo_namespace="$namespace"' in expression, "it shows all graphs together"
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not installed (Debian's package prometheus)",
-)
-def test_prometheus_parses_every_query(tmp_path: Path):
-    asked = [expression.replace("$__rate_interval", "1m") for _, expression, _ in QUERIES]
-    assert checked(tmp_path, asked) == ""
-    assert "could not parse expression" in checked(tmp_path, [*asked, f"sum({asked[0]}"])
-
-
-def checked(folder: Path, expressions: list[str]) -> str:
-    """What promtool complains of. It takes expressions only as rules."""
-    rules = [{"record": f"query:{i}", "expr": asked} for i, asked in enumerate(expressions)]
-    path = folder / "rules.json"  # JSON is YAML
-    path.write_text(json.dumps({"groups": [{"name": "board", "rules": rules}]}))
-    ran = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
-    assert (ran.returncode == 0) == (not ran.stderr)
-    return ran.stderr
-
-
 def test_every_panel_has_queries_and_the_chosen_data_source():
     assert len(PANELS) > 10
     for panel in PANELS:
@@ -156,20 +134,3 @@ def test_every_stage_of_a_remote_prefill_is_a_series(metrics: dict[str, set[str]
     for name in by_stage:
         assert "stage" in metrics[f"{name}_bucket"]
         assert any(f"{name}_bucket" in e and "by (le, stage)" in e for _, e, _ in QUERIES)
-
-
-@pytest.mark.parametrize(
-    ("expression", "legend", "complaint"),
-    [
-        ("sum(rate(dynamo_lite_nothing_total[1m]))", "", "no metric dynamo_lite_nothing_total"),
-        ("dynamo_lite_prefill_decisions", "", "no metric dynamo_lite_prefill_decisions"),
-        ("sum by (why) (dynamo_lite_kv_blocks_free)", "", "no label why"),
-        ('dynamo_lite_kv_blocks_free{stage="x"}', "", "no label stage of"),
-        ("dynamo_lite_kv_blocks_free", "{{instance}}", "the legend's instance"),
-        ("sum by (instance) (1)", "", "asks for nothing"),
-    ],
-)
-def test_a_wrong_query_is_found(
-    expression: str, legend: str, complaint: str, metrics: dict[str, set[str]]
-):
-    assert any(re.match(complaint, said) for said in complaints(expression, legend, metrics))

@@ -11,13 +11,14 @@ from dynamo_lite.policy.routing.kv_chain import chain_hashes
 from dynamo_lite.policy.routing.kv_index import KvIndex
 from dynamo_lite.policy.routing.kv_routing import (
     REASONS,
+    Candidate,
     KvPicker,
     KvRoutingOptions,
     LoadReport,
     Shard,
+    score,
 )
 from dynamo_lite.policy.routing.pending_requests import LINGER_S, PendingRequests
-from dynamo_lite.policy.routing.scoring import Candidate, draw, score, with_room
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from tests.builders import endpoint_record
@@ -46,13 +47,7 @@ class Router:
         self.members = [endpoint_record(i + 1) for i in range(workers)]
         for m in self.members:
             self.view.shards[m.lease_id] = Shard(BLOCK, self.index)
-        rng = random.Random(1)
-        self.picker = KvPicker(
-            self.view,
-            KvRoutingOptions(**options),
-            now=lambda: self.time,
-            uniform=rng.random,
-        )
+        self.picker = KvPicker(self.view, KvRoutingOptions(**options), now=lambda: self.time)
         self._ids = itertools.count()
 
     def hold(self, lease_id: int, prompt: list[int], **keys: str) -> None:
@@ -211,28 +206,9 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
     assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
 
 
-def test_temperature_draws_by_score():
-    router = Router(workers=2, kv_weight=1.0, temperature=1.0)
-    router.hold(1, PROMPT)
-    picks: Counter[int] = Counter()
-    for _ in range(400):
-        picks[router.pick()] += 1
-        router.picker.released(router.last)
-    assert 240 < picks[1] < 340  # e / (1 + e) of them, nearly
-    assert router.picker.choices["lot"] == picks[2]
-
-
-def test_parts():
+def test_a_score():
     options = KvRoutingOptions(kv_weight=2.0)
-    low, full = (
-        Candidate(endpoint_record(1), matched=10, load=4, kv_usage=0.1),
-        Candidate(endpoint_record(2), matched=0, load=0, kv_usage=1.0),
-    )
-    assert score(low, options) == 16.0
-    assert with_room([low, full]) == [low]
-    assert with_room([full]) == [full]
-    assert [draw([0.0, 0.0], 1.0, chance) for chance in (0.0, 0.49, 0.51, 0.999)] == [0, 0, 1, 1]
-    assert draw([-1e9, 0.0], 1.0, 0.0) == 1
+    assert score(Candidate(endpoint_record(1), matched=10, load=4), options) == 16.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -52,12 +52,7 @@ class Pair:
         self.indexes = {size: KvIndex(10_000) for size in BLOCKS}
         self.options = KvRoutingOptions()
         self.pickers = [
-            kind(
-                self.view,
-                self.options,
-                now=lambda: self.view.now,
-                uniform=random.Random(seed).random,
-            )
+            kind(self.view, self.options, now=lambda: self.view.now)
             for kind in (KvPicker, StraightforwardPicker)
         ]
         self.members = tuple(endpoint_record(lease_id) for lease_id in WORKERS)
@@ -135,7 +130,6 @@ class Pair:
         rng = self.rng
         options = KvRoutingOptions(
             kv_weight=rng.choice([0.0, 1.0, 2.0]),
-            temperature=rng.choice([0.0, 0.0, 0.0, 0.5]),
         )
         for picker in self.pickers:
             picker.options = options
@@ -167,7 +161,7 @@ def crowd(workers: int) -> tuple[View, KvPicker, tuple[EndpointRecord, ...], Cal
         view.shards[member.lease_id] = Shard(16, index)
         view.reports[member.lease_id] = LoadReport(member.lease_id % 7, 100, 0.5), 0.0
         index.stored(member.lease_id, chain[: 16 + member.lease_id % 2])
-    picker = KvPicker(view, KvRoutingOptions(), now=lambda: view.now, uniform=lambda: 0.0)
+    picker = KvPicker(view, KvRoutingOptions(), now=lambda: view.now)
     for member in members:
         picker.reported(member.lease_id)
     ids = itertools.count()

@@ -198,7 +198,6 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         assert options.facts() == {
             "file": {
                 "kv-router.kv-weight": 3.0,
-                "kv-router.temperature": 0.0,
                 "max-in-flight-requests": 2048,
                 "max-queued-tokens": 7,
             },
@@ -224,7 +223,7 @@ def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
     file = KvRouterOptions(kv_weight=3.0, max_index_blocks=5)
     assert applied({}, file, "kv_router").kv_weight == 3.0
     values = decode_live_options(
-        b'{"values":{"kv-router.kv-weight":0.5,"kv-router.temperature":2},"version":1}', "Router"
+        b'{"values":{"kv-router.kv-weight":0.5},"version":1}', "Router"
     ).values
     made = applied(values, file, "kv_router")
-    assert (made.kv_weight, made.temperature, made.max_index_blocks) == (0.5, 2.0, 5)
+    assert (made.kv_weight, made.max_index_blocks) == (0.5, 5)

@@ -182,7 +182,7 @@ def disagg(stage: Stage) -> Iterator[Graph]:
 
 @pytest.fixture
 def stock(stage: Stage) -> StockPair:
-    """Stock vLLM engines, for Forwarders and sidecars. A test that kills one for good is marked
+    """Stock vLLM engines, for Forwarders. A test that kills one for good is marked
     `takes_workers`."""
     return stage.stock()
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.chaos.arena import Arena, Belongings, open_arena
+from tests.chaos.arena import Arena, children, left, open_arena
 from tests.chaos.cancels import leave_often, reach_times
 from tests.chaos.outages import OUTAGES
 from tests.chaos.questions import answers, questions
@@ -38,13 +38,13 @@ async def arena(
     stage.clear()
     asked = questions()[::3]
     known = asked, await answers(reference.url, asked)
-    had = Belongings.now()
+    had = children()
     directory = tmp_path_factory.mktemp("chaos")
     async with open_arena(
         directory, known, print, ["--PrefillWorker.ServiceArgs.workers=1"]
     ) as running:
         yield running
-    assert not await had.left()
+    assert not await left(had)
 
 
 def passed(report: Report) -> Report:

@@ -9,7 +9,6 @@ import pytest
 from tests.vllm.asking import ask, client, prose
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import PlainServer, eventually
-from tests.vllm.live import command
 from tests.vllm.stock import Forwarded, forwarding
 from tests.vllm.test_answers import CHATS, COMPLETIONS, GREEDY, assert_same, streaming
 
@@ -88,22 +87,6 @@ def test_errors_are_the_engines_own(pull: Forwarded, reference: PlainServer):
         )
         assert 400 <= theirs.status_code < 500
         assert (mine.status_code, mine.json()) == (theirs.status_code, theirs.json()), body
-
-
-def test_other_routes_are_passed_on(pull: Forwarded, reference: PlainServer):
-    tokens = {"model": "tiny", "prompt": "hello there"}
-    mine, theirs = (
-        httpx.post(f"{url}/tokenize", json=tokens, timeout=60).json()
-        for url in (pull.graph.url, reference.url)
-    )
-    assert mine == theirs
-    with client(pull.graph.url) as api:
-        assert [model.id for model in api.models.list()] == ["tiny"]
-
-
-def test_it_is_a_component_as_any_other(pull: Forwarded):
-    assert "Forwarder" in command(pull.graph, "ps")
-    assert httpx.get(f"{pull.graph.url}/ready").json()["ok"] is True
 
 
 @pytest.mark.takes_workers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.arena import Belongings
+from tests.chaos.arena import children, left
 from tests.chaos.forward_storm import KILLS, ForwardStorm, greedy_questions, under_load
 from tests.chaos.questions import answers
 from tests.chaos.stock_engines import StockCluster
@@ -27,7 +27,7 @@ async def test_engines_that_are_killed_cost_no_answer_that_had_not_begun(
     asked = greedy_questions()[::3]
     known = asked, await answers(reference.url, asked)
     _ = stock.prefill.url, stock.decode.url  # both are ready
-    had = Belongings.now(_families(stock))
+    had = children(_families(stock))
     kills = {kill.name: kill for kill in KILLS}
 
     async def body(storm: ForwardStorm) -> None:
@@ -50,7 +50,7 @@ async def test_engines_that_are_killed_cost_no_answer_that_had_not_begun(
     assert not report.failures, report.as_text()
     assert (report.blows[PREFILL], report.blows[DECODE]) == (1, 1)
     assert int(report.facts["answers disaggregated"]) > 0
-    assert not await had.left(_families(stock))
+    assert not await left(had, _families(stock))
 
 
 def _families(stock: StockPair) -> list[int]:

@@ -32,11 +32,6 @@ REMOTE = {
     ("resume", "VllmWorker", "decode worker"),
     ("first token", "VllmWorker", "decode worker"),
 }
-LOCAL = {
-    stage
-    for stage in REMOTE
-    if stage[1] != "PrefillWorker" and "remote prefill" not in stage and stage[0] != "resume"
-}
 #: One after the other. A job may be pulled before the broker has confirmed its push.
 ORDER = (
     *("POST /v1/completions", "generate", "decode worker", "decision", "remote prefill"),
@@ -111,14 +106,6 @@ def test_one_trace_of_a_remote_prefill_has_every_stage(disagg: Graph, collector:
     assert told["gen_ai.request.id"].startswith(answer["id"])
     assert told["gen_ai.usage.prompt_tokens"] == 4500
     assert told["gen_ai.usage.completion_tokens"] == 4
-
-
-def test_a_local_prefill_is_traced_up_to_its_decision(disagg: Graph, collector: Collector):
-    client = new_trace()
-    asked(disagg, 40, 301, client.headers()["traceparent"])
-    spans = trace_of(collector, client, LOCAL)
-    [decision] = [span for span in spans if span.name == "decision"]
-    assert decision.attributes["dynamo_lite.verdict"] == "local"
 
 
 def test_what_nobody_asked_to_trace_is_not_traced(disagg: Graph, collector: Collector):

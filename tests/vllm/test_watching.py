@@ -80,17 +80,3 @@ def test_a_remote_prefill_shows_in_top(disagg: Graph):
 
 def _decides_remotely(words: list[str]) -> bool:
     return words[:2] == ["remote", "long"] and float(words[2]) > 0
-
-
-def test_top_prints_one_plain_frame(disagg: Graph):
-    prefill_remotely(disagg, seed=503)
-    command = [sys.executable, "-m", "dynamo_lite.cli.cli", "top", "--once", "--interval", "0.2"]
-    command += ["--state-dir", str(disagg.state_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "\x1b" not in done.stdout
-    words = [line.split() for line in done.stdout.splitlines()]
-    workers = [line[0] for line in words if "ready" in line]
-    assert workers == ["Frontend-0", "PrefillWorker-0", "VllmWorker-0"]
-    assert any(line[:2] == ["remote", "long"] and int(line[3]) >= 1 for line in words)
-    assert "no failed links" in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines()) <= 80

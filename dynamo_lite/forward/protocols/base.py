@@ -5,10 +5,9 @@ a decode engine, which gets that KV and generates. A protocol says what each leg
 which order. It does no I/O: the workflow (`forward/workflow.py`) does all of it.
 """
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -31,15 +30,10 @@ VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
 MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
 
-class LegOrder(enum.Enum):
-    """When the legs are sent."""
-
-    #: The decode leg needs the prefill leg's answer.
-    SERIAL = "serial"
-    #: Both at once; the decode engine waits for the KV by itself.
-    PARALLEL = "parallel"
-    #: Only the decode leg; the decode engine asks the prefill engine itself.
-    SINGLE = "single"
+#: When the legs are sent. Serial: the decode leg needs the prefill leg's answer. Parallel: both at
+#: once; the decode engine waits for the KV by itself. Single: only the decode leg; the decode
+#: engine asks the prefill engine itself.
+LegOrder = Literal["serial", "parallel", "single"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,34 +88,11 @@ class Leg:
         return (self.headers["x-request-id"], self.shown_id) if self.shown_id else None
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """The part of the prefill leg's answer that the decode leg needs."""
-
-    params: Any
-
-
 class PrefillAnswer(msgspec.Struct):
     """The parts of a prefill leg's answer that are read. Both are JSON that can be decoded."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: msgspec.Raw = msgspec.Raw(b"null")
-
-
-def _no_handoff(answer: PrefillAnswer) -> Handoff | None:
-    return None
-
-
-def _accepted(answer: PrefillAnswer) -> str:
-    return ""
-
-
-def _nothing_of_prompts(body: Body, route: str) -> bool:
-    return False
-
-
-def _nothing_learned(answer: PrefillAnswer) -> Mapping[str, Any] | None:
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +107,17 @@ class ForwardProtocol:
     default_port: int | None = None
     port_offset: int = 0
     prefill: Callable[[Body, HandoverAttempt], Leg]
-    #: The last argument is None in every order but SERIAL.
-    decode: Callable[[Body, HandoverAttempt, Handoff | None], Leg]
-    #: Returns None if the answer has no handoff; then the decode leg computes the prompt itself.
-    extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
+    #: The last argument is that of `extract`; None in every order but serial.
+    decode: Callable[[Body, HandoverAttempt, Any], Leg]
+    #: What the decode leg needs of the prefill leg's answer; None if that has it not: then the
+    #: decode leg computes the prompt itself.
+    extract: Callable[[PrefillAnswer], Any] = lambda answer: None
     #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
     #: nothing speaks against it. Such an answer never reaches a decode engine.
-    mismatch: Callable[[PrefillAnswer], str] = _accepted
-    #: The engine's identity in an answer (`Peer.identity`); None: it has none.
-    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = _nothing_learned
-    #: PARALLEL only: until the identity of the prefill engine is known, its legs are SERIAL.
-    needs_identity: bool = False
+    mismatch: Callable[[PrefillAnswer], str] = lambda answer: ""
+    #: Parallel only: the engine's identity in an answer (`Peer.identity`), if it has one. Until it
+    #: is known, the legs of the prefill engine are serial. None: legs need no identity.
+    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] | None = None
     #: The prefill engine has to be asked for `Peer.engine_ids` at this path of its own port.
     query_path: str = ""
     #: Whether a decode engine can compute a prompt itself.
@@ -155,16 +126,16 @@ class ForwardProtocol:
     batches: bool = False
     #: Whether a streaming client's prefill leg streams too.
     prefill_streams: bool = False
-    #: PARALLEL only: whether the client's answer has log probabilities of the prompt's tokens from
-    #: both legs (`forward/input_logprobs.py`).
-    joins_input_logprobs: Callable[[Body, str], bool] = _nothing_of_prompts
+    #: Parallel only: whether the client's answer has log probabilities of the prompt's tokens from
+    #: both legs (`forward/rewriting.py`).
+    joins_input_logprobs: Callable[[Body, str], bool] = lambda body, route: False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
-    #: SERIAL only: whether the prefill leg contains the decode engine's address, so that no other
+    #: Serial only: whether the prefill leg contains the decode engine's address, so that no other
     #: one can take the KV.
     names_decode: bool = False
 
     def order_for(self, prefill: Peer) -> LegOrder:
-        if self.needs_identity and prefill.identity is None:
-            return LegOrder.SERIAL
+        if self.learn is not None and prefill.identity is None:
+            return "serial"
         return self.order

@@ -9,11 +9,8 @@ from dynamo_lite.forward.protocols.base import (
     COMPLETIONS,
     Body,
     ForwardProtocol,
-    Handoff,
     HandoverAttempt,
     Leg,
-    LegOrder,
-    PrefillAnswer,
 )
 from dynamo_lite.forward.protocols.one_token import one_token
 
@@ -28,11 +25,6 @@ def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, {"x-request-id": attempt.request_id})
 
 
-def _done(answer: PrefillAnswer) -> Handoff | None:
-    """The decode leg needs only that the prefill leg has ended."""
-    return Handoff(None)
-
-
 def _where(attempt: HandoverAttempt) -> dict[str, Any]:
     return {"remote_host": attempt.prefill.host, "remote_port": attempt.prefill.port}
 
@@ -42,17 +34,17 @@ def _with_params(body: Body, attempt: HandoverAttempt, params: dict[str, Any]) -
     return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
 
 
-def _batch_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _batch_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     return _with_params(body, attempt, _where(attempt))
 
 
-def _staged_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _staged_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     return _with_params(body, attempt, {**_where(attempt), "do_remote_prefill": True})
 
 
 BATCH = ForwardProtocol(
     name="kvt-batch",
-    order=LegOrder.SINGLE,
+    order="single",
     routes=frozenset({COMPLETIONS}),
     port_offset=_PORT_OFFSET,
     prefill=_prefill,
@@ -61,10 +53,11 @@ BATCH = ForwardProtocol(
 
 STAGED = ForwardProtocol(
     name="kvt-staged",
-    order=LegOrder.SERIAL,
+    order="serial",
     routes=frozenset({COMPLETIONS}),
     port_offset=_PORT_OFFSET,
     prefill=_prefill,
-    extract=_done,
+    # The decode leg needs only that the prefill leg has ended.
+    extract=lambda answer: True,
     decode=_staged_decode,
 )

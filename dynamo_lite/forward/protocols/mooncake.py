@@ -10,10 +10,8 @@ from dynamo_lite.forward.protocols.base import (
     VLLM_ROUTES,
     Body,
     ForwardProtocol,
-    Handoff,
     HandoverAttempt,
     Leg,
-    LegOrder,
 )
 from dynamo_lite.forward.protocols.nixl import ask_for_prefill, hand_over, returned_params
 from dynamo_lite.forward.protocols.one_token import one_token
@@ -56,7 +54,7 @@ def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, headers)
 
 
-def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     peer = attempt.prefill
     host = f"[{peer.host}]" if ":" in peer.host else peer.host
     params = {
@@ -72,7 +70,7 @@ def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Le
 
 MOONCAKE = ForwardProtocol(
     name="mooncake",
-    order=LegOrder.PARALLEL,
+    order="parallel",
     routes=MIN_TOKENS_ROUTES,
     default_port=8998,
     query_path="/query",
@@ -82,7 +80,7 @@ MOONCAKE = ForwardProtocol(
 
 LLUMNIX = ForwardProtocol(
     name="llumnix-mooncake",
-    order=LegOrder.SERIAL,
+    order="serial",
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=returned_params,

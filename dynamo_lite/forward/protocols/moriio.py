@@ -6,17 +6,13 @@ Both engines take the other one's address from the request id. Source: vLLM 0.32
 
 from typing import Any
 
-import msgspec
-
 from dynamo_lite.forward.protocols.base import (
     MIN_TOKENS_ROUTES,
     VLLM_ROUTES,
     Body,
     ForwardProtocol,
-    Handoff,
     HandoverAttempt,
     Leg,
-    LegOrder,
     Peer,
     PrefillAnswer,
 )
@@ -61,18 +57,18 @@ def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, {"x-request-id": _request_id(attempt)}, attempt.unique)
 
 
-def _returned(answer: PrefillAnswer) -> Handoff | None:
+def _returned(answer: PrefillAnswer) -> Any:
     params = object_of(answer.kv_transfer_params)
     keys = ("remote_engine_id", "remote_block_ids")
     if params is None or any(params.get(key) is None for key in keys):
         return None
-    return Handoff(msgspec.json.encode(params))
+    return params
 
 
-def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
     params: dict[str, Any] = _address(attempt.prefill, attempt)
     if handoff is not None:
-        params |= msgspec.json.decode(handoff.params)
+        params |= handoff
     params |= {"do_remote_decode": False, "do_remote_prefill": True}
     both = {**body, "kv_transfer_params": params}
     return Leg(both, {"x-request-id": _request_id(attempt)}, attempt.unique)
@@ -80,7 +76,7 @@ def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Le
 
 READ = ForwardProtocol(
     name="moriio-read",
-    order=LegOrder.SERIAL,
+    order="serial",
     routes=VLLM_ROUTES,
     default_port=_HANDSHAKE_PORT,
     prefill=_prefill,
@@ -91,7 +87,7 @@ READ = ForwardProtocol(
 
 WRITE = ForwardProtocol(
     name="moriio-write",
-    order=LegOrder.PARALLEL,
+    order="parallel",
     routes=MIN_TOKENS_ROUTES,
     default_port=_HANDSHAKE_PORT,
     prefill=_prefill,

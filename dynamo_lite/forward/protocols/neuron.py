@@ -11,10 +11,8 @@ from dynamo_lite.forward.protocols.base import (
     COMPLETIONS,
     Body,
     ForwardProtocol,
-    Handoff,
     HandoverAttempt,
     Leg,
-    LegOrder,
     Peer,
 )
 
@@ -37,7 +35,7 @@ def _static_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(_prefill_body(body), {"x-request-id": bare_id(attempt)})
 
 
-def _static_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _static_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     return Leg(dict(body), {"x-request-id": bare_id(attempt)})
 
 
@@ -46,7 +44,7 @@ def _dynamic_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return _dynamic(_prefill_body(body), attempt, attempt.decode)
 
 
-def _dynamic_decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _dynamic_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     return _dynamic(dict(body), attempt, attempt.prefill)
 
 
@@ -58,7 +56,7 @@ def _dynamic(body: Body, attempt: HandoverAttempt, other: Peer) -> Leg:
 #: One prefill and one decode engine, which know each other by their own configuration.
 STATIC = ForwardProtocol(
     name="neuron-static",
-    order=LegOrder.PARALLEL,
+    order="parallel",
     routes=frozenset({CHAT, COMPLETIONS}),
     prefill=_static_prefill,
     decode=_static_decode,

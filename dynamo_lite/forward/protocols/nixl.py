@@ -3,18 +3,15 @@ writes it). Source: vLLM 0.32, `nixl/{pull,push}_scheduler.py`, `push_worker.py`
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from dynamo_lite.forward.protocols.base import (
     VLLM_ROUTES,
     Body,
     ForwardProtocol,
-    Handoff,
     HandoverAttempt,
     Leg,
-    LegOrder,
     PrefillAnswer,
 )
 from dynamo_lite.forward.protocols.one_token import object_of, one_token
@@ -38,13 +35,13 @@ def ask_for_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, {"x-request-id": attempt.request_id})
 
 
-def returned_params(answer: PrefillAnswer) -> Handoff | None:
+def returned_params(answer: PrefillAnswer) -> Any:
     """The whole object, unread."""
     raw = answer.kv_transfer_params
-    return Handoff(raw) if bytes(raw).startswith(b"{") else None
+    return raw if bytes(raw).startswith(b"{") else None
 
 
-def _mode_is_not(mode: str, answer: PrefillAnswer, change: str) -> str:
+def _mode_is_not(mode: str, change: str, answer: PrefillAnswer) -> str:
     """Why the prefill engine does not fit; empty if it does, or if its mode is not known (engines
     before vLLM 0.32 do not tell it).
 
@@ -57,39 +54,26 @@ def _mode_is_not(mode: str, answer: PrefillAnswer, change: str) -> str:
     return f"it hands over with transfer_mode {str(found)[:20]!r}, not {mode!r}: {change}"
 
 
-def _not_pull(answer: PrefillAnswer) -> str:
-    return _mode_is_not(
-        "pull",
-        answer,
-        "start all engines with NixlConnector, or give the protocol nixl-push here",
-    )
-
-
-def hand_over(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def hand_over(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
     """The client's own id stays: legs are not paired by it, and the client sees it in its
     answer."""
-    assert handoff is not None
     headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
-    return Leg({**body, "kv_transfer_params": handoff.params}, headers)
+    return Leg({**body, "kv_transfer_params": handoff}, headers)
 
 
 PULL = ForwardProtocol(
     name="nixl",
-    order=LegOrder.SERIAL,
+    order="serial",
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=returned_params,
-    mismatch=_not_pull,
+    mismatch=partial(
+        _mode_is_not,
+        "pull",
+        "start all engines with NixlConnector, or give the protocol nixl-push here",
+    ),
     decode=hand_over,
 )
-
-
-def _not_push(answer: PrefillAnswer) -> str:
-    return _mode_is_not(
-        "push",
-        answer,
-        "start all engines with NixlPushConnector, or give the protocol nixl here",
-    )
 
 
 def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
@@ -101,14 +85,9 @@ def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
     return {key: params[key] for key in keys if params.get(key) is not None}
 
 
-def _as_handoff(answer: PrefillAnswer) -> Handoff | None:
-    found = identity(answer)
-    return None if found is None else Handoff(msgspec.json.encode(found))
-
-
-def _expect_push(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _expect_push(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
     """The prefill engine pairs the legs by their request id, so both have the same."""
-    peer = msgspec.json.decode(handoff.params) if handoff else attempt.prefill.identity
+    peer = handoff or attempt.prefill.identity
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -120,12 +99,15 @@ def _expect_push(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) 
 
 PUSH = ForwardProtocol(
     name="nixl-push",
-    order=LegOrder.PARALLEL,
+    order="parallel",
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
-    extract=_as_handoff,
-    mismatch=_not_push,
+    extract=identity,
+    mismatch=partial(
+        _mode_is_not,
+        "push",
+        "start all engines with NixlPushConnector, or give the protocol nixl here",
+    ),
     learn=identity,
-    needs_identity=True,
     decode=_expect_push,
 )

@@ -11,10 +11,8 @@ from dynamo_lite.forward.protocols.base import (
     SGLANG_GENERATE,
     Body,
     ForwardProtocol,
-    Handoff,
     HandoverAttempt,
     Leg,
-    LegOrder,
 )
 
 
@@ -36,7 +34,7 @@ def _leg(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg({**body, **fields}, headers)
 
 
-def _decode(body: Body, attempt: HandoverAttempt, handoff: Handoff | None) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     return _leg(body, attempt)
 
 
@@ -49,7 +47,7 @@ def _joins_input_logprobs(body: Body, route: str) -> bool:
 
 BOOTSTRAP = ForwardProtocol(
     name="sglang",
-    order=LegOrder.PARALLEL,
+    order="parallel",
     routes=frozenset({CHAT, COMPLETIONS, SGLANG_GENERATE}),
     default_port=8998,
     prefill=_leg,

@@ -1,9 +1,8 @@
 """Which decode worker takes a request: the one that holds its prefix and is not busy.
 
-At temperature 0 the best score wins, and the members are not all looked at. Of the members that
-hold equally much of the prompt only the least loaded one can win, and of the others the least
-loaded one of all. So a choice takes as long as there are different lengths of held prefixes, not
-as there are members. At other temperatures each member has a chance, so all are scored.
+The best score wins, and the members are not all looked at. Of the members that hold equally much of
+the prompt only the least loaded one can win, and of the others the least loaded one of all. So a
+choice takes as long as there are different lengths of held prefixes, not as there are members.
 """
 
 from collections import Counter, OrderedDict
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 
 from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.routing.pickers import Selection
-from dynamo_lite.policy.routing.scoring import Candidate, draw, score, with_room
 from dynamo_lite.policy.routing.worker_loads import KvView, LoadReport, Shard, WorkerLoads
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -23,13 +21,32 @@ __all__ = ("REASONS", "KvPicker", "KvView", "LoadReport", "Shard", "WorkerChoice
 
 #: Why a worker was chosen, in this order: it was the only one; it had the session's last request;
 #: no other worker holds more of the prompt; no worker holds any of it; workers that hold more are
-#: too busy; it was drawn at random.
-REASONS = ("only", "session", "prefix", "load", "balance", "lot")
+#: too busy.
+REASONS = ("only", "session", "prefix", "load", "balance")
 
 _MAX_SESSIONS = 65_536
 
 #: For one prompt: numbers of held tokens, and the workers that hold that many.
 _Levels = Sequence[tuple[int, Collection[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One member that may take the request. Amounts are prompt tokens."""
+
+    member: EndpointRecord
+    #: What the member holds, or will hold.
+    matched: int
+    #: What it computes before this prompt.
+    load: int
+    #: What it is assumed to hold at least, because it had the session's last request.
+    credit: int = 0
+
+
+def score(candidate: Candidate, options: KvRoutingOptions) -> float:
+    """Higher is better."""
+    held = max(candidate.matched, candidate.credit)
+    return options.kv_weight * held - candidate.load
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +61,9 @@ class WorkerChoice:
 
 
 class KvPicker:
-    """A Picker. uniform: returns numbers in [0, 1). now: monotonic seconds."""
+    """A Picker. now: monotonic seconds."""
 
-    def __init__(
-        self,
-        view: KvView,
-        options: KvRoutingOptions,
-        *,
-        now: Callable[[], float],
-        uniform: Callable[[], float],
-    ):
+    def __init__(self, view: KvView, options: KvRoutingOptions, *, now: Callable[[], float]):
         #: Placed requests by reason.
         self.choices: Counter[str] = Counter()
         #: Prompt tokens of all placed requests.
@@ -62,7 +72,7 @@ class KvPicker:
         self.matched_tokens = 0
         #: May be replaced at any time.
         self.options = options
-        self._now, self._uniform = now, uniform
+        self._now = now
         self._loads = WorkerLoads(view, now, options)
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
@@ -113,10 +123,7 @@ class KvPicker:
         by_size: dict[int, Sequence[ChainHash]] = {}
         levels = self._match(hashes, by_size)
         home = self._sessions.get(session) if session else None
-        if self.options.temperature > 0 and candidates > 1:
-            chosen, reason = self._choose_by_lot(levels, prompt_tokens, home, without)
-        else:
-            chosen, reason = self._choose_best(levels, prompt_tokens, home, without)
+        chosen, reason = self._choose(levels, prompt_tokens, home, without)
         if candidates == 1:
             reason = "only"
         self._note(chosen, reason, session, prompt_tokens)
@@ -169,9 +176,9 @@ class KvPicker:
         worker = self._loads.workers[lease_id]
         matched = next((tokens for tokens, holders in levels if lease_id in holders), 0)
         credit = prompt_tokens if lease_id == home else 0
-        return Candidate(worker.member, matched, worker.load, worker.kv_usage, credit)
+        return Candidate(worker.member, matched, worker.load, credit)
 
-    def _choose_best(
+    def _choose(
         self, levels: _Levels, prompt_tokens: int, home: int | None, without: Set[int]
     ) -> tuple[Candidate, str]:
         """Only the least loaded workers can win: of all workers, and of each level."""
@@ -196,22 +203,6 @@ class KvPicker:
         ]
         best = min(found, key=self._rank)
         return best, _reason(best, home, longest)
-
-    def _choose_by_lot(
-        self, levels: _Levels, prompt_tokens: int, home: int | None, without: Set[int]
-    ) -> tuple[Candidate, str]:
-        options = self.options
-        candidates = [
-            self._candidate(lease_id, levels, prompt_tokens, home)
-            for lease_id in self._loads.workers
-            if lease_id not in without
-        ]
-        fit = with_room(candidates)
-        scores = [score(c, options) for c in fit]
-        drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
-        if scores[drawn] < max(scores):
-            return fit[drawn], "lot"
-        return fit[drawn], _reason(fit[drawn], home, max(c.matched for c in candidates))
 
     def _rank(self, candidate: Candidate) -> tuple[float, int, int]:
         """The smallest wins. Equally good ones take turns."""

@@ -13,9 +13,13 @@ from typing import Protocol
 
 from dynamo_lite.policy.routing.kv_index import KvIndex
 from dynamo_lite.policy.routing.pending_requests import PendingRequests
-from dynamo_lite.policy.routing.scoring import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
+
+#: What a request in the engine counts as, in addition to its prompt.
+REQUEST_LOAD_TOKENS = 32
+#: From this share of its KV cache in use on, a worker gets nothing while another one has room.
+MAX_KV_USAGE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,6 @@ class MemberLoad:
     shard: Shard | None
     #: Tokens that the worker computes before a new prompt.
     load: int = 0
-    kv_usage: float = 0.0
 
 
 class WorkerLoads:
@@ -239,7 +242,6 @@ class WorkerLoads:
             others = self._others.get(lease_id, (0, 0))
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
         worker.load = load = tokens + requests * REQUEST_LOAD_TOKENS
-        worker.kv_usage = usage
         return (load, self.turn(lease_id), worker.position), usage >= MAX_KV_USAGE
 
     def _see(self, worker: MemberLoad, report: LoadReport | None) -> None:

@@ -21,7 +21,7 @@ async def open_picker(
         case "random":
             return Random(random.Random().randrange)
         case "kv":
-            return await open_kv_picker(stack, host, roster, config.kv_router, random.Random())
+            return await open_kv_picker(stack, host, roster, config.kv_router)
         case "component":
             return await _open_remote_router(stack, host, namespace)
         case "round-robin":

@@ -14,7 +14,8 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
+from dynamo_lite.forward import tokenizer
+from dynamo_lite.forward.known_blocks import PromptTokens
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
 from tests.kv_publishing import BLOCK, Publisher, publishing
@@ -36,7 +37,6 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def held(r: Rig, text: str) -> dict[int, int]:
     """Tokens of it that each engine is known to hold."""
-    assert r.known is not None
     return r.known.matched(PromptTokens([ord(letter) for letter in text]))
 
 
@@ -91,7 +91,7 @@ async def test_missing_batches_are_replayed():
             engine.publish(engine.stored("c" * 64))
             await until(lambda: held(r, "c" * 64) == {0: 64})
             assert held(r, "b" * 64) == {0: 64} and held(r, "a" * 64) == {0: 0}
-            assert r.known is not None and r.known.batches["missing"] == 1
+            assert r.known.batches["missing"] == 1
 
 
 async def test_without_a_replay_a_gap_leaves_what_comes_after_it():
@@ -132,7 +132,6 @@ async def test_malformed_frames_are_dropped():
     try:
         socket.bind(f"tcp://127.0.0.1:{port}")
         async with rig(events=[{"kv_events": f"tcp://127.0.0.1:{port}"}]) as r:
-            assert r.known is not None
             block = BlockStored(
                 block_hashes=[b"x"],
                 parent_block_hash=None,
@@ -147,7 +146,7 @@ async def test_malformed_frames_are_dropped():
             async def arrives() -> bool:
                 """Until the subscription is there nothing does."""
                 await socket.send_multipart([b"", b"\0" * 8, good])
-                return r.known is not None and r.known.batches["applied"] > 0
+                return r.known.batches["applied"] > 0
 
             await until(arrives)
             rng = random.Random(1)
@@ -158,21 +157,17 @@ async def test_malformed_frames_are_dropped():
                 await socket.send_multipart([b"", number.to_bytes(8, "big"), junk])
             await socket.send_multipart([b"", (1 << 62).to_bytes(8, "big"), good])
             await until(lambda: held(r, "a" * BLOCK) == {0: BLOCK})
-            await until(lambda: _malformed(r) >= 49)
+            await until(lambda: r.known.batches["malformed"] >= 49)
             assert await r.text() == TEXT
     finally:
         context.destroy(linger=0)
 
 
-def _malformed(r: Rig) -> int:
-    assert r.known is not None
-    return r.known.batches["malformed"]
-
-
-async def test_unknown_tokens_leave_what_was_sent():
+async def test_unknown_tokens_leave_what_was_sent(monkeypatch: pytest.MonkeyPatch):
     """An engine without /tokenize, and one that is late."""
     with publishing(1) as [engine]:
-        options: dict[str, Any] = {"events": [engine.options], "tokenize_timeout_s": 0.1}
+        monkeypatch.setattr(tokenizer, "TIMEOUT_S", 0.1)
+        options: dict[str, Any] = {"events": [engine.options]}
         async with rig(prefill=2, prefill_choice="prefix", **options) as r:
             await until(lambda: held(r, PROMPT) == {0: 0})
             for _ in range(3):

@@ -1,23 +1,43 @@
 """Which engines hold which prefixes, by their own KV events."""
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
+from dynamo_lite.forward.choosing import MAX_INDEX_BLOCKS
+from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.routing.kv_index import KvIndex
-from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
 
 
+class PromptTokens:
+    """token_ids: 0 to 2^32 - 1, else OverflowError or TypeError. cache_salt: of the request."""
+
+    __slots__ = ("_chains", "_ids", "_salt")
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str | None = None):
+        self._ids = array("I", token_ids)
+        self._salt = cache_salt
+        self._chains: dict[int, list[ChainHash]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def chain(self, block_size: int) -> list[ChainHash]:
+        """The hashes of its full blocks; computed once for each size."""
+        found = self._chains.get(block_size)
+        if found is None:
+            found = chain_hashes(self._ids, block_size, cache_salt=self._salt)
+            self._chains[block_size] = found
+        return found
+
+
 class KnownBlocks:
-    """Engines are known by their numbers.
+    """Engines are known by their numbers."""
 
-    max_blocks: most different blocks for each block size.
-    """
-
-    def __init__(self, max_blocks: int):
+    def __init__(self) -> None:
         #: Number of batches by result; see `KvSubscription`.
         self.batches: Counter[str] = Counter()
-        self._max_blocks = max_blocks
         self._indexes: dict[int, KvIndex] = {}
         #: Block size of each engine whose events are being followed without a gap; 0: not known.
         self._sizes: dict[int, int] = {}
@@ -51,7 +71,7 @@ class KnownBlocks:
             self._sizes[engine] = block_size
         index = self._indexes.get(block_size)
         if index is None:
-            index = self._indexes[block_size] = KvIndex(self._max_blocks)
+            index = self._indexes[block_size] = KvIndex(MAX_INDEX_BLOCKS)
         for change in changes:
             match change:
                 case KvStored():

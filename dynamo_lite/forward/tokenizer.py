@@ -12,11 +12,11 @@ from xxhash import xxh3_128_digest
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Incoming
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, TOKENS, Body
 from dynamo_lite.forward.protocols.one_token import plain
-from dynamo_lite.forward.upstream import LegFailed, Upstream
-from dynamo_lite.policy.routing.known_blocks import KnownBlocks
-from dynamo_lite.policy.routing.prompt_tokens import PromptTokens
+from dynamo_lite.forward.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ _MIN_BYTES = 256
 #: Prompts and tokens that are remembered.
 _MAX_PROMPTS = 512
 _MAX_TOKENS = 4 << 20
+#: How long a request waits for its tokens.
+TIMEOUT_S = 0.5
 #: After an engine did not answer, no engine is asked for this long.
 _PAUSE_S = 5.0
 #: Fields on which a chat's tokens depend.
@@ -42,14 +44,11 @@ class _Tokenized(msgspec.Struct):
 
 
 class Tokenizer:
-    """timeout_s: how long a request waits for its tokens. results: counts prompts by result."""
+    """results: counts prompts by result."""
 
-    def __init__(
-        self, upstream: Upstream, engines: KnownEngines, known: KnownBlocks, timeout_s: float
-    ):
+    def __init__(self, upstream: Upstream, engines: KnownEngines, known: KnownBlocks):
         self.results: Counter[str] = Counter()
         self._upstream, self._engines, self._known = upstream, engines, known
-        self._timeout_s = timeout_s
         self._remembered: OrderedDict[bytes, PromptTokens] = OrderedDict()
         self._remembered_tokens = 0
         self._asks_again_at = 0.0
@@ -97,9 +96,9 @@ class Tokenizer:
         able = [e for e in self._engines.all if e.usable and e.decodes]
         if not able or now() < self._asks_again_at:
             return None
-        engine = min(able, key=lambda e: e.legs + e.other_requests)
+        engine = min(able, key=lambda e: e.requests)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 return await self._ask_one(engine, incoming, body)
         except (TimeoutError, LegFailed) as exc:
             self._asks_again_at = now() + _PAUSE_S
@@ -114,9 +113,9 @@ class Tokenizer:
         if (key := incoming.headers.get("authorization")) is not None:
             own["authorization"] = key
         url = f"{engine.base}/tokenize"
-        response = await self._upstream.open_url(url, engine, "POST", own, body)
+        response = await self._upstream.open(engine, "check", "POST", url, own, body)
         try:
-            data = await self._upstream.read(engine, response)
+            data = await response.read()
         finally:
             response.close()
         if 400 <= response.status < 500 and response.status != 404:
@@ -125,13 +124,13 @@ class Tokenizer:
             return msgspec.json.decode(data, type=_Tokenized).tokens
         except msgspec.DecodeError as exc:
             text = f"/tokenize answered {response.status}"
-            raise LegFailed(engine.name, "broken", text) from exc
+            raise LegFailed(engine, "check", "broken", text) from exc
 
 
 def _made(ids: list[int], salt: str | None) -> PromptTokens | None:
     try:
         return PromptTokens(ids, salt)
-    except ValueError:
+    except (OverflowError, TypeError):
         return None
 
 

@@ -1,25 +1,40 @@
 """`dynamo-lite join`: the process beside a stock engine that registers it, and drains it.
 
-The engine knows nothing of it. Its record is there while the engine is healthy.
+The engine knows nothing of it. Its record is there while the engine is healthy. There is no
+supervisor.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import logging.config
+import signal
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
+import uvloop
 
 from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad
+from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.health import CHECK_S, check, read_load
 from dynamo_lite.forward.options import EngineOptions, EngineRole, ProtocolName
-from dynamo_lite.forward.probe import StockEngineProbe
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.upstream import LegFailed, Upstream
+from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import StockEngine
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
+from dynamo_lite.runtime.process.host import run_process
+from dynamo_lite.runtime.process.logs import LogFormat, logging_config
+from dynamo_lite.runtime.process.stop import (
+    EXIT_LEASE_EXPIRED,
+    EXIT_START_FAILED,
+    EXIT_STOPPED,
+    StopRequest,
+    stop_on_signals,
+)
 from dynamo_lite.runtime.store import LeaseLoss
 
 logger = logging.getLogger(__name__)
@@ -30,9 +45,7 @@ COMPONENTS: Mapping[EngineRole, str] = {
     "decode": "DecodeEngine",
     "prefill-decode": "Engine",
 }
-ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
 
-_CONNECT_S = 2.0
 #: Between two readings of the engine's metrics, for displays.
 _LOAD_INTERVAL_S = 2.0
 #: How long an engine must stay idle during a drain. A Forwarder may have sent a leg just before it
@@ -40,6 +53,7 @@ _LOAD_INTERVAL_S = 2.0
 #: ended.
 _DRAIN_INTERVAL_S = 0.25
 _IDLE_READINGS = 5
+_BACKOFF = Backoff(longest_s=5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +65,6 @@ class JoinOptions(EngineOptions):
     #: there.
     model: str = ""
     health_interval_s: float = 1.0
-    health_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -78,11 +91,9 @@ class JoinedEngine:
     def __init__(self, config: Mapping[str, Any] | JoinOptions, spec: ProcessSpec):
         self._options = options = msgspec.convert(config, JoinOptions)
         self._spec = spec
-        self._engine = KnownEngine(
-            0, options, PROTOCOLS[options.protocol], lease="", model=options.model
-        )
+        self._engine = KnownEngine(0, options, PROTOCOLS[options.protocol], model=options.model)
         self._stack = AsyncExitStack()
-        self._probe: StockEngineProbe | None = None
+        self._upstream = Upstream(CHECK_S)
         self._load: StockEngineLoad | None = None
         self._host: Host | None = None
         #: Whether the record is in the store; None: a call has failed, so it may be there or not.
@@ -92,10 +103,7 @@ class JoinedEngine:
     async def start(self, host: Host) -> dict[str, Any]:
         """Returns when the engine is healthy and registered."""
         self._host = host
-        upstream = await self._stack.enter_async_context(
-            Upstream(connect_s=_CONNECT_S, idle_s=self._options.health_timeout_s)
-        )
-        self._probe = StockEngineProbe(upstream, within_s=self._options.health_timeout_s)
+        await self._stack.enter_async_context(self._upstream)
         told = ""
         while not await self._check():
             if told != self._engine.trouble:
@@ -145,15 +153,12 @@ class JoinedEngine:
 
     async def _check(self) -> bool:
         """Whether the engine is healthy."""
-        assert self._probe is not None
         engine = self._engine
         try:
-            await self._probe.check(engine)
+            await check(self._upstream, engine)
         except LegFailed as exc:
             if engine.failed(str(exc), at_once=exc.kind == "refused"):
                 logger.warning("%s is unhealthy", exc)
-            elif not engine.healthy:
-                engine.trouble = str(exc)
         else:
             if engine.passed():
                 logger.info("engine %s is healthy", engine.name)
@@ -201,9 +206,8 @@ class JoinedEngine:
 
     async def _read_load(self) -> bool:
         """Returns whether the engine could be asked."""
-        assert self._probe is not None
         try:
-            self._load = await self._probe.load(self._engine)
+            self._load = await read_load(self._upstream, self._engine)
         except LegFailed as exc:
             logger.debug("no load: %s", exc)
             self._load = None
@@ -218,3 +222,68 @@ class JoinedEngine:
                 return
             idle = idle + 1 if self._load is not None and not self._load.requests else 0
             await asyncio.sleep(_DRAIN_INTERVAL_S)
+
+
+def run(
+    spec: ProcessSpec,
+    options: JoinOptions,
+    say: Callable[[str, str], None],
+    *,
+    level: str,
+    log_format: LogFormat,
+) -> int:
+    """Returns the exit code. say: shows a line of progress, with a name in front."""
+    logging.config.dictConfig(logging_config(log_format, spec.component, 0, level=level))
+    return uvloop.run(_join(spec, options, _reporter(say)))
+
+
+async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
+    """If the lease expired while etcd was out of reach, a new lease is granted: no other
+    process would register the engine again."""
+    # A closed terminal ends it in order, too.
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, signal.raise_signal, signal.SIGTERM)
+    expired, failures = False, 0
+    while True:
+        began = loop.time()
+        code = await run_process(spec, JoinedEngine(asdict(options), spec), report)
+        expired = expired or code == EXIT_LEASE_EXPIRED
+        if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
+            return code
+        restart = _BACKOFF.after_exit(failures, loop.time() - began)
+        failures = restart.failures
+        if await _stopped(restart.delay_s):
+            return EXIT_STOPPED
+
+
+async def _stopped(within_s: float) -> bool:
+    """Returns whether a stop signal came within this time."""
+    stop = StopRequest()
+    with stop_on_signals(stop):
+        try:
+            async with asyncio.timeout(within_s):
+                await stop.wait()
+        except TimeoutError:
+            return False
+    return True
+
+
+def _reporter(say: Callable[[str, str], None]) -> Report:
+    def report(line: dict[str, Any]) -> None:
+        match line:
+            case {"state": "starting", "detail": detail}:
+                say("join", detail)
+            case {"state": "ready"}:
+                print(
+                    f"joined {line['engine']} model={line['model'] or 'unknown'}"
+                    f" lease={line['lease']} status={line['status_url']}",
+                    flush=True,
+                )
+            case {"state": "draining", "reason": reason}:
+                say("join", f"draining: {reason}")
+            case {"state": "failed", "error": error}:
+                say("join", f"error: {error}")
+            case _:
+                say("join", str(line["state"]))
+
+    return report

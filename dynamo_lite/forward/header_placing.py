@@ -1,0 +1,297 @@
+"""The client's headers name the prefill engine.
+
+The workflow is the Forwarder's; only the choice of engines differs. A `Door` in front of it checks
+the engines that the headers name, and `HeaderPlacer` chooses them.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+
+from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.choosing import tokens_of
+from dynamo_lite.forward.client import Answer, Client, Incoming, error
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.named import (
+    PREFILLER_HEADER,
+    RANK_HEADER,
+    AllowedHosts,
+    Named,
+    NotAllowed,
+    accepted,
+    parse_host_port,
+)
+from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried, why_alone
+from dynamo_lite.forward.protocols.base import ForwardProtocol
+from dynamo_lite.forward.sidecar_options import SidecarConfig
+from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.tasks import OwnedTasks
+
+logger = logging.getLogger(__name__)
+
+#: Most prefill engines that are remembered.
+MAX_PREFILLERS = 1024
+#: How long an engine that has answered by another protocol gets no leg. It is then asked again,
+#: because a sidecar does not check prefill engines and would not notice that it was restarted.
+MISFIT_S = 60.0
+#: How long an engine that has refused a leg, or did not answer it in time, gets no other one. Each
+#: would wait as long in vain, because no check tells that the engine is gone.
+AVOIDED_S = 5.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prefiller:
+    """A prefill engine that a header has named. Times are the loop's."""
+
+    engine: KnownEngine
+    #: When it was last asked for the data that its protocol needs before a leg.
+    checked_at: float | None = None
+    check: asyncio.Task[None] | None = None
+    #: When it was last found not to fit, or was asked again since.
+    misfit_at: float | None = None
+    #: Since when it gets no leg after a failure.
+    avoided_at: float | None = None
+
+    def may_ask(self, now: float) -> bool:
+        """Whether it may get a leg: it speaks this protocol, or it is time to ask again."""
+        if not self.engine.misfit:
+            self.misfit_at = None
+            return True
+        if self.misfit_at is None:
+            self.misfit_at = now
+        return now - self.misfit_at >= MISFIT_S
+
+    def avoided(self, now: float) -> bool:
+        return self.avoided_at is not None and now - self.avoided_at < AVOIDED_S
+
+    def asked(self, now: float) -> None:
+        """The engine gets a leg. After a failure, other requests go on without it meanwhile."""
+        if self.avoided_at is not None:
+            self.avoided_at = now
+        if self.engine.misfit:
+            self.misfit_at = now
+
+
+class Prefillers:
+    """The prefill engines that headers have named, by HOST:PORT. `close` ends their checks.
+
+    check: asks an engine for the data that its protocol needs before the first leg.
+    """
+
+    def __init__(
+        self,
+        protocol: ForwardProtocol,
+        config: SidecarConfig,
+        check: Callable[[KnownEngine], Awaitable[None]],
+    ):
+        self._protocol, self._config, self._check = protocol, config, check
+        #: Decode engines have smaller numbers.
+        self._number = config.ranks
+        self._known: OrderedDict[str, Prefiller] = OrderedDict()
+        self._tasks = OwnedTasks()
+
+    async def close(self) -> None:
+        await self._tasks.end()
+
+    def get(self, name: str) -> Prefiller:
+        """When there are too many engines, the one named longest ago is forgotten."""
+        known = self._known.get(name)
+        if known is None:
+            options = self._config.prefiller(name)
+            engine = KnownEngine(self._number, options, self._protocol, followed=False)
+            self._number += 1
+            known = self._known[name] = Prefiller(engine)
+            if len(self._known) > MAX_PREFILLERS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(name)
+        return known
+
+    @property
+    def misfits(self) -> dict[str, str]:
+        """Why engines get no legs, by their names."""
+        known = self._known.items()
+        return {name: one.engine.misfit for name, one in known if one.engine.misfit}
+
+    async def prepare(self, name: str) -> None:
+        """Returns when the engine was asked for its ids lately, where legs need them.
+
+        An engine that did not answer has no ids, and gets no legs. It is asked again, but no
+        request waits for that.
+        """
+        if not self._protocol.query_path:
+            return
+        known, now = self.get(name), asyncio.get_running_loop().time()
+        last, every_s = known.checked_at, self._config.forwarder.health_interval_s
+        if last is not None and now - last < every_s:
+            return
+        if known.check is None:
+            text = f"check of {known.engine.name}"
+            known.check = self._tasks.start(self._check_once(known), name=text)
+        if last is None or known.engine.engine_ids:
+            await asyncio.shield(known.check)
+
+    async def _check_once(self, known: Prefiller) -> None:
+        try:
+            await self._check(known.engine)
+            known.checked_at = asyncio.get_running_loop().time()
+        finally:
+            known.check = None
+
+
+class HeaderPlacer:
+    """Implements `Places`. pick: takes a number n and returns one below n."""
+
+    def __init__(
+        self,
+        engines: KnownEngines,
+        protocol: ForwardProtocol,
+        prefillers: Prefillers,
+        *,
+        pick: Callable[[int], int],
+    ):
+        self.choices: Counter[tuple[str, str]] = Counter()
+        self._protocol, self._prefillers, self._pick = protocol, prefillers, pick
+        self._decode = {engine.name: engine for engine in engines.all}
+
+    def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
+        """Raises NoWorkers, CannotServe."""
+        decode = self._decode[request.named.decode]
+        if not decode.usable or decode.number in tried.decode:
+            raise NoWorkers("the decode engine is not healthy")
+        alone, prefill = tried.alone or self._why_alone(request), None
+        if not alone:
+            left = [
+                one
+                for one in map(self._prefillers.get, request.named.prefill)
+                if one.engine.number not in tried.prefill
+            ]
+            prefill = self._choose(left)
+            if prefill is None and not self._protocol.decodes_alone:
+                raise NoWorkers("no prefill engine that was named is left")
+            if prefill is None:
+                unfit = any(one.engine.misfit for one in left)
+                alone = "misfit" if unfit else "no_prefill_worker"
+        tokens = tokens_of(request.prompt)
+        return EnginePlacement(
+            prefill=prefill,
+            decode=decode,
+            alone=alone,
+            chain=(),
+            prompt_tokens=tokens,
+            uncached_tokens=tokens,
+        )
+
+    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
+        """Called only if the decode engine has become unhealthy meanwhile. There is no other
+        one."""
+        raise NoWorkers("the decode engine is not healthy")
+
+    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
+        """Choices do not depend on sent prompts."""
+        if engine is placement.prefill:
+            self._prefillers.get(engine.name).avoided_at = None
+
+    def prefill_failed(self, failure: LegFailed) -> None:
+        if failure.kind in ("refused", "timeout"):
+            known = self._prefillers.get(failure.engine.name)
+            known.avoided_at = asyncio.get_running_loop().time()
+
+    def _why_alone(self, request: ClientRequest) -> str:
+        if not request.named.prefill:
+            return "no_header" if request.route else "route"
+        reason = why_alone(request, self._protocol)
+        if reason and request.route and not self._protocol.decodes_alone:
+            raise CannotServe(
+                f"{request.route} with {reason} cannot be handed over with {self._protocol.name}"
+            )
+        return reason
+
+    def _choose(self, left: list[Prefiller]) -> KnownEngine | None:
+        """left: those that the request has not tried."""
+        now = asyncio.get_running_loop().time()
+        able = [
+            one
+            for one in left
+            if (one.engine.engine_ids or not self._protocol.query_path) and one.may_ask(now)
+        ]
+        good = [one for one in able if not one.avoided(now)]
+        if good or self._protocol.decodes_alone:
+            able = good
+        if not able:
+            return None
+        self.choices["prefill", "header"] += 1
+        chosen = able[self._pick(len(able))]
+        chosen.asked(now)
+        return chosen.engine
+
+
+class Door:
+    """In front of the workflow, for one data-parallel rank: requests that name what is accepted
+    reach it.
+
+    ranks: the decode engine's, by the port of the server in front of each. own: this one's port.
+    """
+
+    def __init__(
+        self,
+        forwarding: Forwarding,
+        prefillers: Prefillers,
+        allowed: AllowedHosts,
+        ranks: dict[int, KnownEngine],
+        own: int,
+    ):
+        self._forwarding, self._prefillers, self._allowed = forwarding, prefillers, allowed
+        self._ranks, self._own = ranks, own
+        self._refusals = LogLimit()
+
+    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        try:
+            named = Named(accepted(incoming.named.prefill, self._allowed), self._rank(incoming))
+        except ValueError as exc:
+            return await self._refuse(client, error(400, "BadRequestError", str(exc)))
+        except NotAllowed as exc:
+            return await self._refuse(client, self._not_allowed(exc))
+        await asyncio.gather(*(self._prefillers.prepare(name) for name in named.prefill))
+        incoming = dataclasses.replace(incoming, named=named)
+        await self._forwarding.generate(incoming, route, data, client)
+
+    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
+        """For routes that generate nothing, the engines that headers name are ignored."""
+        named = Named(decode=self._ranks[self._own].name)
+        incoming = dataclasses.replace(incoming, named=named)
+        await self._forwarding.pass_on(incoming, data, client)
+
+    def _rank(self, incoming: Incoming) -> str:
+        """The decode engine's rank that the request is for. Raises ValueError."""
+        given = incoming.named.decode
+        if not given:
+            return self._ranks[self._own].name
+        try:
+            _, port = parse_host_port(given)
+        except ValueError as exc:
+            raise ValueError(f"{RANK_HEADER}: expected HOST:PORT, got {given[:100]!r}") from exc
+        if port not in self._ranks:
+            first, last = min(self._ranks), max(self._ranks)
+            raise ValueError(
+                f"{RANK_HEADER}: port {port} belongs to no rank; the ranks have {first} to {last}"
+            )
+        return self._ranks[port].name
+
+    def _not_allowed(self, host: NotAllowed) -> Answer:
+        if (held_back := self._refusals.allow()) is not None:
+            more = f" ({held_back} more)" if held_back else ""
+            logger.warning("%s names %s, which is not accepted%s", PREFILLER_HEADER, host, more)
+        text = (
+            f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
+            f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
+        )
+        return error(403, "PermissionDeniedError", text)
+
+    async def _refuse(self, client: Client, answer: Answer) -> None:
+        self._forwarding.stats.refused[answer.status] += 1
+        await client.send(answer)
