@@ -29,7 +29,8 @@ these graphs is started in turn, and differs in `queue.short-length` alone:
   arrival      jobs in the order of their arrival: none is short
   short-first  short ones before long ones, also before those that are under way
 
-The prefill engine's steps take {_STEP_TOKENS} tokens (max-num-batched-tokens).
+The prefill engine's steps take {_STEP_TOKENS} tokens (max-num-batched-tokens). No prompt is taken
+back: max-queue-wait-s is 60.
 
 Prints the time to the first token of the short ones with the burst, and the median over the rounds
 of its ratio to that without, both medians of a round: at most {MAX_RATIO:g} x with short-first.
@@ -39,6 +40,7 @@ _FLAGS = [
     "--VllmWorker.max-prefill-queue-size=64",
     f"--VllmWorker.kv-cache-memory-bytes={_CACHE_BYTES}",
     "--VllmWorker.remote-prefill-timeout-s=60",
+    "--VllmWorker.max-queue-wait-s=60",
     f"--PrefillWorker.max-num-batched-tokens={_STEP_TOKENS}",
 ]
 

@@ -1,5 +1,5 @@
-"""A burst of long prompts whose prefill worker stands still half-way, without and with steal
-back."""
+"""A burst of long prompts whose prefill worker stands still half-way, with a limit to their wait
+and without."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ _TOKENS, _LOCAL_TOKENS = 3000, 400
 #: All prompts fit: vLLM lets nobody pass one that waits for room in the decode engine.
 _CACHE_BYTES = 256 << 20
 
-#: Side -> `steal-back`.
-SIDES = {"off": "false", "on": "true"}
+#: Side -> `max-queue-wait-s`. The first one is beyond the play.
+SIDES = {"off": "600", "on": "2"}
 
 _ABOUT = f"""\
 One decode worker and one prefill worker with the tiny model; every prompt has {_TOKENS} tokens and
@@ -29,8 +29,8 @@ goes to the latter. A play sends --prompts of them at once. When half of them ha
 token, the prefill worker's engine is stopped (SIGSTOP) for --stall-s, which is less than the 4 s
 after which a silent worker is given up. A pair is two plays on the same graph, one after the other:
 
-  off  steal-back: false
-  on   steal-back: true
+  off  max-queue-wait-s: {SIDES["off"]}
+  on   max-queue-wait-s: {SIDES["on"]}
 
 Every second pair begins with the other one. Prints the 99th percentile of the time to the first
 token, and its ratio on / off.
@@ -82,13 +82,12 @@ async def measure(
 ) -> None:
     """Appends each pair when it is whole."""
     rng = random.Random(1)
-    # The engine measures how fast it computes, and how fast the prefill worker does.
-    for tokens in (_LOCAL_TOKENS, _TOKENS) * 3:
+    for tokens in (_LOCAL_TOKENS, _TOKENS):
         await ask(graph, prompt_of(tokens, rng))
     for number in range(count):
         pair: Pair = {}
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
-            await asyncio.to_thread(graph.set_options, "VllmWorker", steal_back=SIDES[side])
+            await asyncio.to_thread(graph.set_options, "VllmWorker", max_queue_wait_s=SIDES[side])
             pair[side] = await _play(graph, prompts, stall_s, rng)
         into.append(pair)
         print(f"pair {number + 1} of {count}: {_described(pair)}", file=sys.stderr, flush=True)
@@ -136,7 +135,7 @@ def report(pairs: Sequence[Pair]) -> None:
 
 
 def ratios(pairs: Sequence[Pair]) -> list[float]:
-    """The 99th percentile with steal back over that without, of each pair."""
+    """The 99th percentile with the limit over that without, of each pair."""
     return [pair["on"].p99_ms / pair["off"].p99_ms for pair in pairs]
 
 

@@ -7,64 +7,17 @@ They follow the same rules and look at everything each time. Tests compare the a
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
 
-from dynamo_lite.policy.decision.backlog import SILENCE_S, BacklogTotals
 from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.routing.kv_routing import Candidate, KvView, score
 from dynamo_lite.policy.routing.pending_requests import PendingRequests
 from dynamo_lite.policy.routing.pickers import Selection
 from dynamo_lite.policy.routing.worker_loads import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
-from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 
 _MAX_SESSIONS = 65_536
-
-
-class StraightforwardBacklogs:
-    """As `Backlogs`: keeps each engine's last message, and adds all of them up."""
-
-    def __init__(self) -> None:
-        self._received: dict[str, tuple[Backlog, float]] = {}
-        self._asked = self._overflow = 0
-
-    def hear(self, backlog: Backlog, now: float) -> int | None:
-        before = self._received.get(backlog.engine_id)
-        if before is not None and backlog.number <= before[0].number:
-            return None
-        self._forget(now)
-        if backlog.leaving:
-            self._received.pop(backlog.engine_id, None)
-        else:
-            self._received[backlog.engine_id] = backlog, now
-        if before is None:
-            return 0
-        self._asked += max(backlog.asked_tokens - before[0].asked_tokens, 0)
-        self._overflow += max(backlog.overflow_tokens - before[0].overflow_tokens, 0)
-        return max(backlog.done_tokens - before[0].done_tokens, 0)
-
-    def totals(self, now: float) -> BacklogTotals:
-        self._forget(now)
-        told = [backlog for backlog, _ in self._received.values()]
-        lanes = {lane: sum(d.queued_tokens.get(lane, 0) for d in told) for lane in Lane}
-        return BacklogTotals(
-            sum(d.queued_jobs for d in told),
-            {lane: tokens for lane, tokens in lanes.items() if tokens},
-            sum(d.claimed_jobs for d in told),
-            sum(d.claimed_tokens for d in told),
-            self._asked,
-            self._overflow,
-        )
-
-    def engines(self, now: float) -> int:
-        self._forget(now)
-        return len(self._received)
-
-    def _forget(self, now: float) -> None:
-        for engine_id, (_, at) in list(self._received.items()):
-            if now - at > SILENCE_S:
-                del self._received[engine_id]
 
 
 class StraightforwardPicker:

@@ -23,7 +23,7 @@ _LIMITS = Limits(
 
 
 class Tally:
-    """Counts over all decode workers."""
+    """Counts over all workers."""
 
     def __init__(self) -> None:
         #: Requests that got KV memory.
@@ -33,6 +33,8 @@ class Tally:
         #: Tokens of remote prefills, and of prompts that were computed locally because the queue
         #: had no room.
         self.asked_tokens = self.refused_tokens = 0
+        #: Tokens that prefill workers have written, and the time in which they had jobs.
+        self.written_tokens, self.busy_s = 0, 0.0
 
 
 class DecodeWorkerModel:
@@ -142,7 +144,7 @@ class DecodeWorkerModel:
 
     def _too_late(self, job: Job) -> None:
         if not job.ended:
-            self._queue.end(job, delivered=False)
+            self._queue.end(job)
             self.engine.compute(job.sequence)
 
     def _answered(self, sequence: Sequence) -> None:

@@ -68,7 +68,7 @@ class GraphModel:
         self.timing, self._thresholds, self._events = timing, thresholds, events
         self.records = records
         self.tally = Tally()
-        self.queue = JobQueue(lambda: events.now)
+        self.queue = JobQueue()
         self._router = Router(events, seed)
         self._leases = 0
         self.prefill = RoleFleet[PrefillWorkerModel](
@@ -135,7 +135,11 @@ class GraphModel:
     def _make_prefill(self) -> PrefillWorkerModel:
         self.queue.workers += 1
         return PrefillWorkerModel(
-            self.timing, self._events, self.queue, lambda one: self.prefill.check_gone(one)
+            self.timing,
+            self._events,
+            self.queue,
+            self.tally,
+            lambda one: self.prefill.check_gone(one),
         )
 
     def _prefill_leaves(self, _: PrefillWorkerModel) -> None:

@@ -48,8 +48,9 @@ class Oracle:
         return self._wanted(0.0, 0.0)
 
     def tick(self, graph: GraphModel, now: float) -> WorkerCounts:
-        rate = graph.queue.tokens_per_s
-        return self._wanted(now, graph.queue.tokens / rate / _WINDOW_S / 2 if rate else 0.0)
+        written, busy_s = graph.tally.written_tokens, graph.tally.busy_s
+        late_s = graph.queue.tokens * busy_s / written if written else 0.0
+        return self._wanted(now, late_s / _WINDOW_S / 2)
 
     def _wanted(self, now: float, behind: float) -> WorkerCounts:
         """behind: prefill workers that only compute what waits already. Both numbers are reduced

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from benchmarks.capacity.decode import Tally
 from benchmarks.capacity.engine import EngineModel
 from benchmarks.capacity.events import Events
 from benchmarks.capacity.histogram import Histogram
@@ -12,20 +13,22 @@ from dynamo_lite.services.config import PrefillWorkerConfig
 
 
 class PrefillWorkerModel:
-    """All its slots are free. on_delivered: called after each
-    job."""
+    """All its slots are free. on_delivered: called after each job."""
 
     def __init__(
         self,
         timing: Timing,
         events: Events,
         queue: JobQueue,
+        tally: Tally,
         on_delivered: Callable[["PrefillWorkerModel"], None],
     ):
         self._timing, self._events, self._queue = timing, events, queue
-        self._on_delivered = on_delivered
+        self._tally, self._on_delivered = tally, on_delivered
         self.leaving = False
         self._jobs = 0
+        #: Until when its time with jobs is counted.
+        self._busy_until = 0.0
         #: Tokens of its jobs.
         self.busy = 0
         self._network_free_at = 0.0
@@ -45,6 +48,9 @@ class PrefillWorkerModel:
         return not self._jobs
 
     def take(self, job: Job) -> None:
+        job.claimed_at = self._events.now
+        if not self._jobs:
+            self._busy_until = self._events.now
         self._jobs += 1
         self.busy += job.tokens
         self._engine.add(Sequence(job.sequence.request, job.tokens, 0, note=job))
@@ -72,11 +78,14 @@ class PrefillWorkerModel:
 
     def _delivered(self, sequence: Sequence) -> None:
         job = _job(sequence)
+        self._tally.busy_s += self._events.now - self._busy_until
+        self._busy_until = self._events.now
         self._jobs -= 1
         self.busy -= sequence.context
         self._engine.release(sequence)
         if not job.ended:
-            self._queue.end(job, delivered=True)
+            self._tally.written_tokens += job.tokens
+            self._queue.end(job)
             job.decode.received(job)
         self._queue.pull(self)
         self._on_delivered(self)

@@ -1,12 +1,10 @@
 """Remote prefills, and the queue of those that no prefill worker has taken."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.capacity.phase import Sequence
-from dynamo_lite.policy.decision.backlog import DrainRate
 from dynamo_lite.protocol.decisions import QueueSeen
 
 if TYPE_CHECKING:
@@ -29,10 +27,9 @@ class Job:
 
 class JobQueue:
     """Jobs go in order of arrival; the slot that has waited longest gets the next one. Decode
-    workers know its state at once. now: returns simulated seconds."""
+    workers know its state at once."""
 
-    def __init__(self, now: Callable[[], float]):
-        self._now = now
+    def __init__(self) -> None:
         self._waiting: deque[Job] = deque()
         #: One entry for each slot that waits for a job.
         self._free: deque[PrefillWorkerModel] = deque()
@@ -40,13 +37,6 @@ class JobQueue:
         self.workers = 0
         #: Of the jobs that have not ended.
         self.jobs = self.tokens = 0
-        self._claimed = 0
-        self._rate = DrainRate()
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """What one busy prefill worker computes."""
-        return self._rate.tokens_per_s(self._now())
 
     def seen(self) -> QueueSeen:
         return QueueSeen(jobs=self.jobs, prefill_workers=self.workers, age_s=0.0)
@@ -71,21 +61,11 @@ class JobQueue:
             return
         while self._waiting:
             if not (job := self._waiting.popleft()).ended:
-                self._claimed += 1
-                job.claimed_at = self._now()
-                self._measure(0)
                 worker.take(job)
                 return
         self._free.append(worker)
 
-    def end(self, job: Job, *, delivered: bool) -> None:
+    def end(self, job: Job) -> None:
         job.ended = True
         self.jobs -= 1
         self.tokens -= job.tokens
-        self._claimed -= job.claimed_at is not None
-        self._measure(job.tokens if delivered else 0)
-
-    def _measure(self, done_tokens: int) -> None:
-        self._rate.moved(
-            self._now(), done_tokens=done_tokens, claimed_jobs=self._claimed, workers=self.workers
-        )

@@ -12,19 +12,25 @@ from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
 from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
-from dynamo_lite.policy.decision.backlog import BacklogTotals
-from dynamo_lite.policy.scaling.inputs import LastChange, Operation, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.inputs import (
+    LastChange,
+    Operation,
+    PrefillLoad,
+    Role,
+    RoleSeen,
+    Seen,
+)
 from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker
-from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
+from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
 from dynamo_lite.policy.scaling.planner import begun, plan
 from dynamo_lite.policy.scaling.start_times import StartTimes
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 
-#: Window of rates.
+#: Window of rates, as in `overview/compose.py`.
 _RATE_S = 10.0
-
+#: Windows of the demand for prefill workers and of their rate, as in `planner/observation.py`.
+_DEMAND_S, _PREFILL_S = 15.0, 60.0
 
 Fleet = RoleFleet[PrefillWorkerModel] | RoleFleet[DecodeWorkerModel]
 
@@ -42,16 +48,27 @@ class _Starts:
     changed: tuple[bool, float] | None = None
 
 
+@dataclass(frozen=True)
+class _Past:
+    """What had been counted at a tick."""
+
+    at: float
+    gaps: Histogram
+    admitted: int
+    asked_tokens: int
+    refused_tokens: int
+    written_tokens: int
+    busy_s: float
+
+
 class PlannerScaler:
     """limits: the planner's options."""
 
     def __init__(self, limits: PlannerOptions):
         self.tick_s, self._limits = limits.tick_s, limits
         self._memory = PlannerMemory()
-        self._demand = DemandRates()
         self._starts = {role: _Starts() for role in Role}
-        #: (time, tokens of then, requests that had got memory by then)
-        self._past = deque([(0.0, Histogram(), 0)])
+        self._past = deque([_Past(0.0, Histogram(), 0, 0, 0, 0, 0.0)])
 
     def tick(self, graph: GraphModel, now: float) -> WorkerCounts:
         fleets: dict[Role, Fleet] = {Role.PREFILL: graph.prefill, Role.DECODE: graph.decode}
@@ -74,34 +91,51 @@ class PlannerScaler:
         return WorkerCounts(wanted[Role.PREFILL], wanted[Role.DECODE])
 
     def _seen(self, graph: GraphModel, fleets: dict[Role, Fleet], now: float) -> Seen:
-        totals = BacklogTotals(
-            graph.queue.jobs,
-            {Lane.LONG: graph.queue.tokens},
-            asked_tokens=graph.tally.asked_tokens,
-            overflow_tokens=graph.tally.refused_tokens,
-        )
         present = sum(fleet.devices for fleet in fleets.values())
         free = max(self._limits.budget_devices - present, 0)
-        decode = decode_load(graph.decode.ready, totals, self._rates(graph, now))
+        outstanding = Outstanding(jobs=graph.queue.jobs, tokens=graph.queue.tokens)
+        prefill = self._prefill(graph, now)
+        decode = decode_load(graph.decode.ready, outstanding, self._rates(graph, now))
+        self._remember(graph, now)
         return Seen(
             roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
-            prefill=self._demand.load(totals, graph.queue.tokens_per_s, now, complete=True),
+            prefill=prefill,
             decode=decode,
         )
 
+    def _prefill(self, graph: GraphModel, now: float) -> PrefillLoad:
+        tally, then, longer = graph.tally, self._since(_DEMAND_S, now), self._since(_PREFILL_S, now)
+        written, busy_s = tally.written_tokens - longer.written_tokens, tally.busy_s - longer.busy_s
+        backlog = graph.queue.tokens
+        rate = written / busy_s if written else None
+        if now <= then.at:
+            return PrefillLoad(backlog=backlog, rate=rate)
+        return PrefillLoad(
+            asked_per_s=((tally.asked_tokens - then.asked_tokens) / (now - then.at)),
+            refused_per_s=((tally.refused_tokens - then.refused_tokens) / (now - then.at)),
+            backlog=backlog,
+            rate=rate,
+        )
+
     def _rates(self, graph: GraphModel, now: float) -> TokenRates:
-        tally, past = graph.tally, self._past
-        while len(past) > 1 and past[0][0] < now - _RATE_S - 1e-6:
-            past.popleft()
-        began, gaps, admitted = past[0]
-        seconds, recent = now - began, tally.gaps.since(gaps)
-        rates = TokenRates(
-            admitted_per_s=(tally.admitted - admitted) / seconds if seconds else None,
+        tally, then = graph.tally, self._since(_RATE_S, now)
+        seconds, recent = now - then.at, tally.gaps.since(then.gaps)
+        return TokenRates(
+            admitted_per_s=(tally.admitted - then.admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,
         )
-        past.append((now, tally.gaps.copy(), tally.admitted))
-        return rates
+
+    def _since(self, seconds: float, now: float) -> _Past:
+        """The first tick in this time, or the last one before it."""
+        return next((one for one in self._past if one.at >= now - seconds - 1e-6), self._past[-1])
+
+    def _remember(self, graph: GraphModel, now: float) -> None:
+        tally, past = graph.tally, self._past
+        counts = tally.asked_tokens, tally.refused_tokens, tally.written_tokens, tally.busy_s
+        past.append(_Past(now, tally.gaps.copy(), tally.admitted, *counts))
+        while past[0].at < now - _PREFILL_S:
+            past.popleft()
 
     def _role(self, role: Role, fleet: Fleet, free: int, now: float) -> RoleSeen:
         starts, starting, draining = self._starts[role], fleet.starting_s, fleet.draining_s

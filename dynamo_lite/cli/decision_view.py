@@ -22,7 +22,7 @@ _WHY = {
     "single_flight": "{uncached} to compute, after another request's remote prefill of the others",
     "queue_full": "{queue.jobs} jobs in the queue, at least {limits.max_prefill_queue_size}",
     "queue_tokens": "{queue.tokens} tokens queued, at least {limits.max_prefill_queue_tokens}",
-    "too_late": "{left} left, and the wait would be longer",
+    "too_late": "{left} left",
     "queue_unknown": "not read in the last {limits.queue_view_max_age_s:g} s",
     "no_prefill_worker": "none is usable",
     "leaving": "this worker was draining",
@@ -79,8 +79,7 @@ def _queue(queue: QueueSeen) -> str:
     if alive > usable:
         failed = "the links of the others have failed (`dynamo-lite ps --links`)"
         workers = f"{usable} of {_count(alive, 'live prefill worker')} usable: {failed}"
-    wait = "" if queue.wait_s is None else f", a wait of about {as_time(queue.wait_s)}"
-    ahead = f"{_count(queue.jobs, 'job')} with {_count(queue.tokens, 'token')} to compute{wait}"
+    ahead = f"{_count(queue.jobs, 'job')} with {_count(queue.tokens, 'token')} to compute"
     return f"{ahead}; {workers}; read {queue.age_s:.2f} s earlier"
 
 

@@ -191,8 +191,6 @@ def accepted(component: str, option: str) -> str:
 def _words(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.NoneType):
         return "null"
-    if isinstance(kind, inspect.BoolType):
-        return "true or false"
     assert isinstance(kind, inspect.IntType | inspect.FloatType)
     noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
     low = f"≥ {kind.ge}" if kind.ge is not None else f"> {kind.gt}"

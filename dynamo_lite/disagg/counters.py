@@ -24,7 +24,6 @@ FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
 PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
 PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # tokens that a prefill engine computed for its jobs
-STEAL_LOOK = "steal_look"  # + "/reason"
 RESUME = "resume"  # + "/reason" of the verdict when a writer was lost
 BROKEN_LINK = "broken_link"  # a list of [decode engine, why a transfer with it failed]
 SPAN = "span"  # a list of spans: see `span_notes.py`

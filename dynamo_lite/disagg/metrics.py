@@ -31,7 +31,7 @@ _METRICS = {
         Counter,
         "dynamo_lite_prefill_overflow_tokens",
         "Uncached tokens of prompts that decode workers computed themselves because the"
-        " prefill queue had no room for them, or the wait would have been too long",
+        " prefill queue had no room for them",
     ),
     counters.REMOTE: partial(
         Counter,
@@ -93,13 +93,6 @@ _METRICS = {
         "dynamo_lite_remote_prefill_resumes",
         "Remote prefills that failed or were given up, by whether another prefill worker"
         " may compute the rest: writer_lost (yes), or the reason why not",
-        ["reason"],
-    ),
-    counters.STEAL_LOOK: partial(
-        Counter,
-        "dynamo_lite_steal_back_looks",
-        "Looks at queued remote prefills, by result: queue_long, overdue (one was taken back),"
-        " or why none was",
         ["reason"],
     ),
     counters.COMPUTED: partial(

@@ -30,11 +30,18 @@ ANSWERS = "dynamo_lite_forward_answers_total"
 USABLE = "dynamo_lite_forward_engine_usable"
 TTFT = "vllm:time_to_first_token_seconds"
 ITL = "vllm:inter_token_latency_seconds"
+#: For the planner: what decode workers ask and wait for, and the work of prefill workers.
+ASKED = "dynamo_lite_prefill_asked_tokens_total"
+OVERFLOW = "dynamo_lite_prefill_overflow_tokens_total"
+OUTSTANDING_JOBS = "dynamo_lite_prefill_outstanding_jobs"
+OUTSTANDING_TOKENS = "dynamo_lite_prefill_outstanding_tokens"
+WRITTEN_TOKENS = "dynamo_lite_prefill_written_tokens_total"
+BUSY_S = "dynamo_lite_prefill_busy_seconds_total"
 
-#: The metrics that an overview is made of; all others are skipped.
+#: The metrics that are read; all others are skipped.
 WANTED = (
     *(DECISIONS, JOBS, BYTES, DEPTH, TOKENS, FREE, BLOCKS, IN_FLIGHT, FORWARDED, ANSWERS, USABLE),
-    *(TTFT, ITL),
+    *(TTFT, ITL, ASKED, OVERFLOW, OUTSTANDING_JOBS, OUTSTANDING_TOKENS, WRITTEN_TOKENS, BUSY_S),
 )
 
 #: Verdicts that involve a second engine.

@@ -44,6 +44,8 @@ class Observer:
         self._roster = Roster(store, names.components_prefix(namespace), on_drop)
         self._history = CounterHistory(LATENCY_S)
         self._requests = asyncio.Semaphore(_MAX_REQUESTS)
+        #: Those of the last look, as in `CounterHistory`.
+        self.pages: Mapping[str, Samples | None] = {}
 
     def __repr__(self) -> str:
         return f"Observer({self._namespace!r}, members={len(self._roster.members)})"
@@ -70,7 +72,8 @@ class Observer:
             self._links(),
         )
         now = asyncio.get_running_loop().time()
-        self._history.add(now, dict(zip(urls, pages, strict=True)))
+        self.pages = dict(zip(urls, pages, strict=True))
+        self._history.add(now, self.pages)
         return compose(
             self._wall(),
             self._namespace,

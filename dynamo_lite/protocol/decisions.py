@@ -36,10 +36,8 @@ class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers: int
     #: Seconds since the queue was read.
     age_s: float
-    #: Outstanding tokens of all engines.
+    #: Tokens to compute of these jobs; those of other engines are estimated.
     tokens: int = 0
-    #: Estimated seconds until a job for this prompt would start; None without measured rates.
-    wait_s: float | None = None
     #: Number of all workers that respond.
     prefill_workers_alive: int = 0
 

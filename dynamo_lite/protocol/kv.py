@@ -54,10 +54,6 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     #: Prompt tokens of requests without a first token.
     prefill_tokens: Natural = 0
-    #: Jobs of all decode workers, on the prefill queue and claimed, as this worker knows them.
-    queue_jobs: Natural = 0
-    #: Their tokens.
-    queue_tokens: Natural = 0
 
 
 class KvNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,11 +118,6 @@ def prefill_jobs_subject(namespace: str) -> str:
     return f"{prefill_stream(namespace)}.jobs"
 
 
-def backlog_subject(namespace: str) -> str:
-    """Notices of all decode engines: their backlog on the prefill queue."""
-    return f"{namespace}_prefill_demand"
-
-
 def depth_subject(namespace: str) -> str:
     """Readings of the prefill queue's depth: one decode engine asks the broker for all."""
     return f"{namespace}_prefill_depth"

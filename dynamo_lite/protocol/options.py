@@ -39,7 +39,8 @@ class DecisionThresholds:
     #: Time limit of a remote prefill from the decision to the last block. The rest of the prompt
     #: is then prefilled locally.
     remote_prefill_timeout_s: SecondsOption = 30.0
-    #: With this many outstanding tokens or more, all prompts are prefilled locally; 0: no limit.
+    #: With this many tokens to compute in the queue or more, all prompts are prefilled locally; 0:
+    #: no limit.
     max_prefill_queue_tokens: NaturalOption = 0
 
 
@@ -53,9 +54,9 @@ class DisaggOptions(DecisionThresholds):
     #: How many prefill workers one prompt may ask, one after the other as they are lost, within
     #: remote_prefill_timeout_s.
     max_remote_prefills: PositiveOption = 2
-    #: Whether a queued remote prefill that no worker has claimed is taken back and computed locally
-    #: when that has become cheaper.
-    steal_back: bool = True
+    #: When none of this engine's remote prefills was claimed for so long, those that wait as long
+    #: are taken back and computed locally.
+    max_queue_wait_s: SecondsOption = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ def _router(namespace: str) -> Permissions:
 
 def _decode_worker(namespace: str) -> Permissions:
     stream = names.prefill_stream(namespace)
-    shared = (names.backlog_subject(namespace), names.depth_subject(namespace))
+    depth = names.depth_subject(namespace)
     own_engine = (names.leave_subject, names.describe_subject)
     from_others = (
         names.claim_subject,
@@ -105,7 +105,7 @@ def _decode_worker(namespace: str) -> Permissions:
             *(_of_any(name, namespace) for name in own_engine),
             _of_any(names.cancel_subject, namespace),
             _of_any(names.alive_subject, namespace),
-            *shared,
+            depth,
             names.prefill_jobs_subject(namespace),
             f"{names.prefill_jobs_subject(namespace)}.*",
             *_queue_api(stream),
@@ -116,7 +116,7 @@ def _decode_worker(namespace: str) -> Permissions:
             _snapshots(namespace),
             *(_of_any(name, namespace) for name in (*own_engine, *from_others)),
             names.health_subject(namespace, _PREFILL),
-            *shared,
+            depth,
         ),
         read=(
             names.components_prefix(namespace),
@@ -150,7 +150,6 @@ def _prefill_worker(namespace: str) -> Permissions:
             _of_any(names.cancel_subject, namespace),
             _of_any(names.alive_subject, namespace),
             describe,
-            names.backlog_subject(namespace),
         ),
         read=(names.components_prefix(namespace), names.nixl_metadata_prefix(namespace)),
         write=(_own_keys(namespace, _PREFILL), names.links_prefix(namespace)),
@@ -160,10 +159,7 @@ def _prefill_worker(namespace: str) -> Permissions:
 def _planner(namespace: str) -> Permissions:
     return Permissions(
         "Planner",
-        subscribe=(
-            _endpoints(namespace, "Planner"),
-            names.backlog_subject(namespace),
-        ),
+        subscribe=(_endpoints(namespace, "Planner"),),
         read=(names.live_options_key(namespace, "Planner"),),
         # It revokes leases, for which etcd demands that it may delete their keys.
         write=(

@@ -66,6 +66,11 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     first_token: FirstTokenWanted | None = None
     wire_version: int = WIRE_VERSION
 
+    @property
+    def tokens_to_compute(self) -> int:
+        """Those that the decode engine does not hold."""
+        return len(self.prompt_token_ids) - self.num_computed_tokens
+
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine, before its first write."""
@@ -218,12 +223,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: Blocks of its KV pool. Prefix-cached blocks that no request uses count as free.
     free_blocks: int
     total_blocks: int
-    #: Requests that wait for remote KV.
+    #: Requests that wait for remote KV, and the tokens that prefill workers compute for them.
     waiting: int = 0
+    waiting_tokens: int = 0
     #: Withdrawn attempts whose blocks are not reused because a writer may still write.
     quarantined: int = 0
-    #: Jobs on the prefill queue as this engine last saw it; None if that was too long ago.
+    #: Jobs on the prefill queue as this engine last saw it, and their tokens; None if that was too
+    #: long ago.
     queue_jobs: int | None = None
+    queue_tokens: int | None = None
     #: Seconds since its scheduler began its last step.
     last_step_age_s: float | None = None
     #: Prefill workers that are registered but unresponsive or unhealthy.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from dynamo_lite.policy.decision.lanes import lane_of
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import NaturalOption, PositiveOption, SecondsOption
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.listeners import Listeners
 
 
@@ -64,10 +64,12 @@ def single_server_text(replicas: int) -> str:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """How many jobs wait to be pulled, and how many are pulled but not acknowledged."""
+    """How many jobs wait to be pulled, how many are pulled but not acknowledged, and their size."""
 
     waiting: int
     in_flight: int
+    #: Bytes of all these jobs, as the broker stores them.
+    size: int = 0
     #: Which queue it was, as text that all its users agree on. Empty while the broker has lost the
     #: queue, or a part of it.
     identity: str = ""

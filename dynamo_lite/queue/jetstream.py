@@ -18,7 +18,6 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     ProtocolError,
@@ -26,6 +25,7 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
     StartupError,
 )
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import Incarnations, QueueConfig, QueueDepth, QueueOptions
 from dynamo_lite.queue.puller import JetStreamJob, Puller, loop_time
 from dynamo_lite.queue.topology import API_TIMEOUT_S, MALFORMED, Topology, identity_of, readable
@@ -163,7 +163,9 @@ class JetStreamQueue:
 
     async def depth(self) -> QueueDepth:
         with self._errors("depth"):
-            consumers = await self._topology.consumers(self._connected_client())
+            client = self._connected_client()
+            consumers = await self._topology.consumers(client)
+            size = await self._topology.size(client)
         incomplete = len(consumers) < len(Lane)
         before = self._delivered
         self._delivered = max(
@@ -177,6 +179,7 @@ class JetStreamQueue:
         return QueueDepth(
             waiting=sum(consumer.num_pending for consumer in consumers.values()),
             in_flight=sum(consumer.num_ack_pending for consumer in consumers.values()),
+            size=size,
             identity=identity,
         )
 

@@ -23,8 +23,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from dynamo_lite.policy.decision.lanes import LaneTurns
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.topology import Topology, consumer_name
 from dynamo_lite.runtime.drops import OnDrop
 

@@ -29,8 +29,8 @@ from nats.js.errors import (
     ServiceUnavailableError,
 )
 
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import QueueConfig, single_server_text
 
 logger = logging.getLogger(__name__)
@@ -198,6 +198,12 @@ class Topology:
         names = ((lane, consumer_name(lane)) for lane in Lane)
         return {lane: by_name[name] for lane, name in names if name in by_name}
 
+    async def size(self, client: Client) -> int:
+        """Bytes of the stream's jobs; 0 if the broker does not have it. Errors pass through as from
+        `ensure`."""
+        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
+        return 0 if stream is None else _number(stream.state.bytes)
+
     def subject_of(self, lane: Lane) -> str:
         return self.subject if lane is Lane.LONG else f"{self.subject}.{lane.value}"
 
@@ -323,9 +329,13 @@ def _in_step(stream: StreamInfo) -> bool:
 
 
 def _last_sequence(stream: StreamInfo) -> int:
-    """nats-py takes any type of it."""
-    if not isinstance(found := stream.state.last_seq, int):
-        raise TypeError(f"the last sequence {found!r}")
+    return _number(stream.state.last_seq)
+
+
+def _number(found: object) -> int:
+    """nats-py takes any type."""
+    if not isinstance(found, int):
+        raise TypeError(f"{found!r} in the state of a stream")
     return found
 
 

@@ -46,6 +46,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "Planner.decode-max-num-seqs": "decode workers report their `max-num-seqs`; remove it",
         "Planner.young-s": "half the time of a start, 30 s at most; see `start-s`",
         "Planner.down-share": "15/16 of the smaller one of the shares for more; remove it",
+        "VllmWorker.steal-back": "VllmWorker.max-queue-wait-s: how long a job may wait unclaimed",
         "VllmWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "PrefillWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "VllmWorker.queue.order": "short-first always; `short-length: 0` makes every job long",

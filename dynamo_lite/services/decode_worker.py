@@ -10,7 +10,6 @@ import msgspec
 
 from dynamo_lite.engine.base import DecodeEngine, KvEvents
 from dynamo_lite.kv_events.publisher import KvPublisher
-from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
@@ -21,18 +20,16 @@ from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.own_certificate import OwnCertificate, make_certificate
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import VllmWorkerConfig
-from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
 from dynamo_lite.services.generation_trace import TracedGeneration
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import DECODE_GAUGES, StatusGauges
 from dynamo_lite.services.vllm_backend import VllmBackend
-from dynamo_lite.services.worker_parts import follow_backlog, start_heartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +59,6 @@ class VllmWorker:
         self._publisher: KvPublisher | None = None
         #: Certificate of the requests' connections; None for plain TCP.
         self._certificate: OwnCertificate | None = None
-        self._backlog: BacklogFollower | None = None
         #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
 
@@ -95,10 +91,6 @@ class VllmWorker:
         )
         await self._stack.enter_async_context(options.following())
         host.spawn(self._deliver(engine, server), "engine-steps")
-        if self._config.remote_prefill:
-            self._backlog = await follow_backlog(
-                self._stack, host, lambda *_: self._publisher and self._publisher.load_changed()
-            )
         if self._config.kv_events:
             await self._publish_to_routers(host, engine, server)
         await self._register(host, engine, server)
@@ -247,14 +239,11 @@ class VllmWorker:
 
     def _load(self, engine: DecodeEngine, server: GenerateServer) -> Load:
         load = engine.load
-        backlog = BacklogTotals() if self._backlog is None else self._backlog.totals()
         return Load(
             running=load.running,
             waiting=load.waiting,
             kv_usage=min(max(load.kv_usage, 0.0), 1.0),
             prefill_tokens=server.waiting_tokens,
-            queue_jobs=backlog.jobs,
-            queue_tokens=backlog.tokens,
         )
 
     async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:

@@ -8,7 +8,7 @@ restarted.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +16,9 @@ from dynamo_lite.engine.base import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.members.heartbeat import HealthVerdict
+from dynamo_lite.runtime.members.heartbeat import HealthVerdict, HeartbeatPublisher
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)
 
@@ -151,3 +152,19 @@ class EngineProbe:
     def _stuck_s(self) -> float:
         warm = self._engine.load.gave_tokens
         return self._step_timeout_s if warm else max(self._step_timeout_s, _FIRST_TOKEN_S)
+
+
+def start_heartbeats(
+    host: Host, probe: EngineProbe, probing: Coroutine[Any, Any, None]
+) -> HeartbeatPublisher:
+    """Starts heartbeats with the probe's verdict. probing: runs the probe."""
+    heartbeat = HeartbeatPublisher(
+        host.messaging,
+        namespace=host.spec.namespace,
+        component=host.spec.component,
+        lease_id=host.lease.id,
+        verdict=probe.verdict,
+    )
+    host.spawn(probing, "engine-probe")
+    host.spawn(heartbeat.run(), "health-beat")
+    return heartbeat

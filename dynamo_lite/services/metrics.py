@@ -34,6 +34,21 @@ DECODE_GAUGES = (
     ),
     (*QUEUE_DEPTH, "queue_jobs"),
     (
+        "dynamo_lite_prefill_queue_tokens",
+        "Prompt tokens to compute of these jobs, estimated from their size",
+        "queue_tokens",
+    ),
+    (
+        "dynamo_lite_prefill_outstanding_jobs",
+        "Remote prefills that this worker's requests wait for",
+        "waiting",
+    ),
+    (
+        "dynamo_lite_prefill_outstanding_tokens",
+        "Prompt tokens that prefill workers have to compute for them",
+        "waiting_tokens",
+    ),
+    (
         "dynamo_lite_prefill_workers_unresponsive",
         "Prefill workers that are registered, but unresponsive or unhealthy",
         "unresponsive_writers",

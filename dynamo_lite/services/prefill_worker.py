@@ -24,10 +24,9 @@ from dynamo_lite.runtime.store import until_listed
 from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig
-from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
 from dynamo_lite.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, StatusGauges
 from dynamo_lite.services.vllm_backend import VllmBackend
-from dynamo_lite.services.worker_parts import follow_backlog, start_heartbeats
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 _DEPTH_PERIOD_S = 2.0
@@ -109,7 +108,6 @@ class PrefillWorker:
         for index in range(self._config.short_slots):
             host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
-        await follow_backlog(self._stack, host)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:

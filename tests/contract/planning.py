@@ -10,8 +10,7 @@ from typing import Any, Self
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog
-from dynamo_lite.protocol.codec import decode_json, encode
+from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import (
     LeaderRecord,
@@ -30,6 +29,7 @@ from dynamo_lite.services.planner.connector import Connector, Counted, Order
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.target import Target
 from tests.builders import endpoint_record, eventually, process_spec, register
+from tests.process.prefill_reports import Period, PrefillReports
 
 P, D = "PrefillWorker", "VllmWorker"
 TICK_S = 0.1
@@ -156,7 +156,6 @@ class Bench:
             "writers_age_s": 0.0,
         }
         self._stack = AsyncExitStack()
-        self._overflow = 0
         self.leases: dict[int, Any] = {}
         self.latest: Planner | None = None
 
@@ -164,7 +163,9 @@ class Bench:
         enter = self._stack.enter_async_context
         await enter(self.store)
         await enter(self.messaging)
-        self._status = await enter(StatusServer(lambda: self.facts, CollectorRegistry()))
+        registry = CollectorRegistry()
+        self._reports = PrefillReports(registry)
+        self._status = await enter(StatusServer(lambda: self.facts, registry))
         records = AuthenticRecords(self.seals)
         self.target = Target(self.store, self.namespace, "tester@here", SYSTEM_CLOCK, records)
         return self
@@ -244,11 +245,9 @@ class Bench:
 
         await eventually(settled, within_s)
 
-    async def overflow(self, tokens: int, number: int) -> None:
-        """A decode engine reports prompts for which the queue had no room."""
-        self._overflow += tokens
-        backlog = Backlog(engine_id="e", number=number, overflow_tokens=self._overflow)
-        await self.messaging.publish(names.backlog_subject(self.namespace), encode(backlog))
+    def overflow(self, tokens: int) -> None:
+        """The workers report prompts for which the queue had no room."""
+        self._reports.add(Period(overflow=tokens))
 
 
 class Running:

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import decode_backlog, decode_queue_reading
 from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
@@ -37,6 +36,7 @@ from dynamo_lite.protocol.prefill import (
     decode_writer_done,
     decode_writer_stays,
 )
+from dynamo_lite.protocol.queue import decode_queue_reading
 from tests.builders import prefill_job
 from tests.hostile import SEAL_BYTES, Spoiler
 from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
@@ -75,7 +75,6 @@ DECODERS: dict[str, Decoder[Any]] = {
     "explain": decode_explain,
     "cancel": decode_cancel_attempt,
     "beat": decode_heartbeat,
-    "demand": decode_backlog,
     "queue_reading": decode_queue_reading,
     "job": decode_job,
     "notice": decode_notice,
@@ -83,7 +82,7 @@ DECODERS: dict[str, Decoder[Any]] = {
 
 
 #: Messages without a seal.
-UNSEALED = ("beat", "demand", "queue_reading")
+UNSEALED = ("beat", "queue_reading")
 
 
 class Attack:
@@ -108,7 +107,6 @@ class Attack:
             "alive": names.alive_subject("t", 2),
             "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
-            "demand": names.backlog_subject("t"),
             "queue_reading": names.depth_subject("t"),
         }
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
@@ -282,9 +280,9 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         judge.check_caches()
         await pair.until(lambda: judge.unsettled() is None)
         assert judge.violations == []
-        # Nor does anybody believe for long what engines want that there are none of.
+        # Nor does anybody believe for long what was said of the queue.
         halves: Any = pair.engines["decode"].halves
-        await pair.until(lambda: halves.scheduler._net.backlog._totals().jobs == 0)
+        await pair.until(lambda: halves.scheduler._net.queue_watch.view.jobs == 0)
         await pair.submit("after", tokens(99, 50), GREEDY)
         await pair.until(lambda: "after" in pair.ended)
         assert first_wrong(tokens(99, 50), GREEDY, pair.got["after"]) is None

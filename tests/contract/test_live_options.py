@@ -131,8 +131,7 @@ async def test_a_component_whose_name_begins_alike_is_another(store: Store, name
 
 async def test_writers_at_the_same_time_lose_nothing(store: Store, namespace: str):
     """Each changes an option of its own; more of them than tries would be too many."""
-    other = {"steal-back": False}
-    values = {name: other.get(name, 5) for name in LIVE_OPTIONS[COMPONENT]}
+    values = dict.fromkeys(LIVE_OPTIONS[COMPONENT], 5)
     await asyncio.gather(
         *(
             live_options.write(store, namespace, COMPONENT, {name: value})

@@ -1,7 +1,6 @@
 """Planners on real etcd and NATS: one acts, and what one has begun the next one ends."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -51,11 +50,11 @@ async def test_what_an_operator_sets_is_reached_and_then_forgotten(bench: Bench)
 
 
 async def test_prompts_that_find_no_room_bring_a_prefill_worker(bench: Bench):
+    await bench.worker(D)
     async with bench.planner() as running:
-        numbers = itertools.count(1)
 
         async def more() -> bool:
-            await bench.overflow(500, next(numbers))
+            bench.overflow(500)
             await asyncio.sleep(TICK_S / 2)
             return bench.supervisor.ready[P] > 1
 
@@ -281,19 +280,19 @@ async def test_without_etcd_it_does_not_act(
     nats_url: str, etcd_server: PrivateServer, namespace: str
 ):
     async with Bench(nats_url, etcd_server.url, namespace, FakeSupervisor()) as bench:
+        await bench.worker(D)
         async with bench.planner() as running:
             await eventually(lambda: running.facts["leads"])
             etcd_server.freeze()
             try:
                 await eventually(lambda: "etcd is away" in running.facts["hold"], 20)
-                numbers = itertools.count(1)
                 for _ in range(10):  # ticks in which it might act
-                    await bench.overflow(500, next(numbers))
+                    bench.overflow(500)
                     await asyncio.sleep(TICK_S)
 
                 async def is_needed() -> bool:
                     """The need lasts only while prompts find no room."""
-                    await bench.overflow(500, next(numbers))
+                    bench.overflow(500)
                     await asyncio.sleep(TICK_S)
                     return "find no room" in _reason(running, P)
 

@@ -16,13 +16,13 @@ import pytest
 
 from dynamo_lite.policy.decision.lanes import PATIENCE
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     PushAmbiguous,
     QueueFull,
     StartupError,
 )
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue import puller
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -135,6 +135,20 @@ async def test_jobs_arrive_in_order_and_leave_at_their_ack(open_queue: Opener):
     assert one.identity == other.identity != ""
     prefill.heard(one.identity)
     assert (decode.incarnation, prefill.incarnation) == (0, 0)
+
+
+async def test_the_size_is_that_of_all_jobs_until_they_are_over(open_queue: Opener):
+    queue = await open_queue()
+    assert (await queue.depth()).size == 0
+    for payload in (bytes(1000), bytes(5000)):
+        await push(queue, payload)
+    first = await pull(queue)
+    await until_depth(queue, waiting=1, in_flight=1)
+    # A broker adds the subject, the id and some bytes to each.
+    assert 6000 <= (await queue.depth()).size < 6500
+    await first.ack()
+    await until_total(queue, 1)
+    assert 5000 <= (await queue.depth()).size < 5250
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.05])

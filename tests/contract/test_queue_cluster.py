@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     PushAmbiguous,
     QueueFull,
     StartupError,
 )
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.tasks import running as owned

@@ -26,7 +26,7 @@ from tests.builders import (
 from tests.simulation.servers.memory import MemoryStore
 from tests.unit.decode_engine import POOL, WRITER, Decode
 from tests.unit.prefill_rig import ScriptedEngine, ScriptedLinks
-from tests.unit.test_taking_back import LONG_S, knows_its_costs, looks
+from tests.unit.test_taking_back import LIMIT_S, LONG_S
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -114,7 +114,7 @@ async def scene(nats_url: str, namespace: str) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         scene = Scene(stack, nats_url, namespace)
         await scene.start()
-        await knows_its_costs(scene.decode)
+        scene.decode.tune(max_queue_wait_s=LIMIT_S)
         try:
             yield scene
         finally:
@@ -124,17 +124,19 @@ async def scene(nats_url: str, namespace: str) -> AsyncIterator[Scene]:
 
 async def test_a_job_that_is_taken_back_leaves_the_queue_and_the_others_stay(scene: Scene):
     decode = scene.decode
-    attempts = [await decode.ask(name, 100) for name in ("r1", "r2")]
+    first = await decode.ask("r1", 100)
+    decode.clock.now += LONG_S - 0.5
+    second = await decode.ask("r2", 100)
     await scene.has_jobs(2)
-    decode.clock.now += LONG_S
-    [(attempt, request_id)] = looks(decode)
+    decode.clock.now += 0.5
+    assert decode.half.build_step().give_up == [(first, "r1")]
     await decode.network()
     await scene.has_jobs(1)
-    decode.output(failed=[request_id])
+    decode.output(failed=["r1"])
     scene.may_claim.set()
     engine = await scene.work()
     await scene.none_left()
-    assert engine.written == [one for one in attempts if one != attempt]
+    assert engine.written == [second]
     assert decode.counted("remote/taken_back") == 1
 
 
@@ -145,7 +147,7 @@ async def test_a_job_whose_claim_crosses_is_let_go_and_nothing_is_written(scene:
     engine = await scene.work()
     await eventually(lambda: scene.claims == 1 and engine.attempts == [attempt])
     decode.clock.now += LONG_S
-    assert looks(decode) == [(attempt, "r1")]
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
     scene.may_claim.set()
     await decode.network()
     decode.output(failed=["r1"])
@@ -154,6 +156,7 @@ async def test_a_job_whose_claim_crosses_is_let_go_and_nothing_is_written(scene:
     assert engine.written == []
     decode.finish("r1")
     # The worker goes on to the next one.
+    decode.sees()
     other = await decode.ask("r2", 100)
     await eventually(lambda: engine.written == [other])
 
@@ -166,7 +169,7 @@ async def test_a_granted_job_is_not_taken_back(scene: Scene):
     attempt = await decode.ask("r1", 100)
     await eventually(lambda: decode.ledger.writer(attempt) == WRITER)
     decode.clock.now += LONG_S
-    assert looks(decode) == []
+    assert decode.half.build_step().give_up == []
     engine.ends[attempt].set_result("written")
     await scene.none_left()
     assert engine.written == [attempt]
@@ -179,7 +182,7 @@ async def test_a_job_that_was_pulled_and_dropped_is_not_delivered_again(scene: S
     job = await decode.queue.pull(timeout_s=5.0)
     assert job is not None and job.deliveries == 1
     decode.clock.now += LONG_S
-    assert looks(decode) == [(attempt, "r1")]
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
     await decode.network()
     await scene.has_jobs(0)
     assert await decode.queue.pull(timeout_s=3 * ACK_WAIT_S) is None

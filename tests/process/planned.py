@@ -11,7 +11,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.services import PLANNER, Graph, Service
-from tests.process.backlog_reports import PERIOD_S, report_backlog
+from tests.process.prefill_reports import PERIOD_S, Period, report_prefills
 
 #: Of a prefill worker, in tokens per second.
 _RATE = 1000
@@ -32,7 +32,6 @@ class LoadedWorker:
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
         self._host: Host | None = None
-        self._asked = self._done = 0.0
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -47,7 +46,7 @@ class LoadedWorker:
             prefix = names.endpoint_prefix(self._spec.namespace, "PrefillWorker", "prefill")
             roster = Roster(host.store, prefix, host.drops)
             self._prefill = await self._stack.enter_async_context(roster)
-            host.spawn(report_backlog(host, self._counted), "backlog")
+            host.spawn(report_prefills(host, self._period), "prefill-reports")
         return {}
 
     async def drain(self, grace_s: float) -> None:
@@ -67,20 +66,21 @@ class LoadedWorker:
             "max_running": 10,
         }
 
-    def _counted(self) -> dict[str, int]:
-        """The decode worker with the lowest lease reports the backlog of all of them."""
+    def _period(self) -> Period:
+        """The decode worker with the lowest lease tells of all workers."""
         load = self._load()
         assert self._roster is not None and self._host is not None
         leases = sorted(member.lease_id for member in self._roster.members)
-        first = bool(leases) and leases[0] == self._host.lease.id
-        jobs = load.get("jobs", 0) if first else 0
-        self._asked += load.get("tokens_per_s", 0) * PERIOD_S if first else 0
-        self._done += _RATE * PERIOD_S * min(jobs, len(self._prefill.members))
-        return {
-            "asked_tokens": round(self._asked),
-            "done_tokens": round(self._done),
-            "claimed_jobs": jobs,
-        }
+        if leases[:1] != [self._host.lease.id]:
+            return Period()
+        jobs = load.get("jobs", 0)
+        busy_s = PERIOD_S * min(jobs, len(self._prefill.members))
+        return Period(
+            asked=load.get("tokens_per_s", 0) * PERIOD_S,
+            written=_RATE * busy_s,
+            busy_s=busy_s,
+            jobs=jobs,
+        )
 
     def _load(self) -> dict[str, Any]:
         path = Path(self._config["load"])

@@ -9,8 +9,8 @@ from typing import Any
 
 from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
 from tests.process import null_graph
-from tests.process.backlog_reports import report_backlog
 from tests.process.fleet_graph import PACED, CallerConfig, FleetWorker
+from tests.process.prefill_reports import Period, report_prefills
 
 
 async def _file(path: str) -> None:
@@ -37,7 +37,7 @@ class TellingWorker(FleetWorker):
     async def start(self, host: Any) -> dict[str, Any]:
         await _file(self._start_if)
         facts = await super().start(host)
-        host.spawn(report_backlog(host, dict[str, int]), "backlog")
+        host.spawn(report_prefills(host, Period), "prefill-reports")
         return facts
 
 

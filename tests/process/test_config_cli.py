@@ -47,8 +47,8 @@ def test_options_are_set_shown_and_unset(place: tuple[str, ...]):
         [LENGTH, "300", "?"],
         [SIZE, "2", "?"],
     ]
-    table = invoke("config", "get", "VllmWorker.steal-back", *place).stdout.splitlines()
-    assert table[1].split() == ["VllmWorker.steal-back", "-", "?"] and len(table) == 2
+    table = invoke("config", "get", "VllmWorker.max-queue-wait-s", *place).stdout.splitlines()
+    assert table[1].split() == ["VllmWorker.max-queue-wait-s", "-", "?"] and len(table) == 2
     result = invoke("config", "unset", LENGTH, *place)
     assert result.stdout == f"{LENGTH}: 300 -> (file)\n"
     assert invoke("config", "unset", "VllmWorker", *place).returncode == 0

@@ -146,7 +146,9 @@ class Pair:
         store = self.servers.store()
         await register(store, endpoint_record(2, "PrefillWorker", "prefill"))
         role = DecodeEngineConfig(
-            options=DisaggOptions(max_local_prefill_length=12, remote_prefill_timeout_s=10.0),
+            options=DisaggOptions(
+                max_local_prefill_length=12, remote_prefill_timeout_s=10.0, max_queue_wait_s=10.0
+            ),
             prefill_component="PrefillWorker",
             queue=QUEUE,
         )

@@ -144,6 +144,7 @@ def _scenario_lines(scenario: Scenario) -> list[str]:
         f" {scenario.num_blocks} blocks each, {len(scenario.asks)} requests",
         f"  lease {scenario.lease_ttl_s:g} s,"
         f" remote prefill at most {scenario.remote_prefill_timeout_s:.3f} s,"
+        f" {scenario.max_queue_wait_s:g} s of them unclaimed,"
         f" redelivery after {scenario.ack_wait_s:.3f} s, {scenario.max_jobs} jobs at most,"
         f" writes up to {scenario.slowest_write_s:g} s, {scenario.token_s:g} s a token",
     ]

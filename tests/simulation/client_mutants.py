@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.queue.puller import JetStreamJob

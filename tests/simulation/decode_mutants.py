@@ -77,28 +77,19 @@ class NoPrefixHold(Shipped):
     decode_scheduler = _NoPrefixHold
 
 
-class _StealsClaimedLedger(Ledger):
-    def steal(self, attempt: str, why: str) -> list[Instruction]:
-        entry = self._attempts.get(attempt)
-        if entry is not None and entry.state is AttemptState.CLAIMED:
-            entry.state = AttemptState.QUEUED
-        return super().steal(attempt, why)
+class _TakesBackClaimedLedger(Ledger):
+    def tick(self, now: float) -> list[Instruction]:
+        for entry in self._by_request.values():
+            if now - entry.queued_at >= entry.max_queue_wait_s:
+                entry.state = AttemptState.QUEUED
+        return super().tick(now)
 
 
-class _StealsClaimed(DecodeScheduler):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        kept = self.prefills._by_attempt
-        self.prefills.queued = lambda: [one for one in kept.values() if one.outcome is None]
-
-
-class StealsClaimed(Shipped):
+class TakesBackClaimed(Shipped):
     """An engine also takes back what a writer has claimed, as if it were queued."""
 
-    decode_scheduler = _StealsClaimed
-
     def ledger(self, setup: EngineSetup) -> Ledger:
-        return _StealsClaimedLedger(setup.engine_config.lease_ttl_s)
+        return _TakesBackClaimedLedger(setup.engine_config.lease_ttl_s)
 
 
 class _TrustingRank(DecodeRank):
@@ -137,9 +128,14 @@ class NoDeadline(Shipped):
 
 class _NoDeadline(Ledger):
     def allocated(
-        self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
+        self,
+        request_id: str,
+        attempt: str,
+        block_ids: tuple[int, ...],
+        deadline: float,
+        **limits: float,
     ) -> None:
-        super().allocated(request_id, attempt, block_ids, math.inf)
+        super().allocated(request_id, attempt, block_ids, math.inf, **limits)
 
 
 class FirstTokenTwice(Shipped):
@@ -160,7 +156,7 @@ DECODE_MUTANTS: dict[str, Mutant] = {
     "no-claim": Mutant(NoClaim, "which is not the attempt's"),
     "no-quarantine": Mutant(NoQuarantine, "which is not the attempt's"),
     "no-prefix-hold": Mutant(NoPrefixHold, "which is not kept for"),
-    "steals-claimed": Mutant(StealsClaimed, "which is not the attempt's"),
+    "takes-back-claimed": Mutant(TakesBackClaimed, "which is not the attempt's"),
     "ungranted-commits": Mutant(UngrantedCommits, "is wrong"),
     "no-attempt-id": Mutant(NoAttemptId, "are taken"),
     "no-deadline": Mutant(NoDeadline, "still waits for remote KV"),

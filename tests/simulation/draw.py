@@ -74,6 +74,7 @@ def draw(seed: int) -> Scenario:
         token_s=rng.choice((0.0002, 0.001, 0.004, 0.01)),
         quiet_at_s=LOAD_FROM_S + load_s,
         slowest_store_answer_s=_SLOW_STORE_S * (seed % 5 == 2),
+        max_queue_wait_s=random.Random(f"waits/{seed}").choice((0.5, 1.0, 2.0, 10.0)),
         intruded=seed % 5 == 4,
     )
     scenario = replace(scenario, clock_skews=_clock_skews(scenario))

@@ -7,11 +7,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
 )
+from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -196,12 +199,20 @@ class SimParts:
             verdict=fence.verdict if fence is not None else always_granted,
             grant_of=fence.grant_of if fence is not None else no_grant,
         )
+        # A planner reads them.
+        metrics = RemotePrefillMetrics(host.registry) if self.model.tells_load else None
+
+        def count(counts: dict[str, Any]) -> None:
+            self.judge.count_engine(counts)
+            if metrics is not None:
+                metrics.apply(counts)
+
         return SimEngine(
             setup,
             home=self.slot,
             assembly=self.shipped,
             messaging=host.messaging,
-            on_counts=self.judge.count_engine,
+            on_counts=count,
         )
 
 
@@ -253,14 +264,16 @@ def surroundings(
     with_status: bool,
 ) -> ProcessEnvironment:
     """hear: called with each message before its handler. said: with each published message.
-    with_status: whether the process serves /health."""
+    with_status: whether the process serves /health and /metrics."""
 
     @asynccontextmanager
-    async def status(_: ProcessSpec, health: Health, *_rest: Any) -> AsyncIterator[Status]:
+    async def status(
+        _: ProcessSpec, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
+    ) -> AsyncIterator[Status]:
         if not with_status:
             yield _NoStatus()
             return
-        async with SimStatus(process.host, health) as served:
+        async with SimStatus(process.host, health, registry) as served:
             yield served
 
     def store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.overview.model import LiveProcess
+from dynamo_lite.overview.metrics import Samples
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
 from dynamo_lite.policy.scaling.inputs import PrefillLoad, Role, RoleSeen, Seen
 from dynamo_lite.protocol.records import EndpointRecord
@@ -186,7 +186,7 @@ class _StaleIsZero(Planner):
         facts = await super().start(host)
         prefill = self._observation._prefill
 
-        def zero(decode: Sequence[LiveProcess]) -> PrefillLoad:
+        def zero(decode: Sequence[Samples | None]) -> PrefillLoad:
             load, none = prefill(decode), 0.0
             return PrefillLoad(
                 asked_per_s=load.asked_per_s or none,

@@ -91,6 +91,7 @@ class Scenario:
     token_s: float
     #: No fault lasts beyond this time.
     quiet_at_s: float
+    max_queue_wait_s: float = 2.0
     #: Longest time between etcd's application of a call and its answer.
     slowest_store_answer_s: float = 0.0
     #: Whether an attacker replays messages (`intruder.py`).

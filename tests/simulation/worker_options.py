@@ -30,6 +30,7 @@ def decode_options(scenario: Scenario) -> dict[str, Any]:
         VllmWorkerConfig(
             max_local_prefill_length=_LOCAL_TOKENS,
             remote_prefill_timeout_s=scenario.remote_prefill_timeout_s,
+            max_queue_wait_s=scenario.max_queue_wait_s,
             queue=_queue_options(scenario),
             kv_events=False,
         )

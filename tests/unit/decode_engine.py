@@ -168,6 +168,7 @@ class Decode:
                 max_prefill_queue_size=QUEUE_SIZE,
                 remote_prefill_timeout_s=TIMEOUT_S,
                 queue_view_max_age_s=2.0,
+                max_queue_wait_s=1e6,
             ),
             prefill_component="PrefillWorker",
             queue=self.queue_config,
@@ -211,9 +212,9 @@ class Decode:
     def writer_events(self) -> Any:
         return self.net._connected.writer_events
 
-    def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
+    def sees(self, jobs: int = 0, prefill_workers: int = 1, *, tokens: int = 0) -> None:
         """The bridge reads the queue."""
-        self.net.queue_watch.view = QueueView(jobs, prefill_workers, self.clock.now)
+        self.net.queue_watch.view = QueueView(jobs, tokens, self.clock.now, prefill_workers)
 
     def admit(self, request: Any, cached: int = 0) -> int:
         """vLLM's scheduler takes a waiting request. Returns its external tokens."""

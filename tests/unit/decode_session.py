@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog, decode_backlog
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.prefill import Granted
+from dynamo_lite.protocol.queue import QueueReading
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
@@ -139,21 +139,13 @@ class Scene:
 
 
 class OtherEngine:
-    """Another decode engine, as this one sees its messages."""
+    """Another decode engine, which reads the queue for this one."""
 
     def __init__(self, scene: Scene):
-        self._messaging, self._number = scene.decode.messaging, 0
-        self.heard: list[tuple[float, Backlog]] = []
-
-    @contextlib.asynccontextmanager
-    async def listening(self) -> AsyncIterator["OtherEngine"]:
-        async def hear(payload: bytes) -> None:
-            self.heard.append((loop_time(), decode_backlog(payload)))
-
-        async with self._messaging.serve(names.backlog_subject(NAMESPACE), hear):
-            yield self
+        self._messaging = scene.decode.messaging
 
     async def say(self, **fields: Any) -> None:
-        self._number += 1
-        backlog = Backlog(engine_id="other", number=self._number, **fields)
-        await self._messaging.publish(names.backlog_subject(NAMESPACE), encode(backlog))
+        said = {"jobs": 0, "tokens": 0, "identity": "1", "age_s": 0.0, **fields}
+        reading = QueueReading(engine_id="other", **said)
+        await self._messaging.publish(names.depth_subject(NAMESPACE), encode(reading))
+        await asyncio.sleep(0.01)

@@ -9,7 +9,6 @@ from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.policy.decision.disagg import DecisionReason, Local
@@ -132,8 +131,6 @@ async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: M
         "fill": 2,
         "resume": 0.25,
     }
-    assert decode.half._rate.remote_fixed_s == pytest.approx(1)
-    assert decode.half._rate.local_s(1) is None
     decode.finish("r1")
 
 
@@ -182,7 +179,6 @@ async def test_what_is_computed_here_is_measured(decode: Decode, clock: ManualCl
     decode.half.build_step((), {"r1": 1})
     assert told(decode)[0].computed_s == 2
     decode.admit(prompt("r2", 50))
-    assert decode.half._rate.local_s(50) == 1
     assert told(decode)[1].computed_s is None
     decode.half.build_step((), {"r2": 50})
     clock.now += 0.5
@@ -197,8 +193,8 @@ class Computing:
 
     def __init__(self, overlapping_steps: int):
         log = DecisionLog(cast("Any", None), lambda: 0.0)
-        self.prefills = RemotePrefills(Counters(), log, lambda: 0.0)
-        self.rate = PrefillRate(self.prefills, overlapping_steps)
+        self.now = 0.0
+        self.prefills = RemotePrefills(Counters(), log, lambda: self.now, overlapping_steps)
 
     def computes(self, request_id: str, tokens: int) -> RemotePrefill:
         request = prompt(request_id, tokens)
@@ -206,9 +202,13 @@ class Computing:
         assert self.prefills.allocated(request) is prefill
         return prefill
 
+    def step(self, scheduled: dict[str, int], now: float) -> None:
+        self.now = now
+        self.prefills.stepped(scheduled)
+
     def finish(self, prefill: RemotePrefill, now: float) -> None:
+        self.now = now
         self.prefills.finished(prefill.request_id)
-        self.rate.finished(prefill, now)
 
 
 def here(tokens: int) -> Decided:
@@ -219,43 +219,24 @@ def here(tokens: int) -> Decided:
 def test_overlapping_steps_end_later():
     engine = Computing(2)
     prefill = engine.computes("r", 100)
-    engine.rate.step({"r": 100}, 0.0)
-    engine.rate.step({"r": 1}, 0.0)
+    engine.step({"r": 100}, 0.0)
+    engine.step({"r": 1}, 0.0)
     assert prefill.computed_s is None
-    engine.rate.step({"r": 1}, 4.0)
+    engine.step({"r": 1}, 4.0)
     assert prefill.computed_s == 4.0
-    assert engine.rate.local_s(100) == 4.0
     engine.finish(prefill, 5.0)
     assert prefill.computed_s == 4.0 and not engine.prefills
 
 
-def test_short_and_aborted_prompts_measure_nothing():
+def test_an_aborted_prompt_was_not_computed():
     engine = Computing(1)
     short, aborted = engine.computes("short", 5), engine.computes("aborted", 100)
-    engine.rate.step({"short": 5, "aborted": 50}, 0.0)
-    engine.rate.step({}, 1.0)
+    engine.step({"short": 5, "aborted": 50}, 0.0)
+    engine.step({}, 1.0)
     assert (short.computed_s, aborted.computed_s) == (1.0, None)
     engine.finish(short, 2.0)
     engine.finish(aborted, 2.0)
-    assert aborted.computed_s is None
-    engine.rate.add_remote(brought(5, 1.0, 1.0))
-    assert engine.rate.local_s(1) is None and engine.rate.remote_fixed_s is None
-    assert not engine.prefills
-
-
-def brought(tokens: int, fill_s: float, fixed_s: float) -> RemotePrefill:
-    """A remote prefill that is over: its KV came, and its prompt was scheduled."""
-    prefill = RemotePrefill("r", here(tokens), claimed_at=fixed_s)
-    prefill.pulled_at = prefill.published_at = prefill.asked_at = fixed_s
-    prefill.ended_at = prefill.received_at = prefill.scheduled_at = fixed_s + fill_s
-    return prefill
-
-
-def test_rates_follow_what_changes():
-    pace = PrefillRate(Computing(1).prefills, 1)
-    for seconds in (1.0,) * 50 + (4.0,) * 50:
-        pace.add_remote(brought(100, 2.0, seconds))
-    assert pace.remote_fixed_s == pytest.approx(4, rel=0.05)
+    assert aborted.computed_s is None and not engine.prefills
 
 
 async def test_the_oldest_are_forgotten(
@@ -338,7 +319,7 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
         "prompt_tokens": 100,
         "cached_tokens": 40,
         "verdict": "local",
-        "queue": QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900, wait_s=1.5),
+        "queue": QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900),
         "time_left_s": 1.25,
         "thresholds": LIMITS,
     }
@@ -348,10 +329,9 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
 def test_a_local_verdict_is_told_in_a_few_lines():
     shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE, computed_s=0.5))
     assert [line.strip() for line in shown.splitlines()][1:] == [
-        "verdict  local, too_late: 1.25 s left, and the wait would be longer",
+        "verdict  local, too_late: 1.25 s left",
         "prompt   100 tokens, 40 of them cached here",
-        "queue    1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker;"
-        " read 0.10 s earlier",
+        "queue    1 job with 900 tokens to compute; 1 prefill worker; read 0.10 s earlier",
         "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
         "outcome  computed here in 500.0 ms",
     ]
@@ -365,7 +345,7 @@ WHY = {
     " the others",
     DecisionReason.QUEUE_FULL: "9 jobs in the queue, at least 8",
     DecisionReason.QUEUE_TOKENS: "1900 tokens queued, at least 1000",
-    DecisionReason.TOO_LATE: "1.25 s left, and the wait would be longer",
+    DecisionReason.TOO_LATE: "1.25 s left",
     DecisionReason.QUEUE_UNKNOWN: "not read in the last 3 s",
     DecisionReason.NO_PREFILL_WORKER: "none is usable",
     DecisionReason.LEAVING: "this worker was draining",

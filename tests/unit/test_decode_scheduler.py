@@ -9,10 +9,10 @@ import contextlib
 
 import pytest
 
+from dynamo_lite.disagg.decode import queue_watch
 from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.transfer_params import with_first_token
-from dynamo_lite.policy.decision import backlog
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
@@ -343,7 +343,7 @@ async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
         decode.clock.now += 0.01
     decode.assert_clean()
     decode.sees()
-    assert decode.half.prefills.asked_since(decode.clock.now) == 0
+    assert decode.half.prefills.asked_since(decode.clock.now) == (0, 0)
 
 
 # Writers and this engine come and go
@@ -377,7 +377,7 @@ async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
 async def test_without_a_writer_that_responds_prompts_stay_here(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(backlog, "_READING_PERIOD_S", 0.001)
+    monkeypatch.setattr(queue_watch, "_PERIOD_S", 0.001)
     attempt = await decode.ask("r1")
     await ails(decode, a="silent for 4.0 s")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
@@ -451,7 +451,7 @@ async def watching_queue(decode: Decode):
 
 
 async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backlog, "_READING_PERIOD_S", 0.001)
+    monkeypatch.setattr(queue_watch, "_PERIOD_S", 0.001)
     await decode.queue.push(b"", message_id="m")
     looks, depth = 0, decode.queue.depth
 
@@ -464,9 +464,7 @@ async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.Monkey
     decode.net.queue_watch.view = None
     async with watching_queue(decode):
         await eventually(lambda: decode.net.queue_watch.view is not None)
-        assert decode.net.queue_watch.view == QueueView(
-            1, 1, decode.clock.now, prefill_workers_alive=1
-        )
+        assert decode.net.queue_watch.view == QueueView(1, 0, decode.clock.now, 1, 1)
         decode.broker.set_connected(False)
         decode.clock.now += 1.0
         seen = looks
@@ -482,13 +480,15 @@ async def test_an_engine_describes_itself(decode: Decode):
     await decode.ask("r1", claimed=True)
     await decode.ask("r2", claimed=True)
     decode.finish("r2")
-    decode.sees(jobs=2)
+    decode.sees(jobs=2, tokens=30)
     status = await decode.describe()
     assert status is not None
     assert (status.free_blocks, status.total_blocks) == (POOL - 6, POOL)
-    assert (status.waiting, status.quarantined, status.queue_jobs) == (1, 1, 2)
+    assert (status.waiting, status.waiting_tokens, status.quarantined) == (1, 9, 1)
+    assert (status.queue_jobs, status.queue_tokens) == (2, 30)
     assert (status.last_step_age_s, status.unresponsive_writers) == (0.0, 0)
     decode.clock.now += 2.0
     assert (await decode.describe()).last_step_age_s == 2.0
     decode.clock.now += 60.0
-    assert (await decode.describe()).queue_jobs is None
+    status = await decode.describe()
+    assert status is not None and status.queue_jobs is status.queue_tokens is None

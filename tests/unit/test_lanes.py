@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_lite.policy.decision.lanes import PATIENCE, LaneTurns, granted_priority, lane_of
-from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import QueueConfig
 
 

@@ -102,33 +102,53 @@ def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
     assert queued.state("b") is AttemptState.CLAIMED
 
 
-def test_a_queued_attempt_is_taken_back_and_nobody_gets_its_claim(queued):
-    back = [DeleteJob(9), GiveUp("r", "a"), Ended("r", "a", Outcome.TAKEN_BACK, "slow")]
-    assert queued.steal("a", "slow") == back
-    assert counts(queued) == (0, 0)
-    assert queued.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
-    assert queued.steal("a", "slow") == []
-    assert queued.published("a", 9) == [DeleteJob(9)]
-    assert queued.not_published("a") == queued.writer_done("a", WRITER, written=False) == []
+TAKEN_BACK = [GiveUp("r", "a"), Ended("r", "a", Outcome.TAKEN_BACK, "no claim for 2.50 s")]
 
 
-def test_an_attempt_is_taken_back_before_its_job_is_published(empty):
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    assert empty.steal("a", "slow") == [
-        GiveUp("r", "a"),
-        Ended("r", "a", Outcome.TAKEN_BACK, "slow"),
-    ]
-    assert empty.published("a", 9) == [DeleteJob(9)]
+@pytest.fixture
+def impatient(empty):
+    empty.allocated("r", "a", BLOCKS, deadline=100.0, queued_at=10.0, max_queue_wait_s=2.0)
+    return empty
 
 
-def test_what_is_claimed_is_never_taken_back(claimed):
-    assert claimed.steal("a", "slow") == []
-    claimed.writer_gone(WRITER, now=2.0)
-    assert claimed.steal("a", "slow") == []
-    assert claimed.state("a") is AttemptState.CLAIMED
-    claimed.request_finished("r")
-    assert claimed.steal("a", "slow") == []
-    assert claimed.state("a") is AttemptState.QUARANTINED
+def test_a_queued_attempt_is_taken_back_and_nobody_gets_its_claim(impatient):
+    assert impatient.published("a", 9) == impatient.tick(11.999) == []
+    assert impatient.tick(12.5) == [DeleteJob(9), *TAKEN_BACK]
+    assert counts(impatient) == (0, 0)
+    assert impatient.claim("a", WRITER, now=12.5) == Refusal("unknown or ended attempt")
+    assert impatient.tick(13.0) == []
+    assert impatient.published("a", 9) == [DeleteJob(9)]
+    assert impatient.not_published("a") == impatient.writer_done("a", WRITER, written=False) == []
+
+
+def test_an_attempt_is_kept_while_others_are_claimed(impatient):
+    impatient.allocated("s", "b", (7,), 100.0, queued_at=10.0, max_queue_wait_s=2.0)
+    assert impatient.claim("b", WRITER, now=11.5) is None
+    assert impatient.claim("c", WRITER, now=13.0) == Refusal("unknown or ended attempt")
+    assert impatient.tick(13.499) == []
+    assert impatient.tick(13.5)[-1].outcome is Outcome.TAKEN_BACK
+    assert impatient.state("b") is AttemptState.CLAIMED
+
+
+def test_an_attempt_is_taken_back_before_its_job_is_published(impatient):
+    assert impatient.tick(12.5) == TAKEN_BACK
+    assert impatient.published("a", 9) == [DeleteJob(9)]
+
+
+def test_what_is_claimed_is_never_taken_back(impatient):
+    assert impatient.claim("a", WRITER, now=12.4) is None
+    assert impatient.tick(20.0) == []
+    impatient.writer_gone(WRITER, now=20.0)
+    assert impatient.tick(20.5) == []
+    assert impatient.state("a") is AttemptState.CLAIMED
+    impatient.request_finished("r")
+    assert impatient.tick(20.6) == []
+    assert impatient.state("a") is AttemptState.QUARANTINED
+
+
+def test_a_request_whose_time_is_up_has_reached_its_deadline(empty):
+    empty.allocated("r", "a", BLOCKS, deadline=12.0, queued_at=10.0, max_queue_wait_s=2.0)
+    assert empty.tick(12.0) == withdrawn(Outcome.DEADLINE)
 
 
 def test_a_worker_whose_claim_never_arrived_may_give_the_job_back(queued):
@@ -322,6 +342,7 @@ class Fact:
     attempt: str
     request: str
     deadline: float
+    claim_by: float
     wanted: bool = True
     writer: int | None = None
     writer_ended: bool = False
@@ -383,10 +404,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 case Ended(request, attempt, outcome):
                     fact = self.fact(attempt)
                     assert fact.request == request and not fact.endings
-                    if outcome is Outcome.WRITER_LOST:
-                        assert fact.quiet_at is not None and self.now >= fact.quiet_at
-                    if outcome is Outcome.WRITER_SILENT:
-                        assert fact.writer is not None and fact.held and not fact.writer_ended
+                    self.check_ending(fact, outcome)
                     fact.endings.append(outcome)
                     fact.wanted = False
                 case CancelWriter(writer, attempt):
@@ -395,6 +413,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 case DeleteJob(sequence):
                     deleted.append(self.facts[sequence])
         assert not any(fact.wanted for fact in deleted)
+
+    def check_ending(self, fact, outcome):
+        if outcome is Outcome.TAKEN_BACK:
+            assert fact.writer is None and not fact.held and self.now >= fact.claim_by
+        if outcome is Outcome.WRITER_LOST:
+            assert fact.quiet_at is not None and self.now >= fact.quiet_at
+        if outcome is Outcome.WRITER_SILENT:
+            assert fact.writer is not None and fact.held and not fact.writer_ended
 
     @staticmethod
     def blocks(attempt):
@@ -417,13 +443,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.allocated(30.0)
 
     @precondition(lambda self: sum(fact.wanted for fact in self.facts) < 2)
-    @rule(seconds=st.sampled_from([0.0, 5.0, 30.0, 30.0]))
-    def allocated(self, seconds):
+    @rule(seconds=st.sampled_from([0.0, 5.0, 30.0, 30.0]), wait_s=st.sampled_from([0.5, 4.0, 40.0]))
+    def allocated(self, seconds, wait_s=40.0):
         number = len(self.facts)
-        fact = Fact(f"a{number}", f"r{number}", self.now + seconds)
+        fact = Fact(f"a{number}", f"r{number}", self.now + seconds, self.now + wait_s)
         self.facts.append(fact)
         self.ledger.allocated(
-            fact.request, fact.attempt, self.blocks(fact.attempt), self.now + seconds
+            fact.request,
+            fact.attempt,
+            self.blocks(fact.attempt),
+            fact.deadline,
+            queued_at=self.now,
+            max_queue_wait_s=wait_s,
         )
 
     @rule(which=YOUNG, taken=st.sampled_from([True, True, False]))
@@ -439,17 +470,6 @@ class LedgerMachine(RuleBasedStateMachine):
             out = self.ledger.not_published(fact.attempt)
             assert bool(out) == (fact.wanted and fact.writer is None)
         self.apply(out)
-
-    @rule(which=YOUNG)
-    def steal(self, which):
-        """Only attempts that no writer may write."""
-        fact = self.pick(which)
-        free = fact.wanted and fact.writer is None
-        out = self.ledger.steal(fact.attempt, "slow")
-        assert bool(out) == free
-        self.apply(out)
-        assert not free or fact.endings == [Outcome.TAKEN_BACK]
-        assert not free or not fact.held
 
     @rule(which=YOUNG, whose=YOUNG)
     def claim(self, which, whose):
@@ -582,7 +602,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def tick(self, seconds):
         self.now += seconds
         self.apply(self.ledger.tick(self.now))
-        assert not any(fact.wanted and self.now >= fact.deadline for fact in self.facts)
+        waiting = [fact for fact in self.facts if fact.wanted]
+        assert not any(self.now >= fact.deadline for fact in waiting)
+        assert not any(fact.writer is None and self.now >= fact.claim_by for fact in waiting)
 
     @invariant()
     def books_agree(self):

@@ -80,7 +80,7 @@ def test_edits(words: list[str], edits: dict[str, Any]):
         ("VllmWorker.max-local-prefill-length='5'", "got '5'"),
         ("VllmWorker.max-local-prefill-length=10000000001", "got 10000000001"),
         ("VllmWorker.max-remote-prefills=0", "a whole number > 0"),
-        ("VllmWorker.steal-back=1", "expected true or false, got 1"),
+        ("VllmWorker.max-queue-wait-s=0", "a number > 0"),
         ("VllmWorker.remote-prefill-timeout-s=.inf", "got inf"),
         ("VllmWorker.remote-prefill-timeout-s=.nan", "got nan"),
         ("VllmWorker.single-flight-min-length=x", "or null, got 'x'"),
@@ -173,11 +173,11 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
     assert first == {"key": f"{WORKER}.max-local-prefill-length", "set": 7, "file": [512, 600]}
     assert second == {"key": f"{WORKER}.max-prefill-queue-size", "file": [512, 600]}
     assert len(others) == len(LIVE_OPTIONS[WORKER]) - 2
-    assert await rows(WORKER, *members, only="steal-back") == [
-        {"key": f"{WORKER}.steal-back", "file": [512, 600]}
+    assert await rows(WORKER, *members, only="max-queue-wait-s") == [
+        {"key": f"{WORKER}.max-queue-wait-s", "file": [512, 600]}
     ]
-    assert await rows(WORKER, members[-1], only="steal-back") == [
-        {"key": f"{WORKER}.steal-back", "file": []}
+    assert await rows(WORKER, members[-1], only="max-queue-wait-s") == [
+        {"key": f"{WORKER}.max-queue-wait-s", "file": []}
     ]
     assert await rows(WORKER) == [first | {"file": []}]
     assert await rows("Frontend", *members) == []

@@ -6,95 +6,155 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_lite.overview.metrics import Samples
 from dynamo_lite.overview.model import Latency, LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog
-from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK
+from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.services.planner import departure
 from dynamo_lite.services.planner.departure import Departure, worker_of
-from dynamo_lite.services.planner.observation import Observation
+from dynamo_lite.services.planner.observation import Observation, Observed
 from dynamo_lite.services.planner.roles import LastChanges
-from tests.builders import eventually
 from tests.contract.planning import D, P
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.simulation.servers.memory import MemoryStore
 
 SEEN = Overview(at=0.0, namespace="n", rate_s=1.0, latency_s=1.0, itl=Latency())
 
 
-def worker(waiting: int) -> LiveProcess:
-    return LiveProcess(
-        component=D,
-        instance=0,
-        lease="1",
-        state="ready",
-        running=2,
-        waiting=waiting,
-        kv_usage=0.5,
-        kv_tokens=1000,
-    )
+class Graph:
+    """What an observation finds, `tick_s` after the last time: workers by their names, and what
+    their metrics say. A worker without metrics did not respond."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.tick_s = 100.0, 5.0
+        self.workers: dict[str, LiveProcess] = {}
+        self.metrics: dict[str, dict[str, float] | None] = {}
+        host: Any = SimpleNamespace(
+            store=MemoryStore(),
+            spec=SimpleNamespace(namespace="n"),
+            drops=lambda what: None,
+            clock=Clock(monotonic=lambda: self.now),
+        )
+        self.observation = Observation(host)
+
+        async def look(observer: Observer) -> Overview:
+            observer.pages = {
+                str(int(worker.lease, 16)): _page(self.metrics[name])
+                for name, worker in self.workers.items()
+            }
+            return msgspec.structs.replace(SEEN, workers=tuple(self.workers.values()))
+
+        monkeypatch.setattr(Observer, "look", look)
+
+    def worker(self, name: str, component: str = D, **metrics: float) -> None:
+        self.workers[name] = LiveProcess(
+            component=component,
+            instance=0,
+            lease=f"{len(self.workers) + 10:x}",
+            state="ready",
+            running=2,
+            waiting=3,
+            kv_usage=0.5,
+            kv_tokens=1000,
+        )
+        self.metrics[name] = metrics
+
+    async def look(self) -> Observed:
+        self.now += self.tick_s
+        return await self.observation.look()
+
+
+def _page(metrics: dict[str, float] | None) -> Samples | None:
+    if metrics is None:
+        return None
+    return {(f"dynamo_lite_prefill_{name}", ()): value for name, value in metrics.items()}
 
 
 @pytest.fixture
-def host() -> Any:
-    return SimpleNamespace(
-        store=MemoryStore(),
-        messaging=MemoryMessaging(),
-        spec=SimpleNamespace(namespace="n"),
-        drops=lambda what: None,
-        clock=SYSTEM_CLOCK,
-    )
+def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
+    return Graph(monkeypatch)
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[LiveProcess]:
-    """The workers that an observation finds."""
-    workers: list[LiveProcess] = []
+async def test_demand_is_the_growth_of_counters_over_fifteen_seconds(graph: Graph):
+    graph.worker("a", asked_tokens_total=1e6, overflow_tokens_total=500, outstanding_tokens=30)
+    graph.worker("b", asked_tokens_total=0, overflow_tokens_total=0, outstanding_tokens=12)
+    first = (await graph.look()).prefill
+    assert first.asked_per_s is first.refused_per_s is first.rate is None
+    assert first.backlog == 42
+    for tick in range(1, 5):
+        for name in ("a", "b"):
+            graph.metrics[name]["asked_tokens_total"] += 100 * tick  # type: ignore[index]
+        graph.metrics["a"]["overflow_tokens_total"] += 30  # type: ignore[index]
+        load = (await graph.look()).prefill
+    # Of the last three ticks.
+    assert load.asked_per_s == pytest.approx(2 * 900 / 15)
+    assert load.refused_per_s == pytest.approx(90 / 15)
 
-    async def look(_: Observer) -> Overview:
-        return msgspec.structs.replace(SEEN, workers=tuple(workers))
 
-    monkeypatch.setattr(Observer, "look", look)
-    return workers
+async def test_a_restart_and_a_worker_that_joins_are_no_demand(graph: Graph):
+    graph.worker("a", asked_tokens_total=1e6, overflow_tokens_total=1e6)
+    await graph.look()
+    # The same process with new counters, a new one, and one that has left.
+    graph.metrics["a"] = {"asked_tokens_total": 50.0, "overflow_tokens_total": 0.0}
+    graph.worker("b", asked_tokens_total=7e5, overflow_tokens_total=7e5)
+    load = (await graph.look()).prefill
+    assert (load.asked_per_s, load.refused_per_s) == (10, 0)
+    del graph.workers["a"]
+    load = (await graph.look()).prefill
+    assert (load.asked_per_s, load.refused_per_s) == (5, 0)
 
 
-async def test_without_nats_it_is_not_known_what_waiting_prompts_need(
-    host: Any, seen: list[LiveProcess]
-):
-    async with Observation(host) as observation:
-        report = Backlog(engine_id="e", number=1, claimed_jobs=2, claimed_tokens=400)
-        await host.messaging.publish(names.backlog_subject("n"), encode(report))
-        seen[:] = [worker(3)]
+async def test_what_was_counted_while_a_worker_did_not_respond_is_no_demand(graph: Graph):
+    graph.worker("a", asked_tokens_total=0.0, overflow_tokens_total=0.0)
+    graph.worker("b", asked_tokens_total=0.0, overflow_tokens_total=0.0)
+    await graph.look()
+    graph.metrics |= {"a": {"asked_tokens_total": 100.0}, "b": None}
+    part = (await graph.look()).prefill
+    assert part.asked_per_s == 20 and part.refused_per_s is None
+    graph.metrics["b"] = {"asked_tokens_total": 9e9}
+    load = (await graph.look()).prefill
+    assert (load.asked_per_s, load.refused_per_s) == (10, 0)
+    graph.metrics |= {"a": None, "b": None}
+    unknown = (await graph.look()).prefill
+    assert unknown.asked_per_s is unknown.backlog is None
+    graph.metrics |= {"a": {"asked_tokens_total": 300.0}, "b": {"asked_tokens_total": 9e9}}
+    assert (await graph.look()).prefill.asked_per_s is None
+    graph.metrics["a"] = {"asked_tokens_total": 400.0}
+    assert (await graph.look()).prefill.asked_per_s == 20
 
-        async def heard() -> bool:
-            parked = (await observation.look()).decode.kv_parked
-            return parked is not None and parked > 0
 
-        await eventually(heard)
-        known = (await observation.look()).decode
-        host.messaging.set_connected(False)
-        unknown = (await observation.look()).decode
-        seen[:] = [worker(0)]
-        nothing_waits = (await observation.look()).decode
+async def test_the_rate_is_tokens_for_busy_seconds_of_the_last_minute(graph: Graph):
+    graph.worker("a", asked_tokens_total=0.0)
+    graph.worker("p", P, written_tokens_total=1e6, busy_seconds_total=10.0)
+    graph.worker("q", P, written_tokens_total=0.0, busy_seconds_total=0.0)
+    assert (await graph.look()).prefill.rate is None
+    assert (await graph.look()).prefill.rate is None, "nothing was written"
+    graph.metrics["p"] = {"written_tokens_total": 1e6 + 6000, "busy_seconds_total": 12.0}
+    graph.metrics["q"] = {"written_tokens_total": 3000, "busy_seconds_total": 1.0}
+    assert (await graph.look()).prefill.rate == 3000
+    graph.metrics["p"] = {"written_tokens_total": 400, "busy_seconds_total": 1.0}  # restarted
+    assert (await graph.look()).prefill.rate == pytest.approx(9400 / 4)
+    graph.tick_s = 61.0
+    assert (await graph.look()).prefill.rate is None
+
+
+async def test_who_waits_for_a_remote_prefill_has_blocks(graph: Graph):
+    graph.worker("a", outstanding_jobs=2.0, outstanding_tokens=400.0)
+    known = (await graph.look()).decode
     assert known.kv_waiting == pytest.approx(0.25)
     assert known.kv_parked == pytest.approx(0.4)
-    assert unknown.kv_waiting is None
-    assert unknown.kv_parked is None
-    # What the workers say at /health does not need NATS.
-    assert unknown.waiting == 3
-    assert nothing_waits.kv_waiting == 0
+    graph.metrics["a"] = None
+    unknown = (await graph.look()).decode
+    assert unknown.kv_waiting is unknown.kv_parked is None
+    assert unknown.waiting == 3, "as it says at /health"
 
 
-async def test_engines_without_remote_prefills_never_tell_of_a_backlog(
-    host: Any, seen: list[LiveProcess]
-):
-    seen[:] = [worker(2)]
-    async with Observation(host) as observation:
-        load = (await observation.look()).decode
-    assert load.kv_waiting == pytest.approx(0.5)
+async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
+    graph.worker("a")
+    seen = await graph.look()
+    assert seen.decode.kv_waiting == pytest.approx(0.75)
+    assert seen.prefill.asked_per_s is seen.prefill.backlog is None
 
 
 def test_the_age_of_a_change_does_not_depend_on_the_clock_of_who_made_it():

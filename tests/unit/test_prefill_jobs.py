@@ -186,6 +186,41 @@ async def test_a_used_up_job_stays_until_its_engine_can_be_told():
         assert await rig.total() == 0
 
 
+async def test_the_time_with_two_jobs_counts_once_and_that_without_a_job_not():
+    async with working(runners=2) as rig:
+        rig.engine.holds = True
+        now = 100.0
+        rig.jobs._now = lambda: now
+
+        def measured() -> tuple[float | None, float | None]:
+            names = ("written_tokens", "busy_seconds")
+            one, two = (f"dynamo_lite_prefill_{name}_total" for name in names)
+            return rig.registry.get_sample_value(one), rig.registry.get_sample_value(two)
+
+        async def begin(attempt: str) -> None:
+            await rig.push(prefill_job(attempt=attempt))
+            await eventually(lambda: attempt in rig.engine.ends)
+
+        await begin("a1")
+        now += 2.0
+        await begin("a2")
+        now += 1.0
+        assert measured() == (0.0, 0.0)
+        rig.engine.ends["a1"].set_result("written")
+        await rig.answered("ack")
+        assert measured() == (6.0, 3.0)
+        now += 4.0
+        rig.engine.ends["a2"].set_result("failed")
+        await rig.answered("ack", "ack")
+        assert measured() == (6.0, 7.0)
+        now += 50.0
+        await begin("a3")
+        now += 1.0
+        rig.engine.ends["a3"].set_result("written")
+        await rig.answered("ack", "ack", "ack")
+        assert measured() == (12.0, 8.0)
+
+
 async def test_a_job_whose_end_cannot_be_told_comes_again():
     """Else its engine would wait for this worker until its deadline."""
     async with working() as rig:

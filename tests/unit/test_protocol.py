@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import (
-    backlog,
     decisions,
     forwarding,
     generate,
@@ -23,6 +22,7 @@ from dynamo_lite.protocol import (
     health,
     kv,
     prefill,
+    queue,
     records,
     routing,
 )
@@ -201,7 +201,7 @@ DECISION = decisions.Decision(
     prompt_tokens=900,
     cached_tokens=32,
     queue=decisions.QueueSeen(
-        jobs=1, prefill_workers=2, age_s=0.25, tokens=900, wait_s=0.5, prefill_workers_alive=3
+        jobs=1, prefill_workers=2, age_s=0.25, tokens=900, prefill_workers_alive=3
     ),
     time_left_s=30.0,
     request_id="cmpl-1-0-0a1b2c3d#1",
@@ -217,27 +217,13 @@ DECISION = decisions.Decision(
     asked=decisions.Asked(attempt="a1", outcome="committed", stages_s={"fill": 0.5}),
 )
 
-LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3, queue_jobs=4, queue_tokens=5)
+LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3)
 
 # (message, its decoder)
 MESSAGES = [
     (
-        backlog.Backlog(
-            engine_id="e1",
-            number=7,
-            queued_jobs=2,
-            queued_tokens={backlog.Lane.SHORT: 600, backlog.Lane.LONG: 4000},
-            claimed_jobs=1,
-            claimed_tokens=900,
-            done_tokens=70000,
-            asked_tokens=71000,
-            overflow_tokens=300,
-        ),
-        backlog.decode_backlog,
-    ),
-    (
-        backlog.QueueReading(engine_id="e1", jobs=3, identity="2026 x", age_s=0.25),
-        backlog.decode_queue_reading,
+        queue.QueueReading(engine_id="e1", jobs=3, tokens=900, identity="2026 x", age_s=0.25),
+        queue.decode_queue_reading,
     ),
     (decisions.Explain(request_id="cmpl-1", last=20), decisions.decode_explain),
     (FORWARDED, forwarding.decode_forward_explained),
@@ -424,7 +410,7 @@ GOLDEN = [
 ]
 RECORDS = list(zip(RECORDS_SENT, _BYTES[len(MESSAGES) :], strict=True))
 
-MODULES = (decisions, backlog, forwarding, grant, generate, health, kv, prefill, routing)
+MODULES = (decisions, forwarding, grant, generate, health, kv, prefill, queue, routing)
 DECODERS = sorted(
     {
         name

@@ -6,12 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
-from dynamo_lite.policy.decision.backlog import reads_after_s
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog, QueueReading
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
@@ -20,12 +17,13 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
 )
 from dynamo_lite.protocol.options import DisaggOptions
+from dynamo_lite.protocol.queue import QueueReading
 from dynamo_lite.queue.base import QueueDepth
 from tests.builders import NAMESPACE, loop_time
 from tests.simulation.servers.memory import MemoryMessaging
 from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.unit.decode_engine import QUEUE_SIZE, WRITER, prompt
-from tests.unit.decode_session import Scene
+from tests.unit.decode_session import OtherEngine, Scene
 from tests.unit.virtual import virtual
 
 MAX_AGE_S = DisaggOptions().queue_view_max_age_s
@@ -46,20 +44,16 @@ class CountedQueue(MemoryQueue):
 
 
 class Engine:
-    """A queue view with its connections. Its rank is its place among those that run."""
+    """A queue view with its connections."""
 
     def __init__(self, number: int, cluster: "Cluster"):
         self.name, self._cluster = f"e{number:03}", cluster
         self.queue = CountedQueue(cluster.broker, stream="s", subject="s.jobs")
         config: Any = SimpleNamespace(engine_id=self.name, namespace=NAMESPACE)
         workers: Any = SimpleNamespace(usable=[1, 2], responsive=[1, 2, 3])
-        options = SimpleNamespace(queue_view_max_age_s=MAX_AGE_S)
-        live: Any = SimpleNamespace(now=options)
+        live = LiveThresholds(DisaggOptions(queue_view_max_age_s=MAX_AGE_S))
         self.drops: list[str] = []
-        self.watch = QueueWatch(config, workers, live, self._rank, loop_time, self.drops.append)
-
-    def _rank(self) -> int:
-        return sorted(self._cluster.running).index(self.name)
+        self.watch = QueueWatch(config, workers, live, loop_time, self.drops.append)
 
     @contextlib.asynccontextmanager
     async def run(self, messaging: MemoryMessaging) -> AsyncIterator[None]:
@@ -116,6 +110,11 @@ class Cluster:
         await asyncio.sleep(seconds)
         return reads() - before
 
+    async def readers_in(self, seconds: float) -> list[Engine]:
+        before = {engine.name: engine.queue.reads for engine in self.engines}
+        await asyncio.sleep(seconds)
+        return [engine for engine in self.engines if engine.queue.reads > before[engine.name]]
+
     async def oldest_in(self, seconds: float) -> float:
         """The greatest age of any running engine's view in this time."""
         until, oldest = loop_time() + seconds, 0.0
@@ -130,37 +129,49 @@ async def test_a_hundred_engines_ask_as_often_as_one():
     async with Cluster(100).open() as cluster:
         assert await cluster.reads_in(10.0) in (39, 40, 41)
         assert await cluster.oldest_in(3.0) < PERIOD_S + 0.05
-        first = cluster.engines[0]
-        assert await cluster.reads_in(1.0, of=[first]) in (3, 4, 5)
-        await first.queue.push(b"", message_id="m")
+        [reader] = await cluster.readers_in(3.0)
+        await reader.queue.push(bytes(400), message_id="m")
         await asyncio.sleep(PERIOD_S + 0.05)
         for engine in cluster.engines:
             view = engine.watch.view
-            assert view is not None and view.jobs == 1
+            assert view is not None and (view.jobs, view.tokens) == (1, 100)
             assert (view.prefill_workers, view.prefill_workers_alive) == (2, 3)
 
 
 @virtual
-async def test_when_the_reader_is_gone_the_next_one_reads():
+async def test_when_the_reader_is_gone_another_one_reads():
     async with Cluster(50).open() as cluster:
-        for engine in cluster.engines[:3]:
-            await cluster.stop(engine)
-            assert await cluster.oldest_in(5.0) < 1.0
-            assert await cluster.reads_in(5.0) < 30
-        newcomer = Engine(0, cluster)
+        for _ in range(3):
+            [reader] = await cluster.readers_in(1.0)
+            await cluster.stop(reader)
+            assert await cluster.oldest_in(3.0) < 1.0
+            assert await cluster.reads_in(5.0) in (19, 20, 21)
+        newcomer = Engine(50, cluster)
         cluster.engines.append(newcomer)
         await cluster.start(newcomer)
         await asyncio.sleep(1.0)
-        assert await cluster.reads_in(5.0, of=cluster.engines[3:50]) == 0, "it comes before them"
+        assert len(await cluster.readers_in(5.0)) == 1
+
+
+@virtual
+async def test_of_two_the_other_one_waits_half_the_age_of_a_view_at_most():
+    async with Cluster(2).open() as cluster:
+        for _ in range(10):
+            [reader] = await cluster.readers_in(1.0)
+            await cluster.stop(reader)
+            assert 0.4 < await cluster.oldest_in(3.0) < MAX_AGE_S / 2 + 0.05
+            await cluster.start(reader)
 
 
 @virtual
 async def test_a_reader_that_hangs_holds_nobody_up():
-    """Its notices still come, so it keeps its rank."""
     async with Cluster(20).open() as cluster:
-        cluster.engines[0].queue.broken = True
+        [reader] = await cluster.readers_in(1.0)
+        reader.queue.broken = True
         assert await cluster.oldest_in(5.0) < 1.0
-        assert cluster.engines[0].knows, "it hears the others"
+        assert reader.knows, "it hears the others"
+        [other] = await cluster.readers_in(1.0)
+        assert other is not reader
 
 
 @virtual
@@ -169,10 +180,30 @@ async def test_who_hears_nobody_reads_by_itself():
     deaf = [Engine(number, cluster) for number in range(30)]
     for engine in deaf:
         await cluster.start(engine, deaf=True)
-    assert await cluster.oldest_in(10.0) < MAX_AGE_S / 2 + 0.05
+    assert await cluster.oldest_in(10.0) < PERIOD_S + 0.05
     assert all(engine.knows for engine in deaf)
     for engine in deaf:
         await cluster.stop(engine)
+
+
+@virtual
+async def test_tokens_follow_from_the_size_of_what_was_pushed_here():
+    async with Cluster(1).open() as cluster:
+        [engine] = cluster.engines
+        await engine.queue.push(bytes(3000), message_id="m")
+
+        async def tokens() -> int:
+            await asyncio.sleep(PERIOD_S + 0.05)
+            assert engine.watch.view is not None
+            return engine.watch.view.tokens
+
+        assert await tokens() == 750, "four bytes for each"
+        for _ in range(50):
+            engine.watch.pushed(1000, 2000)
+        assert abs(await tokens() - 1500) < 10
+        for _ in range(50):  # most of these prompts are in the engine's cache
+            engine.watch.pushed(100, 2000)
+        assert abs(await tokens() - 150) < 10
 
 
 @virtual
@@ -201,7 +232,8 @@ async def test_who_cannot_push_believes_only_what_it_has_read_itself():
         cut_off.queue.broken = False
         await asyncio.sleep(PERIOD_S + 0.05)
         assert cut_off.knows
-        assert await cluster.reads_in(3.0, of=[cut_off]) == 0
+        await asyncio.sleep(1.0)
+        assert len(await cluster.readers_in(3.0)) == 1
 
 
 @virtual
@@ -212,7 +244,7 @@ async def test_an_older_reading_replaces_no_newer_one_and_another_queue_is_looke
         engine.queue.heard = looks.append  # type: ignore[method-assign]
 
         async def say(**fields: Any) -> None:
-            reading = QueueReading(engine_id="e9", identity="q2", **fields)
+            reading = QueueReading(engine_id="e9", tokens=0, identity="q2", **fields)
             await cluster.messaging.publish(names.depth_subject(NAMESPACE), encode(reading))
             await asyncio.sleep(0.01)
 
@@ -228,10 +260,10 @@ async def test_an_older_reading_replaces_no_newer_one_and_another_queue_is_looke
 
 
 @virtual
-async def test_an_engine_that_comes_first_reads_the_queue_for_this_one():
+async def test_an_engine_that_reads_reads_for_this_one_too():
     async with Scene().open(WRITER) as scene:
         reads: list[float] = []
-        queue, messaging = scene.decode.queue, scene.decode.messaging
+        queue, other = scene.decode.queue, OtherEngine(scene)
         depth = queue.depth
 
         async def counted() -> QueueDepth:
@@ -242,16 +274,13 @@ async def test_an_engine_that_comes_first_reads_the_queue_for_this_one():
         await asyncio.sleep(1.0)
         assert len(reads) >= 3, "there is nobody else"
         reads.clear()
-        for number in range(1, 12):
-            notice = Backlog(engine_id="0", number=number)
-            reading = QueueReading(engine_id="0", jobs=QUEUE_SIZE, identity="1", age_s=0.0)
-            await messaging.publish(names.backlog_subject(NAMESPACE), encode(notice))
-            await messaging.publish(names.depth_subject(NAMESPACE), encode(reading))
-            await asyncio.sleep(0.25)
+        for _ in range(11):
+            await other.say(jobs=QUEUE_SIZE)
+            await asyncio.sleep(PERIOD_S - 0.01)
         assert len(reads) <= 1
         assert scene.decode.admit(prompt("r1", 10)) == 0
         assert scene.decode.counted("decision/local/queue_full") == 1
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         assert reads, "the other one is silent"
         await scene.ask("r2")
 
@@ -278,14 +307,3 @@ def failing(error: DynamoLiteError) -> Any:
         raise error
 
     return push
-
-
-@pytest.mark.parametrize("max_age_s", [0.1, 1.0, MAX_AGE_S, 60.0])
-def test_each_waits_longer_than_the_one_before_it(max_age_s: float):
-    waits = [reads_after_s(rank, max_age_s) for rank in range(600)]
-    assert waits[0] == PERIOD_S
-    assert waits == sorted(waits)
-    assert waits[-1] <= max(max_age_s / 2, PERIOD_S), "twice before it is unknown"
-    if max_age_s == MAX_AGE_S:
-        assert waits[1] - waits[0] >= 0.2
-        assert waits[10] - waits[9] > 0.02

@@ -29,7 +29,7 @@ SLOW_OPTIONS = (
     "--VllmWorker.remote-prefill-timeout-s=20",
     f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
     # Queued jobs must stay on the queue while the worker is stopped.
-    "--VllmWorker.steal-back=false",
+    "--VllmWorker.max-queue-wait-s=600",
 )
 
 _RUNS_S, _STANDS_S = 0.01, 0.24

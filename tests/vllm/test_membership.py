@@ -97,7 +97,7 @@ async def test_a_prefill_worker_joins_by_being_started_and_another_leaves(
     with (
         Graph(tmp_path, options=options, service="PrefillWorker") as joined,
         # What the prefill workers do is counted exactly.
-        live_options(pair, {"VllmWorker.steal-back": "false"}),
+        live_options(pair, {"VllmWorker.max-queue-wait-s": 600}),
     ):
         await pair.settled()
         free = sum(pool.free_blocks for pool in await pair.pools())

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
 from dynamo_lite.disagg.decode.granting import Granting
 from dynamo_lite.disagg.decode.ledger_events import LedgerEvents
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
@@ -57,8 +56,7 @@ class ControlSession:
     """Use `session()` as the bridge's context.
 
     status: returns the reply to `describe`; called on the bridge's thread. live: follows the
-    live options of the engine's component. new_grant: returns a new grant's id, above 0. on_news:
-    called when the queue, other engines' backlogs or the prefill workers have changed.
+    live options of the engine's component. new_grant: returns a new grant's id, above 0.
     """
 
     def __init__(
@@ -73,19 +71,13 @@ class ControlSession:
         new_grant: Callable[[], int],
         clock: Clock,
         on_drop: OnDrop = uncounted,
-        on_news: Callable[[], None],
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._book, self._status = config, config.role, book, status
         self._prefills, self._clients, self._live = prefills, clients, live
-        self._clock, self._now, self._on_drop = clock, clock.monotonic, on_drop
+        self._clock, self._on_drop = clock, on_drop
         self.workers = PrefillWorkers(config, on_drop)
-        self.backlog = BacklogExchange(
-            config, prefills, lambda: len(self.workers.usable), self._now, on_drop, on_news
-        )
-        self.queue_watch = QueueWatch(
-            config, self.workers, live, lambda: self.backlog.rank, self._now, on_drop, on_news
-        )
+        self.queue_watch = QueueWatch(config, self.workers, live, clock.monotonic, on_drop)
         seals = GrantSeals.of_file(config.secret_file)
         self._granting = Granting(book, config.engine_id, seals, new_grant)
         #: None until the session is open: before that nothing is submitted to the bridge.
@@ -124,7 +116,6 @@ class ControlSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
-            await enter(self.backlog.running(messaging, on_failure))
             await enter(self.queue_watch.running(queue, messaging, on_failure))
             async with connected.events.running(on_failure):
                 self.workers.listen(writer_events.on_members, writer_events.on_health)
@@ -140,7 +131,6 @@ class ControlSession:
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
         assert self._connected is not None
-        self.backlog.changed()
         blocks = blocks_digest(job.block_ids, job.prefix_block_ids)
         with self._book.lock:
             self._book.ledger.offered(job.attempt, blocks)
@@ -149,10 +139,9 @@ class ControlSession:
             await self.events.apply(lambda ledger: ledger.not_published(job.attempt), *about)
             return
         try:
-            lane = self.backlog.lane_of(job_tokens(job), job.priority)
-            sequence = await self._connected.queue.push(
-                encode_sealed(job), message_id=job.attempt, lane=lane
-            )
+            lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
+            payload = encode_sealed(job)
+            sequence = await self._connected.queue.push(payload, message_id=job.attempt, lane=lane)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
             logger.info(
                 "request %s: computed locally, the job was not queued: %s", job.request_id, exc
@@ -168,6 +157,7 @@ class ControlSession:
             raise
         else:
             self._prefills.published(job.attempt)
+            self.queue_watch.pushed(job.tokens_to_compute, len(payload))
             await self.events.apply(lambda ledger: ledger.published(job.attempt, sequence), *about)
 
     def _connect(self, queue: PrefillQueue, messaging: Messaging) -> _Connected:
@@ -178,7 +168,6 @@ class ControlSession:
             events,
             self._prefills,
             self.workers,
-            self.backlog,
             self._granting,
             messaging,
             self._clock,
@@ -217,9 +206,3 @@ class ControlSession:
             self.events.apply_soon(
                 lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER), "no writer is usable"
             )
-
-    @property
-    def queue_jobs(self) -> int | None:
-        """From the last reading of the queue; None if that is too old."""
-        view, longest_s = self.queue_watch.view, self._live.now.queue_view_max_age_s
-        return None if view is None or self._now() - view.read_at > longest_s else view.jobs

@@ -39,7 +39,7 @@ class Decider:
         inputs = DecisionInputs(
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=cached,
-            queue=self._queue(request.num_prompt_tokens - cached, request.priority, at),
+            queue=self._queue(at),
             time_left_s=min(timeout_s, time_left_s(request, at)),
             transferable=transferable and request.prompt_token_ids is not None,
             leaving=self._net.leaving,
@@ -47,18 +47,17 @@ class Decider:
         )
         return Decided(decide(inputs, options), at, inputs, options)
 
-    def _queue(self, tokens: int, priority: int, now: float) -> QueueSeen | None:
-        """The last reading plus the jobs that this engine has added since, or the jobs of all
-        engines if those are more."""
+    def _queue(self, now: float) -> QueueSeen | None:
+        """The last reading plus what this engine has asked for since; no less than what it waits
+        for."""
         view = self._net.queue_watch.view
         if view is None:
             return None
-        totals, wait_s = self._net.backlog.expected(tokens, priority, view.prefill_workers)
+        jobs, tokens = self._prefills.asked_since(view.read_at)
         return QueueSeen(
-            jobs=max(view.jobs + self._prefills.asked_since(view.read_at), totals.jobs),
+            jobs=max(view.jobs + jobs, self._prefills.jobs),
+            tokens=max(view.tokens + tokens, self._prefills.tokens),
             prefill_workers=view.prefill_workers,
             age_s=max(now - view.read_at, 0.0),
-            tokens=totals.tokens,
-            wait_s=wait_s,
             prefill_workers_alive=view.prefill_workers_alive,
         )

@@ -104,6 +104,5 @@ class EngineEvents:
         request_id, attempt, outcome = ended.request_id, ended.attempt, ended.outcome
         self._stats.add(f"{REMOTE}/{outcome.value}")
         self._prefills.ended(ended)
-        self._bridge.submit(self._net.backlog.publish_soon())
         if outcome is not Outcome.COMMITTED:
             logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)

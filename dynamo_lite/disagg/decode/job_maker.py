@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dynamo_lite.disagg.decode.backlog import BacklogExchange
 from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
@@ -27,14 +26,13 @@ class JobMaker:
         book: LockedLedger,
         prefills: RemotePrefills,
         flights: SingleFlight,
-        backlog: BacklogExchange,
         clock: Clock,
         new_attempt: Callable[[], str],
         overlapping_steps: int,
     ):
         self._engine_id, self._block_size, self._pool = engine_id, block_size, pool
         self._book, self._prefills, self._flights = book, prefills, flights
-        self._backlog, self._clock, self._new_attempt = backlog, clock, new_attempt
+        self._clock, self._new_attempt = clock, new_attempt
         self._offers = PrefixOffers(pool, overlapping_steps)
 
     def begin(
@@ -51,8 +49,6 @@ class JobMaker:
         first = first_awaited(self._pool, block_ids, (wanted - external) // size)
         end = -(-wanted // size)
         now, options = self._clock.monotonic(), prefill.decided.options
-        job_tokens = wanted - first * size
-        lane = self._backlog.lane_of(job_tokens, request.priority)
         attempt = self._new_attempt()
         until = self._prefills.asked(
             prefill,
@@ -63,9 +59,7 @@ class JobMaker:
             max_tries=options.max_remote_prefills,
             first_block=first,
             awaited_tokens=external,
-            job_tokens=job_tokens,
-            lane=lane,
-            place=self._backlog.place(lane),
+            job_tokens=wanted - first * size,
             hashes=self._flights.hashes(request),
             above=traced(request.trace_headers),
         )
@@ -86,7 +80,14 @@ class JobMaker:
         # The writer may read the prefix while it writes the rest, so both are held.
         blocks = (*job.prefix_block_ids, *job.block_ids)
         with self._book.lock:
-            self._book.ledger.allocated(request.request_id, attempt, blocks, until)
+            self._book.ledger.allocated(
+                request.request_id,
+                attempt,
+                blocks,
+                until,
+                queued_at=now,
+                max_queue_wait_s=options.max_queue_wait_s,
+            )
         self._offers.add(job)
 
     def take(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:

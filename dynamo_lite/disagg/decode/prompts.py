@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dynamo_lite.disagg.decode.decider import Decider
 from dynamo_lite.disagg.decode.job_maker import JobMaker
 from dynamo_lite.disagg.decode.passing import Passing
-from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import Resumes
@@ -27,13 +26,11 @@ class Prompts:
         decider: Decider,
         jobs: JobMaker,
         resumes: Resumes,
-        rate: PrefillRate,
         now: Callable[[], float],
     ):
         self._block_size, self._pool, self._prefills = block_size, pool, prefills
         self._passing, self._flights, self._decider = passing, flights, decider
-        self._jobs, self._resumes = jobs, resumes
-        self._rate, self._now = rate, now
+        self._jobs, self._resumes, self._now = jobs, resumes, now
 
     def looked_up(
         self, request: Prompt, cached: int, transferable: bool
@@ -87,4 +84,3 @@ class Prompts:
         self._passing.finished(request_id)
         if (prefill := self._prefills.finished(request_id)) is not None:
             self._flights.finished(prefill)
-            self._rate.finished(prefill, self._now())

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.policy.decision.disagg import Remote, Verdict
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.trace import TraceContext
@@ -21,18 +20,6 @@ class Decided(NamedTuple):
     at: float
     inputs: DecisionInputs
     options: DisaggOptions
-
-
-class QueuePlace(NamedTuple):
-    """Where a job stood when it was queued."""
-
-    #: Tokens of all engines that are computed before it.
-    ahead_tokens: int
-    #: Tokens that all engines had received by then, since this engine began to listen.
-    done_tokens: int
-
-
-_NOWHERE = QueuePlace(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,13 +60,12 @@ class RemotePrefill:
     wait: PrefixWait | None = None
 
     #: Tokens that are still to be scheduled for a prompt that is computed here.
-    #: `PrefillRate` counts it down.
     left_tokens: int = 0
     #: Number of the prompt's tokens that are computed here, and since when it waits for them:
-    #: since the decision, or since the end of a remote prefill. Read by `PrefillRate`.
+    #: since the decision, or since the end of a remote prefill.
     here_tokens: int = 0
     here_at: float = 0.0
-    #: Steps scheduled since the last prompt token was. Written and read by `PrefillRate`.
+    #: Steps scheduled since the last prompt token was.
     steps_since: int = 0
     #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
     #: bridge's thread.
@@ -104,12 +90,8 @@ class RemotePrefill:
     first_block: int = 0
     #: Tokens that the engine awaits. Read by `SingleFlight`.
     awaited_tokens: int = 0
-    #: Tokens that a prefill worker has to compute. Read by the backlog on any thread.
+    #: Tokens that a prefill worker has to compute.
     job_tokens: int = 0
-    #: Lane of the job. Read by the backlog on any thread.
-    lane: Lane = Lane.LONG
-    #: Place of the job in the queue. Read by the backlog on any thread.
-    place: QueuePlace = _NOWHERE
     #: Whether the engine still waits for the KV, until it learns that the KV came or will not
     #: come. Read by `SingleFlight`.
     parked: bool = False

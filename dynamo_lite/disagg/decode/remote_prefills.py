@@ -1,40 +1,41 @@
 """All prompts that a decode engine has decided about, one record for each decision.
 
 The scheduler half and the control session tell each event to `RemotePrefills` once.
-`explain`, spans, stage histograms, backlog and rates read the records.
+`explain`, spans and stage histograms read the records.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import Decided, QueuePlace, RemotePrefill
-from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.attempts.instructions import Ended, Outcome
-from dynamo_lite.policy.decision.backlog import BacklogTotals
 from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext, traced
-from dynamo_lite.runtime.listeners import Listeners
 
 
 class RemotePrefills:
     """Methods run on the engine's thread unless they say otherwise.
 
     stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
-    keeps the records for `explain`. now: monotonic.
+    keeps the records for `explain`. now: monotonic. overlapping_steps: how many steps may be in
+    flight, including the one being scheduled.
     """
 
-    def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
+    def __init__(
+        self,
+        stats: Counters,
+        decisions: DecisionLog,
+        now: Callable[[], float],
+        overlapping_steps: int,
+    ):
         self.decisions = decisions
-        self._stats, self._now = stats, now
-        #: Called when a prompt is scheduled whose KV came.
-        self.on_resumed = Listeners[[RemotePrefill]]("the remote prefills")
+        self._stats, self._now, self._overlapping = stats, now, overlapping_steps
         # Other classes read the next three fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
@@ -48,12 +49,11 @@ class RemotePrefills:
         self._reports = WriterReports(stats, now)
         #: When the last remote prefill was requested.
         self.last_asked_at = 0.0
-        #: When remote prefills were requested, since the last reading of the queue.
-        self._asked_at: deque[float] = deque()
-        #: Totals of the attempts that have not ended. Under the lock.
-        self._backlog = RunningBacklog()
-        #: Prompt tokens whose KV has come so far. Written under the lock.
-        self._received_tokens = 0
+        #: When remote prefills were requested, since the last reading of the queue, and their
+        #: tokens.
+        self._asked: deque[tuple[float, int]] = deque()
+        #: Number and tokens of the remote prefills that have not ended. Any thread may read them.
+        self.jobs = self.tokens = 0
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -96,8 +96,6 @@ class RemotePrefills:
             self._computes(prefill, prefill.decided.at, prefill.decided.inputs.cached_tokens)
             if prefill.decided.verdict.reason in WANT_OF_ROOM:
                 self._stats.add(OVERFLOW, prefill.left_tokens)
-                with self._lock:
-                    self._backlog.overflow_tokens += prefill.left_tokens
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
         return prefill
@@ -114,8 +112,6 @@ class RemotePrefills:
         first_block: int,
         awaited_tokens: int,
         job_tokens: int,
-        lane: Lane,
-        place: QueuePlace,
         hashes: Sequence[Hashable],
         above: TraceContext | None,
     ) -> float:
@@ -130,18 +126,17 @@ class RemotePrefills:
         prefill.attempt, prefill.prompt, prefill.asked_at = attempt, prompt, now
         prefill.first_block, prefill.landed_blocks = first_block, None
         prefill.awaited_tokens, prefill.job_tokens = awaited_tokens, job_tokens
-        prefill.lane, prefill.place = lane, place
         prefill.above = above
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self.last_asked_at = now
-        self._asked_at.append(now)
+        self._asked.append((now, job_tokens))
         with self._lock:
             self._by_attempt[attempt] = prefill
-            self._backlog.add(prefill)
-            self._backlog.asked_tokens += job_tokens
+        self.jobs += 1
+        self.tokens += job_tokens
         self._stats.add(ASKED, job_tokens)
         return prefill.until
 
@@ -186,22 +181,17 @@ class RemotePrefills:
             prefill = self._by_attempt.get(ended.attempt)
             if prefill is None:
                 return
-            self._backlog.remove(prefill)
+            self.jobs -= 1
+            self.tokens -= prefill.job_tokens
             now = self._now()
             prefill.ended_at, prefill.detail = now, ended.detail
             if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
                 prefill.received_at = now
-                self._received_tokens += prefill.job_tokens
                 if prefill.done_by is None:
                     self._reports.expect(prefill)
             prefill.outcome = ended.outcome
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
-
-    def computed(self, prefill: RemotePrefill, took_s: float | None) -> None:
-        """The engine has computed the prompt in `took_s` seconds; None: it was aborted."""
-        prefill.computed_s = took_s
-        del self.computing[prefill.request_id]
 
     def finished(self, request_id: str) -> RemotePrefill | None:
         """The request is over. A writer may still hold its attempt."""
@@ -209,11 +199,21 @@ class RemotePrefills:
         if prefill is not None:
             self._unpark(prefill)
             prefill.prompt = None
+            if request_id in self.computing:
+                self._computed(prefill)
         return prefill
 
-    def stepped(self) -> None:
-        """A step begins. It carries the counts and notes up to now."""
+    def stepped(self, scheduled: Mapping[str, int]) -> None:
+        """A step begins, which carries the counts and notes up to now. scheduled: how many tokens
+        it computes, by request."""
         self._reports.stepped()
+        for request_id, prefill in list(self.computing.items()) if self.computing else ():
+            if prefill.left_tokens > 0:
+                prefill.left_tokens -= scheduled.get(request_id, 0)
+            elif prefill.steps_since < self._overlapping - 1:
+                prefill.steps_since += 1
+            else:
+                self._computed(prefill)
 
     # Events of the control session, on the bridge's thread
 
@@ -227,10 +227,8 @@ class RemotePrefills:
         """A writer was granted the attempt. held_s: how long it has had the job."""
         with self._lock:
             if (prefill := self._waiting(attempt)) is not None:
-                self._backlog.remove(prefill)
                 now = self._now()
                 prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
-                self._backlog.add(prefill)
 
     def writer_done(self, attempt: str, writer: int, took_s: float | None) -> None:
         """This worker reports that it is done. took_s: seconds from the claim to the end of its
@@ -243,40 +241,16 @@ class RemotePrefills:
 
     # Questions
 
-    def asked_since(self, read_at: float) -> int:
-        """How many remote prefills were requested after `read_at`, which never decreases."""
-        while self._asked_at and self._asked_at[0] <= read_at:
-            self._asked_at.popleft()
-        return len(self._asked_at)
-
-    def queued(self) -> list[RemotePrefill]:
-        """Remote prefills that no writer has claimed, oldest first."""
-        with self._lock:
-            attempts = self._by_attempt.values()
-            return [one for one in attempts if one.claimed_at is None and one.outcome is None]
-
-    @property
-    def prefills_here(self) -> bool:
-        """Whether any prompt is computed here, or waits to be decided."""
-        return bool(self.computing) or any(
-            not one.allocated and (one.wait is None or one.wait.leader is None)
-            for one in self.by_request.values()
-        )
+    def asked_since(self, read_at: float) -> tuple[int, int]:
+        """Number and tokens of the remote prefills that were requested after `read_at`, which
+        never decreases."""
+        while self._asked and self._asked[0][0] <= read_at:
+            self._asked.popleft()
+        return len(self._asked), sum(tokens for _, tokens in self._asked)
 
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
-
-    def backlog(self) -> tuple[BacklogTotals, int]:
-        """The attempts that have not ended, and the prompt tokens whose KV has come so far.
-        Any thread."""
-        with self._lock:
-            return self._backlog.totals(), self._received_tokens
-
-    @property
-    def received_tokens(self) -> int:
-        """Prompt tokens whose KV has come so far. Any thread."""
-        return self._received_tokens
 
     @property
     def busy(self) -> bool:
@@ -289,12 +263,17 @@ class RemotePrefills:
         if prefill.received_at is not None and prefill.scheduled_at is None:
             prefill.scheduled_at = self._now()
             report_resume(self._stats, prefill)
-            self.on_resumed.notify(prefill)
 
     def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
         prefill.here_at = at
         prefill.here_tokens = prefill.left_tokens = prefill.decided.inputs.prompt_tokens - cached
         self.computing[prefill.request_id] = prefill
+
+    def _computed(self, prefill: RemotePrefill) -> None:
+        """The engine has computed the prompt, or the request was aborted before."""
+        if prefill.left_tokens <= 0:
+            prefill.computed_s = self._now() - prefill.here_at
+        del self.computing[prefill.request_id]
 
     def _waiting(self, attempt: str) -> RemotePrefill | None:
         """Call with the lock held."""

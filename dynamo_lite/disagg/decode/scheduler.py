@@ -7,7 +7,6 @@ block.
 """
 
 import secrets
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,13 +19,11 @@ from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.job_maker import JobMaker
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.passing import Passing
-from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
-from dynamo_lite.disagg.decode.steal_back import StealBack
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
@@ -64,8 +61,9 @@ class DecodeScheduler:
         now = clock.monotonic
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
-        self.prefills = prefills = RemotePrefills(stats, DecisionLog(config, now), now)
-        live, news = LiveThresholds(config.role.options), threading.Event()
+        log = DecisionLog(config, now)
+        self.prefills = prefills = RemotePrefills(stats, log, now, overlapping_steps)
+        live = LiveThresholds(config.role.options)
         self._net = net = ControlSession(
             config,
             self._book,
@@ -76,12 +74,9 @@ class DecodeScheduler:
             new_grant=new_grant,
             clock=clock,
             on_drop=stats.drop,
-            on_news=news.set,
         )
         self.bridge = open_bridge(net.session)
         self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
-        self._rate = rate = PrefillRate(prefills, overlapping_steps)
-        self._steals = StealBack(news, self._book, prefills, net.backlog, live, rate, stats)
         flights = SingleFlight(block_size, hash_block_size, prefills, stats, now)
         self._prompts = Prompts(
             block_size,
@@ -97,13 +92,11 @@ class DecodeScheduler:
                 self._book,
                 prefills,
                 flights,
-                net.backlog,
                 clock,
                 new_attempt,
                 overlapping_steps,
             ),
             Resumes(block_size, stats, lambda: net.workers.usable, cache),
-            rate,
             now,
         )
         #: Set before the bridge starts, when all ranks are open.
@@ -136,10 +129,8 @@ class DecodeScheduler:
         scheduled: how many tokens the step computes, by request.
         """
         self._stepped_at = now = self._now()
-        jobs, scheduled = self._prompts.step(filling), scheduled or {}
-        self.prefills.stepped()
-        self._rate.step(scheduled, now)
-        self._events.carry_out(self._steals.step(scheduled, now))
+        jobs = self._prompts.step(filling)
+        self.prefills.stepped(scheduled or {})
         return self._events.step(jobs, now)
 
     def worker_output(self, results: RankResults, report: WorkerReport | None = None) -> None:
@@ -178,14 +169,16 @@ class DecodeScheduler:
         """Runs on the bridge's thread, without the ledger's lock."""
         if self.metadata is None:
             return None
-        ledger = self._book.ledger
+        ledger, view = self._book.ledger, self._net.queue_watch.fresh
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),
             total_blocks=self._pool.num_gpu_blocks,
             waiting=ledger.waiting,
+            waiting_tokens=self.prefills.tokens,
             quarantined=ledger.quarantined,
-            queue_jobs=self._net.queue_jobs,
+            queue_jobs=None if view is None else view.jobs,
+            queue_tokens=None if view is None else view.tokens,
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.workers.unresponsive,
             unusable_writers=self._net.workers.unusable,

@@ -8,7 +8,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from dynamo_lite.disagg.decode.backlog import BacklogExchange
 from dynamo_lite.disagg.decode.granting import Granting
 from dynamo_lite.disagg.decode.ledger_events import LedgerEvents
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
@@ -53,7 +52,6 @@ class WriterEvents:
         events: LedgerEvents,
         prefills: RemotePrefills,
         workers: PrefillWorkers,
-        backlog: BacklogExchange,
         granting: Granting,
         messaging: Messaging,
         clock: Clock,
@@ -62,7 +60,7 @@ class WriterEvents:
     ):
         self._namespace, self._engine_id = config.namespace, config.engine_id
         self._book, self._events, self._prefills = book, events, prefills
-        self._workers, self._backlog, self._granting = workers, backlog, granting
+        self._workers, self._granting = workers, granting
         self._messaging, self._clock, self._on_drop = messaging, clock, on_drop
         self._on_usable_change = on_usable_change
 
@@ -119,7 +117,6 @@ class WriterEvents:
                 self._on_drop("claim")
             return encode(ClaimRefused(reason=grant.reason, elsewhere=grant.elsewhere))
         self._prefills.claimed(claim.attempt, claim.held_s)
-        self._backlog.changed()
         return encode(Granted(granted_at=self._clock.wall(), grant=grant))
 
     async def on_done(self, payload: bytes) -> None:

@@ -20,9 +20,9 @@ from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import PrefillEngine
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, decode_cancel_attempt, decode_job
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -83,6 +83,17 @@ class PrefillJobs:
             ["outcome"],
             registry=registry,
         )
+        self._written_tokens = Counter(
+            "dynamo_lite_prefill_written_tokens",
+            "Prompt tokens of the jobs that were written, without those that their decode workers"
+            " had",
+            registry=registry,
+        )
+        self._busy_s = Counter(
+            "dynamo_lite_prefill_busy_seconds",
+            "Time in which at least one job was in progress; counted when a job ends",
+            registry=registry,
+        )
         self._runner = JobRunner(
             engine=engine,
             permits=permits,
@@ -95,6 +106,8 @@ class PrefillJobs:
         self._pulling = True
         #: Attempt -> job, for jobs that were pulled and are not over.
         self.working: dict[str, RemotePrefillRequest] = {}
+        #: Until when `_busy_s` is counted.
+        self._busy_until = 0.0
         #: Set while `working` is empty.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -153,16 +166,15 @@ class PrefillJobs:
         trace = None if self._tracer is None else trace_job(self._tracer, request, self._now())
         if trace is not None:
             request = trace.request
-        self.working[request.attempt] = request
-        self.idle.clear()
+        self._begin(request)
         try:
             async with running(self._extend(job), name=f"extend-{job.sequence}"):
                 end = await self._runner.run(job, request, trace)
         finally:
-            del self.working[request.attempt]
-            if not self.working:
-                self.idle.set()
+            self._end(request.attempt)
         self._ended.labels(end.outcome).inc()
+        if end.outcome == "written":
+            self._written_tokens.inc(request.tokens_to_compute)
         if trace is not None:
             trace.ended(end.outcome, self._now())
         if end.outcome == "retry":
@@ -174,6 +186,20 @@ class PrefillJobs:
             await _answer(job.term())
         else:
             await _answer(job.ack())
+
+    def _begin(self, request: RemotePrefillRequest) -> None:
+        if not self.working:
+            self._busy_until = self._now()
+        self.working[request.attempt] = request
+        self.idle.clear()
+
+    def _end(self, attempt: str) -> None:
+        now = self._now()
+        self._busy_s.inc(now - self._busy_until)
+        self._busy_until = now
+        del self.working[attempt]
+        if not self.working:
+            self.idle.set()
 
     async def _extend(self, job: Job) -> None:
         while True:

@@ -49,6 +49,9 @@ class Attempt:
     #: Until when the request waits, in monotonic seconds.
     deadline: float
     writer_deadlines: WriterDeadlines
+    #: When it was allocated, and how long it may wait while nothing is claimed.
+    queued_at: float
+    max_queue_wait_s: float
     state: AttemptState = AttemptState.QUEUED
     #: Of the job in the queue; None until the queue has confirmed it.
     sequence: int | None = None
@@ -100,6 +103,11 @@ class Attempt:
             return Refusal(f"held by claim {self.claim_number}, not {number}")
         self.writer_deadlines.promised(now + for_s)
         return None
+
+    def unclaimed_for_too_long(self, now: float, claimed_at: float) -> bool:
+        """claimed_at: when any attempt was last claimed: until then the queue moved."""
+        waits = self.state is AttemptState.QUEUED
+        return waits and now - max(self.queued_at, claimed_at) >= self.max_queue_wait_s
 
     def unfinished_by(self, writer_lease_id: int) -> bool:
         """Whether this writer holds the claim, and has not reported that it is done."""

@@ -20,7 +20,7 @@ class Outcome(enum.Enum):
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
     QUEUE_LOST = "queue_lost"  # the broker lost the queue's stream, and the jobs with it
     LEAVING = "leaving"  # this engine is draining
-    TAKEN_BACK = "taken_back"  # not claimed, and by now cheaper here
+    TAKEN_BACK = "taken_back"  # not claimed in time
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Ended:
     request_id: str
     attempt: str
     outcome: Outcome
-    #: The writer's own report, or why the prefill was taken back; empty if something else ended
-    #: it.
+    #: The writer's own report, or how long the attempt was not claimed; empty if something else
+    #: ended it.
     detail: str = ""
 
 

@@ -6,7 +6,7 @@ them, or read the blocks of its prefix, any more. Its states are drawn in `attem
 
 An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up, left, or is unresponsive while
-it holds the claim, and before a claim if this engine drains or takes it back (`steal`). An
+it holds the claim, and before a claim if this engine drains or no writer claims it in time. An
 unresponsive writer may be alive: the blocks stay quarantined. Claims of leases that are gone are
 refused.
 
@@ -16,6 +16,7 @@ and a withdrawn attempt with a writer that may still write keeps its blocks unti
 done or dead.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from dynamo_lite.policy.attempts.attempt import Attempt, AttemptState, Refusal, Terms
@@ -49,6 +50,8 @@ class Ledger:
     leaving_s: float = 1.0
     _attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     _by_request: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    #: When a claim was last granted.
+    _claimed_at: float = -math.inf
     _gone: dict[int, None] = field(default_factory=dict[int, None])
 
     def __repr__(self) -> str:
@@ -86,15 +89,25 @@ class Ledger:
         return entry.request_id if entry else None
 
     def allocated(
-        self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
+        self,
+        request_id: str,
+        attempt: str,
+        block_ids: tuple[int, ...],
+        deadline: float,
+        *,
+        queued_at: float = 0.0,
+        max_queue_wait_s: float = math.inf,
     ) -> None:
         """The engine reserved `block_ids` for a remote prefill that is being queued.
 
         block_ids: all blocks that the writer may touch: those to be written, and the prefix before
-        them, which it may read.
+        them, which it may read. max_queue_wait_s: if neither it nor another attempt was claimed
+        for so long, it is taken back.
         """
         deadlines = WriterDeadlines(self.writer_grace_s, self.leaving_s)
-        entry = Attempt(request_id, attempt, block_ids, deadline, deadlines)
+        entry = Attempt(
+            request_id, attempt, block_ids, deadline, deadlines, queued_at, max_queue_wait_s
+        )
         self._attempts[attempt] = entry
         self._by_request[request_id] = entry
 
@@ -134,7 +147,10 @@ class Ledger:
         if entry is None:
             return _UNKNOWN
         gone = writer_lease_id in self._gone
-        return entry.claim(writer_lease_id, now, number, grant, gone=gone)
+        refusal = entry.claim(writer_lease_id, now, number, grant, gone=gone)
+        if refusal is None:
+            self._claimed_at = now
+        return refusal
 
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
         """All writers of the request's current attempt have finished.
@@ -252,23 +268,16 @@ class Ledger:
             out += self._withdraw(entry, outcome)
         return out
 
-    def steal(self, attempt: str, why: str) -> list[Instruction]:
-        """The engine computes the prompt itself, if no writer has claimed the attempt yet.
-
-        A claim that comes later is refused, so no worker writes its blocks. An attempt that is
-        claimed stays as it is. why: for `explain`.
-        """
-        entry = self._attempts.get(attempt)
-        if entry is None or entry.state is not AttemptState.QUEUED:
-            return []
-        return self._withdraw(entry, Outcome.TAKEN_BACK, why)
-
     def tick(self, now: float) -> list[Instruction]:
         """Handles deadlines that have passed, and cancels that were not answered."""
         out: list[Instruction] = []
         for entry in list(self._by_request.values()):
             if now >= entry.deadline:
                 out += self._withdraw(entry, Outcome.DEADLINE)
+            elif entry.unclaimed_for_too_long(now, self._claimed_at):
+                # A claim that comes later is refused, so no writer touches its blocks.
+                waited = f"no claim for {now - entry.queued_at:.2f} s"
+                out += self._withdraw(entry, Outcome.TAKEN_BACK, waited)
             elif entry.writer_deadlines.lost(now) and not entry.writer_done:
                 out += self._withdraw(entry, Outcome.WRITER_LOST)
         for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUARANTINED]:

@@ -21,7 +21,7 @@ class DecisionReason(enum.Enum):
     SINGLE_FLIGHT = "single_flight"  # cached by a remote prefill that it waited for
     QUEUE_FULL = "queue_full"
     QUEUE_TOKENS = "queue_tokens"
-    TOO_LATE = "too_late"
+    TOO_LATE = "too_late"  # the request's own time is over
     QUEUE_UNKNOWN = "queue_unknown"
     NO_PREFILL_WORKER = "no_prefill_worker"
     LEAVING = "leaving"
@@ -30,9 +30,7 @@ class DecisionReason(enum.Enum):
 
 #: Reasons of local verdicts which mean that there are too few prefill workers. Such prompts count
 #: as overflow, and may wait for another request's remote prefill.
-WANT_OF_ROOM = frozenset(
-    {DecisionReason.QUEUE_FULL, DecisionReason.QUEUE_TOKENS, DecisionReason.TOO_LATE}
-)
+WANT_OF_ROOM = frozenset({DecisionReason.QUEUE_FULL, DecisionReason.QUEUE_TOKENS})
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ def decide(inputs: DecisionInputs, thresholds: DecisionThresholds) -> Verdict:
         return Local(DecisionReason.QUEUE_FULL)
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
         return Local(DecisionReason.QUEUE_TOKENS)
-    # Only the wait counts: how long the job itself takes is known from mostly shorter jobs.
-    if inputs.time_left_s <= 0 or (queue.wait_s is not None and queue.wait_s > inputs.time_left_s):
+    if inputs.time_left_s <= 0:
         return Local(DecisionReason.TOO_LATE)
     return Remote(DecisionReason.LONG)

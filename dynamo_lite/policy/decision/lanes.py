@@ -7,7 +7,7 @@ passed over only a few times in a row.
 from collections.abc import Sequence
 from typing import Literal
 
-from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.queue import Lane
 
 #: Jobs of earlier lanes that may be pulled in a row while a later lane has jobs.
 PATIENCE = 4

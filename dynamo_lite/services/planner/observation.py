@@ -1,27 +1,27 @@
-"""What the planner sees of the load: metrics and backlog as the load of each role.
+"""What the planner sees of the load: metrics as the load of each role.
 
-The sums and rates are made in `policy/scaling/observed.py`.
+The sums over decode workers are made in `policy/scaling/observed.py`.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
 
+from dynamo_lite.overview import compose
+from dynamo_lite.overview.metrics import CounterHistory, Samples, total
 from dynamo_lite.overview.model import LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
-from dynamo_lite.policy.decision.backlog import DrainRate
 from dynamo_lite.policy.scaling.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.policy.scaling.observed import DemandRates, TokenRates, decode_load
-from dynamo_lite.protocol.backlog import Backlog
+from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.planner.connector import COMPONENTS
 
 #: Every prompt has one of them once it has KV blocks.
 _VERDICTS = ("local", "remote")
+#: Windows of the rates of demand, and of the rate of a prefill worker.
+_DEMAND_S, _RATE_S = 15.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +49,16 @@ class Observation:
     """Async context manager. Raises StoreUnavailable without a first list of members."""
 
     def __init__(self, host: Host):
-        self._host = host
         self._now = host.clock.monotonic
         self._observer = Observer(host.store, host.spec.namespace, host.drops, host.clock.wall)
-        self._backlog = BacklogFollower(
-            host.spec.namespace, self._now, on_backlog=self._on_backlog, on_drop=host.drops
-        )
-        self._drain = DrainRate()
-        self._prefill_workers = 0
-        #: Whether any engine has told of its backlog.
-        self._told = False
-        self._demand = DemandRates()
-        self._stack = AsyncExitStack()
+        self._history = CounterHistory(_RATE_S)
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._observer)
-            await stack.enter_async_context(self._backlog.follow(self._host.messaging))
-            self._stack = stack.pop_all()
+        await self._observer.__aenter__()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._observer.__aexit__(*exc_info)
 
     @property
     def members(self) -> Mapping[int, EndpointRecord]:
@@ -84,42 +72,66 @@ class Observation:
             role: tuple(w for w in seen.workers if w.component == component)
             for role, component in COMPONENTS.items()
         }
-        self._prefill_workers = sum(w.state == "ready" for w in workers[Role.PREFILL])
+        pages = {
+            worker.lease: page
+            for worker in (*workers[Role.PREFILL], *workers[Role.DECODE])
+            if (page := self._observer.pages.get(str(int(worker.lease, 16)))) is not None
+        }
+        # What a process counted while it did not respond belongs to no time: it begins anew.
+        self._history.add(self._now(), pages)
+        decode = [(worker, pages.get(worker.lease)) for worker in workers[Role.DECODE]]
         return Observed(
-            prefill=self._prefill(workers[Role.DECODE]),
-            decode=self._decode(workers[Role.DECODE], seen),
+            prefill=self._prefill([page for _, page in decode]),
+            decode=_decode(decode, seen),
             workers=workers,
         )
 
-    def _prefill(self, decode: Sequence[LiveProcess]) -> PrefillLoad:
-        """Demand is known if every decode worker's engine has told of its backlog lately."""
-        now = self._now()
-        rate = self._drain.tokens_per_s(now)
-        if not self._host.messaging.connected or not self._backlog.engines:
-            self._demand.forget()
+    def _prefill(self, decode: Sequence[Samples | None]) -> PrefillLoad:
+        """Demand is known if every decode worker has told of it. decode: their pages."""
+        seconds, lately = self._history.window(_DEMAND_S)
+        _, longer = self._history.window(_RATE_S)
+        written, busy_s = total(longer, compose.WRITTEN_TOKENS), total(longer, compose.BUSY_S)
+        rate = written / busy_s if written and busy_s else None
+        told = [page for page in decode if page is not None and (compose.ASKED, ()) in page]
+        if not told:
+            self._history = CounterHistory(_RATE_S)  # time without news is no time without load
             return PrefillLoad(rate=rate)
-        complete = self._backlog.engines >= len(decode)
-        return self._demand.load(self._backlog.totals(), rate, now, complete=complete)
-
-    def _decode(self, workers: Sequence[LiveProcess], seen: Overview) -> DecodeLoad:
-        admitted = [one.per_s for one in seen.decisions if one.verdict in _VERDICTS]
-        rates = TokenRates(
-            admitted_per_s=sum(admitted) if seen.rate_s else None,
-            tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
-            token_s=seen.tokens.mean_s,
+        backlog = _sum(told, compose.OUTSTANDING_TOKENS)
+        if not seconds:
+            return PrefillLoad(backlog=backlog, rate=rate)
+        asked, refused = total(lately, compose.ASKED), total(lately, compose.OVERFLOW)
+        if len(told) < len(decode):
+            both = (asked + refused) / seconds
+            return PrefillLoad(asked_per_s=both, backlog=backlog, rate=rate)
+        return PrefillLoad(
+            asked_per_s=asked / seconds,
+            refused_per_s=refused / seconds,
+            backlog=backlog,
+            rate=rate,
         )
-        # Engines that never tell have no remote prefills.
-        known = self._host.messaging.connected and (self._backlog.engines > 0 or not self._told)
-        return decode_load(workers, self._backlog.totals() if known else None, rates)
 
-    def _on_backlog(self, _backlog: Backlog, done_tokens: int) -> None:
-        self._told = True
-        self._drain.moved(
-            self._now(),
-            done_tokens=done_tokens,
-            claimed_jobs=self._backlog.totals().claimed_jobs,
-            workers=self._prefill_workers,
+
+def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview) -> DecodeLoad:
+    """decode: the workers with their pages."""
+    admitted = [one.per_s for one in seen.decisions if one.verdict in _VERDICTS]
+    rates = TokenRates(
+        admitted_per_s=sum(admitted) if seen.rate_s else None,
+        tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
+        token_s=seen.tokens.mean_s,
+    )
+    pages = [page for _, page in decode if page is not None]
+    outstanding = None
+    # A page without these metrics is that of a worker without remote prefills.
+    if all(page is not None or worker.waiting is None for worker, page in decode):
+        outstanding = Outstanding(
+            jobs=round(_sum(pages, compose.OUTSTANDING_JOBS)),
+            tokens=round(_sum(pages, compose.OUTSTANDING_TOKENS)),
         )
+    return decode_load([worker for worker, _ in decode], outstanding, rates)
+
+
+def _sum(pages: Sequence[Samples], gauge: str) -> float:
+    return sum(page.get((gauge, ()), 0.0) for page in pages)
 
 
 async def until(event: asyncio.Event, timeout_s: float) -> None:

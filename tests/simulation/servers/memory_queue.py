@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Self
 
 from dynamo_lite.policy.decision.lanes import LaneTurns
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import Incarnations, QueueConfig, QueueDepth
 from tests.simulation.servers.memory_stream import Entry, MemoryStream
 
@@ -185,7 +185,8 @@ class MemoryQueue:
         self._stream.expire()
         waiting = sum(entry.waiting for entry in self._stream.entries.values())
         in_flight = len(self._stream.entries) - waiting
-        return QueueDepth(waiting, in_flight, identity=str(self._stream.number))
+        size = sum(len(entry.payload) for entry in self._stream.entries.values())
+        return QueueDepth(waiting, in_flight, size, identity=str(self._stream.number))
 
     def heard(self, identity: str) -> None:
         if identity != str(self._stream.number) and self._broker.connected:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.queue.base import QueueConfig
 
 

@@ -21,11 +21,11 @@ from dynamo_lite.policy.routing.admission import Admission, Limits
 from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.policy.routing.pickers import RoundRobin, Selection
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, Hello, Submit
 from dynamo_lite.protocol.prefill import ClaimRefused
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import (
     EndpointRecord,
     encode_engine,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from dynamo_lite.policy.routing.kv_chain import chain_hashes
+from dynamo_lite.policy.routing.kv_chain import chain_hashes, extend, root_hash
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
 from dynamo_lite.vllm.engine.kv_events import followed, kv_events_config
 
@@ -96,7 +96,7 @@ def test_a_block_that_is_held_twice_is_gone_when_both_are():
 )
 def test_salt_and_adapter_are_part_of_the_hashes(fields: dict, keys: dict):
     engine = Engine()
-    chain = chain_hashes(TOKENS, BLOCK, **keys)
+    chain = extend(root_hash(**keys), TOKENS, BLOCK)
     assert engine(stored(0, 2, **fields)) == [KvStored(hashes=chain[:2])]
     lora = fields.get("lora_name")
     rest = stored(2, 3, lora_name=lora, extra_keys=[(lora,)] if lora else None)

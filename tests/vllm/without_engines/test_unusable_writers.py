@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.cli.decision_view import as_text
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.decisions import Decision, decode_explained
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
@@ -23,7 +22,7 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 from dynamo_lite.vllm.engine.fingerprint import check_peer
 from tests.builders import ENGINE, NAMESPACE, process_spec
 from tests.unit.decode_engine import WRITER, prompt
-from tests.unit.decode_session import OTHER, OtherEngine, Scene
+from tests.unit.decode_session import OTHER, Scene
 from tests.unit.virtual import virtual
 from tests.vllm.without_engines.test_fingerprint import engine
 
@@ -117,29 +116,6 @@ async def test_it_is_the_same_when_the_last_usable_one_leaves_or_falls_silent():
         await scene.store.delete(names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", THIRD))
         await scene.given_up_within(0.1, queued)
         assert scene.counted("no_writer") == 2
-
-
-@virtual
-async def test_the_wait_is_that_behind_usable_workers():
-    """100 tokens a second are known of one worker; the other one does nothing for this engine."""
-    async with Scene().open(WRITER, OTHER) as scene, OtherEngine(scene).listening() as other:
-        await other.say(claimed_jobs=1, claimed_tokens=100)
-        await asyncio.sleep(1.0)
-        await other.say(done_tokens=100)
-        queued = {Lane.SHORT: 1000}
-        await other.say(queued_jobs=1, queued_tokens=queued, done_tokens=100)
-        await asyncio.sleep(0.01)
-        await scene.ask("r1")
-        decision = await last_decision(scene)
-        assert decision.queue is not None and decision.queue.wait_s is not None
-        assert abs(decision.queue.wait_s - 5.0) < 0.5
-        await marks(scene, OTHER)
-        await seen()
-        await other.say(queued_jobs=1, queued_tokens=queued, done_tokens=100)
-        await scene.ask("r2")
-        decision = await last_decision(scene)
-        assert decision.queue is not None and decision.queue.wait_s is not None
-        assert abs(decision.queue.wait_s - 10.0) < 0.5
 
 
 @virtual
