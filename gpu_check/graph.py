@@ -154,8 +154,7 @@ def _until_healthy(process: "subprocess.Popen[bytes]", url: str, log_path: Path)
 def _placement(bench: Bench) -> list[str]:
     """Options for each worker's device."""
     if not bench.on_gpu:
-        # A GPU worker uses the transfer thread by default.
-        return [f"--{name}.transfer-thread=always" for name in ("VllmWorker", "PrefillWorker")]
+        return []
     chosen = {"VllmWorker": 0, "PrefillWorker": min(1, bench.count - 1)}
     return [
         f"--{service}.ServiceArgs.env.CUDA_VISIBLE_DEVICES={_visible(index)}"

@@ -54,8 +54,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     role: DecodeEngineConfig | PrefillEngineConfig
     #: See `runtime/secret.py`; None: messages are not authenticated.
     secret_file: str | None = None
-    #: Whether a thread in each rank advances its transfers; None: only where the KV is on a GPU.
-    transfer_thread: bool | None = None
 
 
 def write_engine_config(path: Path, config: EngineConfig) -> None:

@@ -9,22 +9,8 @@ has a tag.
 A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
 would fill in its own.
 
-WIRE_VERSION history (messages evolve by defaulted fields only; a version is added when an old
-peer would misread a new one):
-1: first version.
-2: messages about who may write where are sealed; a request may contain tokens that were already
-   generated; a commit has a checksum of block contents.
-3: a commit names the bytes of each block that it brings (other writers bring the rest); writes
-   before the last one have notifications, too.
-4: a link to an engine is tested first: the engine's ranks have scratch memory, and it polls.
-5: `WriterStays` names its claim and is answered with yes or no; before, any answer, also an
-   empty one, meant that it had arrived.
-6: the answer to a claim has a grant, and notifications of writes name it; a writer needs it, and
-   a decode engine accepts no notification without it.
-7: messages over NATS that the graph's secret authenticates have a nonce, so that no reply answers
-   two requests (`runtime/authenticated.py`).
-8: without what 0.3.0 took away: link tests, changes of role, backlogs among engines,
-   checksums of blocks.
+Messages evolve by defaulted fields only. WIRE_VERSION is raised when an old peer would misread a
+new message.
 """
 
 import hashlib

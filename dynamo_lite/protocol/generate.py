@@ -3,8 +3,7 @@
 A frontend opens one TCP connection to each decode worker and introduces itself (`Hello`). It sends
 its requests on that connection (`Submit`). The worker answers each one (`SubmitReply`) and streams
 the engine's output, one `Deltas` frame per engine step. `Cancel` ends requests early. Closing the
-connection cancels all its requests. The worker also takes a `GenerateRequest` over NATS from a
-client with an open connection; its reply comes over NATS, its deltas on the connection.
+connection cancels all its requests.
 """
 
 from typing import Annotated, Any

@@ -1,8 +1,8 @@
 """Which versions may work together, and the sentences that refuse the others.
 
 Processes of different releases of dynamo-lite work together while they have the same
-`WIRE_VERSION`; its history is in `codec.py`. Records of processes before 0.2.0 do not contain
-versions. These processes are accepted, and each of their messages is checked instead.
+`WIRE_VERSION`. Records of processes before 0.2.0 do not contain versions. These processes are
+accepted, and each of their messages is checked instead.
 """
 
 from dynamo_lite import __version__

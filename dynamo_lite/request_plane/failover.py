@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 #: Longest request id in characters. An attempt's id on the wire is a little longer.
 MAX_REQUEST_ID = 240
+#: Losses of a worker that a request survives. Few, because the request itself may be what kills its
+#: workers.
+MAX_MOVES = 3
 #: How much a worker's timer may be ahead of ours at the end of a request's timeout.
 _CLOCK_SLACK_S = 0.1
 
@@ -59,7 +62,6 @@ class FailoverClient:
     members: returns the workers that may be picked.
     on_deltas: takes deltas under the requests' own ids.
     on_ended: see OnEnded; it may call `abort`.
-    max_moves: losses of a worker that a request survives.
     move_wait_s: how long a request that lost its worker waits for another one.
     """
 
@@ -71,14 +73,12 @@ class FailoverClient:
         picker: Picker | WorkerSelector,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
-        max_moves: int = 3,
         move_wait_s: float = 15.0,
     ):
         self.stats = FailoverStats()
         self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
         self._on_ended = on_ended
-        self._max_moves = max_moves
         self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
         self._placer = Placement(self.transport, members, self._chooser, move_wait_s=move_wait_s)
         self._attempts = self._placer.attempts
@@ -211,7 +211,7 @@ class FailoverClient:
         gone = f"the worker that ran this request is gone ({why})"
         if flight.bound is not None:
             self._end(flight, WorkerLost(f"{gone}; it cannot be migrated: {flight.bound}"))
-        elif flight.moves >= self._max_moves:
+        elif flight.moves >= MAX_MOVES:
             times = flight.moves
             self._end(flight, WorkerLost(f"{gone}; it has been migrated {times} times already"))
         else:

@@ -103,7 +103,6 @@ class Launches:
     def _spec(self, instance: int) -> ProcessSpec:
         service, config, place = self.service.service, self._request.config, self._place
         shared, first_port = config.shared, self.service.status_port
-        inner = (config.get(one.name) for one in self._request.graph.inner(service))
         return ProcessSpec(
             namespace=shared.namespace,
             component=service.name,
@@ -120,7 +119,6 @@ class Launches:
             grace_s=shared.grace_s,
             config=self.service.options,
             engine_args=engine_flags(self.service.flags),
-            inner={c.service.name: c.options for c in inner if c is not None},
             watch_component=service.calls,
             tracing=shared.tracing,
         )

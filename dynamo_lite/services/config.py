@@ -27,18 +27,6 @@ from dynamo_lite.protocol.options import (
 )
 from dynamo_lite.queue.base import QueueOptions
 
-#: Whether each rank has a thread that advances KV transfers between the engine's steps; auto:
-#: where the KV is on a GPU.
-TransferThread = Literal["auto", "always", "never"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvRouterOptions(KvRoutingOptions):
-    """The KV-aware router."""
-
-    #: Largest number of different blocks that are remembered.
-    max_index_blocks: PositiveOption = 2_000_000
-
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig(AdmissionOptions):
@@ -56,17 +44,12 @@ class FrontendConfig(AdmissionOptions):
     #: How a decode worker is chosen; `component` asks the graph's Router.
     router: Literal["round-robin", "random", "kv", "component"] = "round-robin"
     #: Used with `router: kv`.
-    kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
-    #: How long a worker may take to accept a request.
-    request_timeout_s: SecondsOption = 5.0
+    kv_router: KvRoutingOptions = field(default_factory=KvRoutingOptions)
     #: Time limit of a request, from its headers to its last token, unless it has the header
     #: `x-request-timeout: SECONDS`.
     default_request_timeout_s: SecondsOption = 600.0
     #: Upper limit on the value of `x-request-timeout`.
     max_request_timeout_s: SecondsOption = 3600.0
-    #: Lost workers that one request survives. Few, because the request itself may be what kills
-    #: its workers.
-    max_moves: NaturalOption = 3
     #: Sequences (`n` of a request) at a time; about what one Python process can stream.
     max_in_flight_requests: PositiveOption = 2048
     #: Prompt tokens of sequences without a first token. A larger backlog would be a minute's work
@@ -86,15 +69,12 @@ class FrontendConfig(AdmissionOptions):
 class RouterConfig:
     """The KV-aware router as a process of its own, for Frontends with `router: component`."""
 
-    kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
+    kv_router: KvRoutingOptions = field(default_factory=KvRoutingOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
     """Chat template, tokenisation, detokenisation; runs inside the Frontend."""
-
-    #: Longest answer of the `chat/completions` and `completions` endpoints over NATS.
-    request_timeout_s: SecondsOption = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +95,6 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
     step_timeout_s: SecondsOption = 120.0
     #: Whether the worker publishes to routers which prefixes it holds, and its load.
     kv_events: bool = True
-    transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 
 
@@ -132,7 +111,6 @@ class PrefillWorkerConfig:
     short_slots: NaturalOption = 1
     #: See the same option of the decode worker.
     step_timeout_s: SecondsOption = 120.0
-    transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 
     @property

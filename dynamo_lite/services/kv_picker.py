@@ -4,17 +4,20 @@ from contextlib import AsyncExitStack
 
 from dynamo_lite.kv_events.follower import KvFollower
 from dynamo_lite.policy.routing.kv_routing import KvPicker
+from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.services.config import KvRouterOptions
 from dynamo_lite.services.metrics import RouterMetrics
+
+#: Different blocks that are remembered, at about 80 bytes each.
+_MAX_INDEX_BLOCKS = 2_000_000
 
 
 async def open_kv_picker(
     stack: AsyncExitStack,
     host: Host,
     workers: Roster,
-    options: KvRouterOptions,
+    options: KvRoutingOptions,
 ) -> KvPicker:
     """Follows the workers until `stack` is closed."""
     follower = await stack.enter_async_context(
@@ -23,7 +26,7 @@ async def open_kv_picker(
             workers,
             namespace=host.spec.namespace,
             component=host.spec.watch_component,
-            max_blocks=options.max_index_blocks,
+            max_blocks=_MAX_INDEX_BLOCKS,
             registry=host.registry,
             on_drop=host.drops,
         )

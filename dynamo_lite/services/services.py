@@ -92,10 +92,6 @@ class Graph:
     def get(self, name: str) -> Service | None:
         return next((service for service in self.services if service.name == name), None)
 
-    def inner(self, host: Service) -> tuple[Service, ...]:
-        """The services that run inside `host`'s process."""
-        return tuple(service for service in self.services if service.inside == host.name)
-
 
 FRONTEND = Service(
     name="Frontend",

@@ -15,7 +15,7 @@ from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.fence import Fence, FenceHolder
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
-from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, VllmWorkerConfig
+from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.core import EngineContext
@@ -50,7 +50,7 @@ class VllmBackend:
         engine_config = None
         if config.remote_prefill:
             role = decode_role(config, self._spec.component)
-            engine_config = self._engine_config(host, role, config.transfer_thread)
+            engine_config = self._engine_config(host, role)
         return VllmDecodeEngine(
             self._context(host, engine_config),
             publishes_kv=config.kv_events,
@@ -64,11 +64,10 @@ class VllmBackend:
 
         assert isinstance(fence, FenceHolder)
         role = prefill_role(config, fence_path=str(fence.path))
-        engine_config = self._engine_config(host, role, config.transfer_thread)
-        return VllmPrefillEngine(self._context(host, engine_config))
+        return VllmPrefillEngine(self._context(host, self._engine_config(host, role)))
 
     def _engine_config(
-        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, thread: TransferThread
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig
     ) -> EngineConfig:
         """The configuration of a new engine incarnation, with a fresh id."""
         return EngineConfig(
@@ -80,7 +79,6 @@ class VllmBackend:
             etcd_url=self._spec.etcd_url,
             secret_file=self._spec.secret_file,
             role=role,
-            transfer_thread=None if thread == "auto" else thread == "always",
         )
 
     def _context(self, host: Host, engine_config: EngineConfig | None) -> "EngineContext":

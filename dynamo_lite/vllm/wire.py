@@ -5,6 +5,7 @@ it back for vLLM's own output processor. Sampling parameters are sent as msgpack
 own struct, and validated when decoded.
 """
 
+import logging
 import time
 from typing import Any
 
@@ -25,6 +26,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
+
+logger = logging.getLogger(__name__)
 
 #: The key of `extra_args` that reaches a KV connector. Clients must not set it.
 KV_TRANSFER_PARAMS = "kv_transfer_params"
@@ -128,6 +131,21 @@ def output_from_delta(delta: TokenDelta, now: float) -> EngineCoreOutput:
         )
         output.new_prompt_logprobs_tensors = LogprobsTensors(ids, logprobs, ranks)
     return output
+
+
+def output_or_error(delta: TokenDelta, now: float) -> EngineCoreOutput:
+    """As `output_from_delta`; an error, which is logged, for a malformed delta."""
+    try:
+        return output_from_delta(delta, now)
+    except ProtocolError as exc:
+        logger.error("request %s: %s", delta.request_id, exc)
+        return error_output(delta.request_id)
+
+
+def error_output(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
+    )
 
 
 def _prefill_counts(

@@ -232,7 +232,7 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
             "2026-11-25: a key is text or a number, got a value of type date",
         ),
         ("--Processor.ServiceArgs.workers=2", "Processor runs inside Frontend"),
-        ("--Processor.model=m", "accepted: request-timeout-s"),
+        ("--Processor.model=m", "accepted: none"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),
         ("--VllmWorker.remote-prefill=1", "valid boolean"),
         ("--VllmWorker.queue.max-jobs=8", "must have the same value in all services"),

@@ -112,14 +112,14 @@ async def test_a_repetition_that_differs_or_ends_early_is_not_passed_on(answer_t
 
 @virtual
 async def test_lost_again_and_again_up_to_a_limit():
-    async with cluster(max_moves=2) as (fake, client):
+    async with cluster() as (fake, client):
         await client.submit(A, movable=REPLAY)
-        for lease_id in (1, 2, 1):
+        for lease_id in (1, 2, 1, 2):
             await steps(2)
             fake.start(3 - lease_id)
             fake.kill(lease_id)
         assert fake.ends == [("a", "WorkerLost")]
-        assert "2 times" in str(fake.errors["a"])
+        assert "3 times" in str(fake.errors["a"])
         assert fake.tokens("a") == answer_to(A)[:2]
 
 

@@ -13,7 +13,6 @@ from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layout import (
     block_dimension,
-    block_order,
     regions_of_tensor,
 )
 from dynamo_lite.transfer.sharding import join
@@ -161,16 +160,6 @@ def runs_of(local_ids, remote_ids):
     return [(a, b, n) for (a, n, _), (b, _, _) in zip(local.tolist(), remote.tolist(), strict=True)]
 
 
-def test_runs_by_example():
-    assert runs_of([], []) == []
-    assert runs_of([3, 4, 5], [7, 8, 9]) == [(3, 7, 3)]
-    assert runs_of([3, 4, 5], [7, 8, 3]) == [(3, 7, 2), (5, 3, 1)]
-    assert runs_of([3, 5, 6], [7, 8, 9]) == [(3, 7, 1), (5, 8, 2)]
-    assert runs_of([5, 4, 3], [9, 8, 7]) == [(3, 7, 3)]
-    assert runs_of([5, 4, 3], [7, 8, 9]) == [(3, 9, 1), (4, 8, 1), (5, 7, 1)]
-    assert runs_of([4, 3, 6, 5], [8, 7, 2, 1]) == [(3, 7, 2), (5, 1, 2)]
-
-
 def test_every_block_needs_a_partner():
     with pytest.raises(ValueError, match="2 local blocks for 1"):
         runs_of([1, 2], [1])
@@ -204,16 +193,6 @@ def test_layers_whose_blocks_lie_together_are_joined(strides, expected):
     local, remote = BlockMap(pairs, (0, 0)).descriptors([1, 2], [1, 2])
     assert list(zip(*local[:, :2].T.tolist(), strict=True)) == [(a, n) for a, _, n in expected]
     assert list(zip(*remote[:, :2].T.tolist(), strict=True)) == [(b, n) for _, b, n in expected]
-
-
-@pytest.mark.parametrize(("layout", "planes"), [(together, 1), (apart, 2), (permuted, 2)])
-def test_contiguous_blocks_become_one_descriptor_per_region(layout, planes):
-    fabric = MemoryFabric()
-    source, target = pool(fabric, "s", layout, 16), pool(fabric, "t", layout, 16)
-    local, remote = map_blocks(source.own, target.own).descriptors(range(2, 12), range(5, 15))
-    assert local.shape == remote.shape == (2 * planes, 3)
-    block_bytes = source.own.regions[0].block_bytes
-    assert local[:, 1].tolist() == remote[:, 1].tolist() == [10 * block_bytes] * 2 * planes
 
 
 def test_descriptors_carry_each_side_s_device():
@@ -278,12 +257,3 @@ def test_what_is_not_understood_is_refused_by_name(shape, strides, complaint):
             "l7", address=0, shape=shape, strides_bytes=strides, item_bytes=2, num_blocks=8
         )
     assert str(shape) in str(refusal.value)
-
-
-def test_order_inside_a_block_tells_layouts_apart():
-    dense, heads_first = apart(8), permuted(8)
-    orders = [block_order(t.shape, t.strides, 8) for t in (dense, interleaved(8), heads_first)]
-    assert orders[0] == orders[1] != orders[2]
-    assert block_order(together(8).shape, together(8).strides, 8) == block_order(
-        padded(16).shape, padded(16).strides, 16
-    )

@@ -1,7 +1,5 @@
 """Live options by their keys; what a component and a decode engine make of them."""
 
-import asyncio
-from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -9,8 +7,6 @@ from msgspec import UNSET
 
 from dynamo_lite.cli import live_options
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.policy.routing.admission import Limits
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.live_options import (
@@ -19,17 +15,15 @@ from dynamo_lite.protocol.live_options import (
     applied,
     decode_live_options,
 )
-from dynamo_lite.protocol.options import DisaggOptions
+from dynamo_lite.protocol.options import DisaggOptions, KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED
 from dynamo_lite.services.config import (
     FrontendConfig,
-    KvRouterOptions,
     PlannerConfig,
     RouterConfig,
     VllmWorkerConfig,
 )
-from dynamo_lite.services.live_options import ComponentOptions, limits
 from tests.builders import endpoint_record
 from tests.simulation.servers.memory import MemoryStore
 
@@ -183,47 +177,11 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
     assert await rows("Frontend", *members) == []
 
 
-async def test_a_component_applies_its_limits_and_says_what_holds():
-    store, applies = MemoryStore(), list[Limits]()
-    drops: list[str] = []
-    host: Any = SimpleNamespace(
-        store=store,
-        drops=drops.append,
-        secret=None,
-        spec=SimpleNamespace(namespace="t", component="Frontend"),
-    )
-    config = FrontendConfig(max_queued_tokens=7, kv_router=KvRouterOptions(kv_weight=3.0))
-    options = ComponentOptions(host, config, lambda values: applies.append(limits(config, values)))
-    async with options.following(), asyncio.timeout(5):
-        assert options.facts() == {
-            "file": {
-                "kv-router.kv-weight": 3.0,
-                "max-in-flight-requests": 2048,
-                "max-queued-tokens": 7,
-            },
-            "set": {},
-        }
-        await live_options.write(store, "t", "Frontend", {"max-in-flight-requests": 3})
-        while not applies:
-            await asyncio.sleep(0)
-        assert applies == [Limits(in_flight=3, prompt_tokens=7)]
-        await store.put(names.live_options_key("t", "Frontend"), b"{}")
-        while not drops:
-            await asyncio.sleep(0)
-        assert options.facts()["set"] == {"max-in-flight-requests": 3}
-        await live_options.write(
-            store, "t", "Frontend", live_options.parse_unsets(["Frontend"])["Frontend"]
-        )
-        while len(applies) < 2:
-            await asyncio.sleep(0)
-    assert applies[1] == Limits(in_flight=2048, prompt_tokens=7)
-
-
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
-    file = KvRouterOptions(kv_weight=3.0, max_index_blocks=5)
+    file = KvRoutingOptions(kv_weight=3.0)
     assert applied({}, file, "kv_router").kv_weight == 3.0
     values = decode_live_options(
         b'{"values":{"kv-router.kv-weight":0.5},"version":1}', "Router"
     ).values
     made = applied(values, file, "kv_router")
-    assert (made.kv_weight, made.max_index_blocks) == (0.5, 5)
+    assert made.kv_weight == 0.5

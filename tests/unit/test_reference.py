@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.services.config import (
     FrontendConfig,
-    KvRouterOptions,
     PrefillWorkerConfig,
-    ProcessorConfig,
     QueueOptions,
     VllmWorkerConfig,
 )
@@ -21,8 +20,7 @@ REFERENCE = Path("docs/configuration.md")
 #: What the text before a table begins with.
 TABLES = {
     "## `Frontend`": FrontendConfig,
-    "`kv-router`, as in": KvRouterOptions,
-    "## `Processor`": ProcessorConfig,
+    "`kv-router`, as in": KvRoutingOptions,
     "## `VllmWorker`": VllmWorkerConfig,
     "## `PrefillWorker`": PrefillWorkerConfig,
     "## `queue`": QueueOptions,

@@ -3,7 +3,6 @@
 from contextlib import AsyncExitStack
 
 import httpx
-import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -47,15 +46,6 @@ def test_each_sample_of_each_page_has_the_number_of_its_process():
     assert [found["vllm:ttft_sum", f, ""] for f in "01"] == [0.5, 1.5]
     # Prometheus refuses a page with a family twice.
     assert text.count("# TYPE vllm:ttft histogram") == 1
-
-
-def test_a_malformed_page_is_an_error():
-    with pytest.raises(ValueError):
-        merged({"0": 'a{b="c} 1\n'})
-
-
-def test_without_a_page_there_is_an_empty_one():
-    assert merged({}) == b""
 
 
 def member(instance: int, url: str) -> EndpointRecord:

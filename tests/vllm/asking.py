@@ -1,8 +1,10 @@
 """Requests to two servers, and answers in a form that can be compared."""
 
 import asyncio
+import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -130,3 +132,46 @@ def assert_same(got: Any, expected: Any, where: str = "answer") -> None:
         assert got == pytest.approx(expected, abs=LOGPROB_TOLERANCE), where
     else:
         assert got == expected, f"{where}: {got!r} is not {expected!r}"
+
+
+@dataclass
+class Stream:
+    """A streamed answer. chunks: what has come of it so far. ended: whether that is all."""
+
+    kind: str
+    body: dict[str, Any]
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+    async def run(self, http: httpx.AsyncClient) -> dict[str, Any]:
+        body = {
+            **self.body,
+            "model": "tiny",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        async with http.stream("POST", f"/v1/{self.kind}", json=body) as answer:
+            assert answer.status_code == 200, (await answer.aread()).decode()
+            lines = [line async for line in self._lines(answer)]
+        self.ended = True
+        assert lines[-1] == "[DONE]", lines[-1]
+        return {**joined(self.chunks), "tokens": self.tokens()}
+
+    async def _lines(self, answer: httpx.Response) -> AsyncIterator[str]:
+        async for line in answer.aiter_lines():
+            if line:
+                data = line.removeprefix("data: ")
+                if data != "[DONE]":
+                    chunk = json.loads(data)
+                    assert "error" not in chunk, chunk
+                    self.chunks.append(chunk)
+                yield data
+
+    def tokens(self) -> dict[int, list[int]]:
+        """By choice: what was generated."""
+        tokens: dict[int, list[int]] = {}
+        for chunk in self.chunks:
+            for choice in chunk["choices"]:
+                tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+        return tokens

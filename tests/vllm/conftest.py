@@ -1,6 +1,6 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `stock`, `disagg`, `mixed`, `slow`, `pair` and `agg` are
+Two cores carry one graph at a time. `stock`, `disagg`, `slow`, `pair` and `agg` are
 shared, started when first asked for; a test that needs another takes `stage` and starts its own,
 before which the shared one is stopped. Tests of one graph follow each other, so that each is
 started once.
@@ -43,8 +43,6 @@ _DISAGG_OPTIONS = (
     "--Graph.trace-ratio=0",
 )
 
-_SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
@@ -58,8 +56,6 @@ def _turn(item: pytest.Item) -> int:
         return 1 + takes
     if "disagg" in names:
         return 3
-    if "mixed" in names:
-        return 5
     if "slow" in names:
         return 6
     if "pair" in names:
@@ -188,15 +184,9 @@ def stock(stage: Stage) -> StockPair:
 
 
 @pytest.fixture
-def mixed(stage: Stage) -> Graph:
-    """The prefill worker's model has another rope scaling. Nobody asks for a grammar through its
-    own Frontend."""
-    return stage.shared((f"--PrefillWorker.hf-overrides={json.dumps(_SCALED)}",))
-
-
-@pytest.fixture
 def slow(stage: Stage) -> Graph:
-    """One decode worker, and one prefill worker that computes block by block."""
+    """One decode worker, and one prefill worker that computes block by block. Nobody asks for a
+    grammar through its own Frontend."""
     return stage.shared(SLOW_OPTIONS)
 
 

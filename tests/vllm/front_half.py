@@ -3,6 +3,7 @@ workers that live in this process and answer with scripted tokens."""
 
 import asyncio
 import json
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,9 +26,12 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.runtime.listening import bind
+from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
+from dynamo_lite.vllm.http_options import HttpOptions
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.builders import endpoint_record
 
@@ -267,6 +271,22 @@ async def open_front(
             finally:
                 await front.http.aclose()
                 await workers.close()
+
+
+@asynccontextmanager
+async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
+    """The Frontend's HTTP server over the app, and its URL."""
+    sock = bind("127.0.0.1", 0)
+    # Connections have it, too: what a client does not read stays in the server's own buffers.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    server = HttpServer(front.app.asgi, sock, HttpOptions(access_log=False))
+    front.app.state.server = server
+    await server.start()
+    try:
+        yield server, url_of(sock)
+    finally:
+        await server.stop(0.0)
+        sock.close()
 
 
 def events(body: str) -> list[dict]:

@@ -25,13 +25,10 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
-from dynamo_lite.queue.jetstream import job_context
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
@@ -256,13 +253,6 @@ class Graph(Command):
     def messaging(self) -> AbstractAsyncContextManager[Messaging]:
         """A context: messages as this graph's own processes send them."""
         return open_messaging(self.nats_url, self.run.secret or None)
-
-    async def publish_job(self, payload: bytes) -> None:
-        """Into the queue, authenticated as by this graph's own processes."""
-        subject = names.prefill_jobs_subject(NAMESPACE)
-        protected = GraphSecret(Path(self.run.secret)).protect(job_context(subject), payload)
-        async with NatsMessaging(self.nats_url) as messaging:
-            await messaging.publish(subject, protected)
 
     def processes(self, component: str = "") -> list[ProcessState]:
         return [p for p in self.run.processes if component in ("", p.service)]

@@ -3,8 +3,7 @@ over."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,12 +11,8 @@ import pytest
 
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import Graph, eventually
-from tests.vllm.live import live_options
 
 pytestmark = pytest.mark.timeout(300)
-limits = pytest.mark.usefixtures("limited")
-
-REFUSED = "dynamo_lite_requests_refused_total"
 EXPIRED = "dynamo_lite_requests_expired_total"
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
 #: Longer than any test.
@@ -31,38 +26,9 @@ def graph(disagg: Graph) -> Graph:
 
 
 @pytest.fixture
-def limited(graph: Graph) -> Iterator[None]:
-    """The workers take little, and so does the Frontend."""
-    with live_options(
-        graph,
-        {
-            "Frontend.max-in-flight-requests": 8,
-            "VllmWorker.max-in-flight-requests": 4,
-            "VllmWorker.max-queued-tokens": 5000,
-        },
-    ):
-        yield
-
-
-@pytest.fixture
 async def http(graph: Graph) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"{graph.url}/v1", timeout=60) as http:
         yield http
-
-
-@asynccontextmanager
-async def _busy_with(http: httpx.AsyncClient, count: int) -> AsyncIterator[None]:
-    """Runs this many streams, which have begun."""
-    lines: list[AsyncIterator[str]] = []  # whoever drops one hangs up
-    async with AsyncExitStack() as stack:
-        for _ in range(count):
-            answer = await stack.enter_async_context(
-                http.stream("POST", "/completions", json=ENDLESS)
-            )
-            assert answer.status_code == 200, await answer.aread()
-            lines.append(answer.aiter_lines())
-            await anext(lines[-1])
-        yield
 
 
 async def _at_rest(graph: Graph, free_blocks: int) -> None:
@@ -73,45 +39,6 @@ async def _at_rest(graph: Graph, free_blocks: int) -> None:
     eventually(idle, timeout_s=20, what="the engine runs nothing")
     await graph.settled(free_blocks)
     assert graph.count("Frontend", "dynamo_lite_requests_in_flight") == 0
-
-
-@limits
-async def test_beyond_the_limits_is_a_429(graph: Graph, http: httpx.AsyncClient):
-    (before,) = await graph.pools()
-    refusals = {why: graph.count("Frontend", REFUSED, reason=why) for why in ("busy", "limit")}
-    async with _busy_with(http, 4):
-        for stream in (False, True):
-            refused = await http.post("/completions", json=TEXT | {"stream": stream})
-            assert refused.status_code == 429, refused.text
-            assert int(refused.headers["retry-after"]) >= 1
-            assert "4 of at most 4 requests are in flight" in refused.json()["error"]["message"]
-        many = await http.post("/completions", json=TEXT | {"n": 5, "stream": True})
-        assert many.status_code == 429 and int(many.headers["retry-after"]) >= 1
-        assert "4 of at most 8 requests are in flight" in many.json()["error"]["message"]
-    await _at_rest(graph, before.free_blocks)
-    assert (await http.post("/completions", json=TEXT)).status_code == 200
-    assert graph.count("Frontend", REFUSED, reason="busy") == refusals["busy"] + 2
-    assert graph.count("Frontend", REFUSED, reason="limit") == refusals["limit"] + 1
-
-
-@limits
-async def test_a_flood_is_answered_to_all_who_come_again(graph: Graph, http: httpx.AsyncClient):
-    """More prompt tokens than the worker queues, from more clients than it takes."""
-    seen: list[int] = []
-
-    async def one(number: int) -> None:
-        body = TEXT | {"prompt": prompt_ids(2000, 900 + number), "ignore_eos": True}
-        while True:
-            answer = await http.post("/completions", json=body)
-            seen.append(answer.status_code)
-            if answer.status_code == 200:
-                assert answer.json()["usage"]["completion_tokens"] == 4
-                return
-            assert answer.status_code == 429, answer.text
-            await asyncio.sleep(int(answer.headers["retry-after"]))
-
-    await asyncio.gather(*(one(number) for number in range(12)))
-    assert seen.count(200) == 12 and 429 in seen
 
 
 async def test_a_request_that_is_not_done_in_time_stops_everywhere(

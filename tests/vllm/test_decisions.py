@@ -1,11 +1,6 @@
 """Where prompts are prefilled, as the counters tell it."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import ANY
 
@@ -13,7 +8,7 @@ import pytest
 
 from tests.vllm.asking import ask, assert_same, client, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
-from tests.vllm.live import command, explained, live_options
+from tests.vllm.live import command, explained
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -49,23 +44,6 @@ def decisions(graph: Graph) -> dict[str, int]:
             labels = dict(part.split("=") for part in name[len(DECISIONS) + 1 : -1].split(","))
             found[f"{labels['verdict']}/{labels['reason']}".replace('"', "")] = int(value)
     return found
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        (20, "local/short"),
-        (LIMIT, "local/short"),
-        (LIMIT + 1, "remote/long"),
-        (4500, "remote/long"),
-    ],
-)
-def test_length_decides(disagg: Graph, reference: PlainServer, tokens: int, expected: str):
-    request = completion(prompt_ids(tokens, seed=100))
-    since = counting(disagg)
-    got = ask(disagg.url, "completions", request)
-    assert_same(got, ask(reference.url, "completions", request))
-    assert eventually(since, timeout_s=5, what="a decision is counted") == {expected: 1}
 
 
 def test_a_cached_prefix_does_not_count(disagg: Graph, reference: PlainServer):
@@ -126,50 +104,6 @@ def test_siblings_are_prefilled_and_transferred_once(disagg: Graph, reference: P
     assert disagg.count("VllmWorker", WAITS, outcome="hit") == hits + 3
     written = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total") - sent
     assert written == 63 * BLOCK_BYTES
-
-
-@contextmanager
-def load_of(graph: Graph, tokens: int) -> Iterator[None]:
-    """Two clients, each with one new prompt after the other."""
-    stop = threading.Event()
-
-    def one(seeds: range) -> None:
-        for seed in seeds:
-            if stop.is_set():
-                return
-            ask(graph.url, "completions", completion(prompt_ids(tokens, seed=seed)))
-
-    with ThreadPoolExecutor(2) as clients:
-        running = [clients.submit(one, range(first, first + 500)) for first in (1000, 2000)]
-        try:
-            yield
-        finally:
-            stop.set()
-        for each in running:
-            each.result()
-
-
-def test_a_live_threshold_moves_the_next_decisions_under_load(disagg: Graph):
-    """700 tokens are long by the file, and short by what is set."""
-    tokens, high = 700, 1000
-
-    def limits() -> list[int]:
-        """Those of the decisions, oldest first, without repetition."""
-        listed = json.loads(command(disagg, "explain", "--last", "1000", "--json"))
-        found = [d for d in listed if d["prompt_tokens"] == tokens]
-        for each in found:
-            limit = each["thresholds"]["max_local_prefill_length"]
-            assert (each["reason"] == "short") == (tokens <= limit)
-        by_age = sorted(found, key=lambda d: d["at"])
-        return [k for k, _ in groupby(d["thresholds"]["max_local_prefill_length"] for d in by_age)]
-
-    with load_of(disagg, tokens):
-        eventually(lambda: limits() == [LIMIT], timeout_s=30, what="a decision by the file")
-        with live_options(disagg, {"VllmWorker.max-local-prefill-length": high}):
-            eventually(lambda: limits() == [LIMIT, high], timeout_s=30, what="one by what is set")
-        eventually(
-            lambda: limits() == [LIMIT, high, LIMIT], timeout_s=30, what="one by the file again"
-        )
 
 
 def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):

@@ -96,13 +96,6 @@ def links_of(graph: Graph) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def test_the_leases_are_the_ones_that_etcd_knows(disagg: Graph):
-    """etcdctl prints them with leading zeros."""
-    header, *leases = etcdctl(disagg.etcd_url, "lease", "list").splitlines()
-    assert header == f"found {len(leases)} leases"
-    assert {int(p.lease, 16) for p in disagg.processes()} <= {int(lease, 16) for lease in leases}
-
-
 def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):
     urls = {v["status_url"] for k, v in listing(disagg).items() if "/components/" in k}
     assert len(urls) == 3

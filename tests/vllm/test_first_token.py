@@ -80,25 +80,3 @@ def test_a_stop_token_is_left_to_the_decode_engine(disagg: Graph, reference: Pla
     assert got["choices"][0]["stop_reason"] == first
     assert got["choices"][0]["token_ids"] == [first]
     assert "sent" not in arrived(since, 1)
-
-
-@pytest.mark.parametrize(
-    ("more", "seed"),
-    [
-        ({"max_tokens": 1}, 230),
-        ({"logprobs": 2}, 231),
-        ({"min_tokens": 2}, 232),
-        ({"logit_bias": {"7": 1.0}}, 233),
-        ({"repetition_penalty": 1.1}, 234),
-        # A CPU's random generator cannot be set back after a chunk of a prompt.
-        ({"temperature": 1, "seed": 11}, 235),
-    ],
-    ids=str,
-)
-def test_other_requests_get_it_from_the_decode_engine(
-    disagg: Graph, reference: PlainServer, more: dict[str, Any], seed: int
-):
-    since, done = arrivals(disagg), handed_over(disagg)
-    compare(disagg, reference, {"prompt": prompt_ids(800, seed), **GREEDY, **more})
-    assert eventually(done, timeout_s=5, what="a prompt is handed over") == 1
-    assert since() == {}

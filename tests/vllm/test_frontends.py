@@ -1,11 +1,9 @@
 """Two Frontends on one port, over the workers of the shared graph."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +12,7 @@ import pytest
 
 from dynamo_lite.overview.model import Overview
 from tests.unit.test_shared_metrics import samples
-from tests.vllm.asking import ask, assert_same, prompt_ids, prose
-from tests.vllm.bench_serve import assert_every_token_came, bench_serve
+from tests.vllm.asking import Stream, prompt_ids
 from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together
 from tests.vllm.live import command
 from tests.vllm.test_unresponsive import until
@@ -45,34 +42,20 @@ def shared(pair: Graph, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gr
         yield frontends
 
 
-class Stream:
-    """A completion over a connection of its own."""
+def stream(number: int, max_tokens: int) -> Stream:
+    body = {
+        "prompt": prompt_ids(40, 1800 + number),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return Stream("completions", body)
 
-    def __init__(self, url: str, number: int, max_tokens: int):
-        self._url = url
-        self._body = {
-            "model": "tiny",
-            "prompt": prompt_ids(40, 1800 + number),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-        }
-        self.tokens: list[int] = []
 
-    async def run(self) -> list[int]:
-        async with (
-            httpx.AsyncClient(base_url=self._url, timeout=120) as http,
-            http.stream("POST", "/v1/completions", json=self._body) as answer,
-        ):
-            assert answer.status_code == 200, await answer.aread()
-            async for line in answer.aiter_lines():
-                data = line.removeprefix("data: ")
-                if data and data != "[DONE]":
-                    for choice in json.loads(data)["choices"]:
-                        self.tokens += choice.get("token_ids") or []
-        return self.tokens
+async def tokens(url: str, asked: Stream) -> list[int]:
+    """Over a connection of its own."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        return (await asked.run(http))["tokens"][0]
 
 
 def running(frontends: Graph, instance: int) -> int:
@@ -82,10 +65,12 @@ def running(frontends: Graph, instance: int) -> int:
 async def test_both_serve_one_port_and_their_answers_are_the_same(pair: Graph, shared: Graph):
     urls = {process.instance: process.status_url for process in shared.processes("Frontend")}
     assert sorted(urls) == [0, 1]
-    streams = [Stream(shared.url, number, 12) for number in range(CONNECTIONS)]
-    alone = [Stream(pair.url, number, 12) for number in range(CONNECTIONS)]
-    found = await asyncio.gather(*(stream.run() for stream in streams))
-    assert found == await asyncio.gather(*(stream.run() for stream in alone))
+
+    async def answers(graph: Graph) -> list[list[int]]:
+        asked = (stream(number, 12) for number in range(CONNECTIONS))
+        return await asyncio.gather(*(tokens(graph.url, one) for one in asked))
+
+    assert await answers(shared) == await answers(pair)
     text = httpx.get(f"{shared.url}/metrics", timeout=10).text
     finished = {
         key[1]: value
@@ -93,41 +78,6 @@ async def test_both_serve_one_port_and_their_answers_are_the_same(pair: Graph, s
         if key[0] == "vllm:request_success_total" and "length" in key[2]
     }
     assert sum(finished.values()) == CONNECTIONS and min(finished["0"], finished["1"]) > 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("length", [40, 900])
-def test_openais_client_gets_the_answers_of_one_frontend(
-    pair: Graph, shared: Graph, length: int, stream: bool
-):
-    request = {
-        "messages": [{"role": "user", "content": prose(length // 5, seed=length)}],
-        "temperature": 0,
-        "max_tokens": 12,
-        "logprobs": True,
-        "stream": stream,
-        **({"stream_options": {"include_usage": True}} if stream else {}),
-    }
-    expected = ask(pair.url, "chat", request)
-    # Each is a connection of its own, which either of the two may accept.
-    for _ in range(4):
-        assert_same(ask(shared.url, "chat", request), expected)
-
-
-@pytest.mark.parametrize("frontends", [1, 2])
-def test_vllms_load_generator_gets_every_token(
-    pair: Graph, shared: Graph, frontends: int, tiny_model: Path, tmp_path: Path
-):
-    url = {1: pair, 2: shared}[frontends].url
-    assert_every_token_came(bench_serve(url, tiny_model, tmp_path))
-
-
-def test_the_dashboard_of_either_shows_both(shared: Graph):
-    leases = {process.lease for process in shared.processes("Frontend")}
-    for _ in range(CONNECTIONS):
-        answer = httpx.get(f"{shared.url}/dashboard/overview", timeout=30)
-        shown = msgspec.json.decode(answer.content, type=Overview)
-        assert leases < {worker.lease for worker in shown.workers}
 
 
 def test_every_view_shows_both(pair: Graph, shared: Graph):
@@ -148,24 +98,24 @@ def test_every_view_shows_both(pair: Graph, shared: Graph):
 async def test_one_that_is_killed_costs_its_own_streams_only(shared: Graph):
     """Every other stream continues, new connections are accepted at once, and the Frontend is
     restarted."""
-    streams = [Stream(shared.url, number, LONG) for number in range(CONNECTIONS)]
-    expected = [Stream(shared.url, number, LONG) for number in range(CONNECTIONS)]
-    answers = [asyncio.create_task(stream.run()) for stream in streams]
-    await until(lambda: all(stream.tokens for stream in streams), 60, "all streams have begun")
+    streams = [stream(number, LONG) for number in range(CONNECTIONS)]
+    answers = [asyncio.create_task(tokens(shared.url, one)) for one in streams]
+    await until(lambda: all(one.tokens() for one in streams), 60, "all streams have begun")
     held = running(shared, 0)
     assert 0 < held < CONNECTIONS and held + running(shared, 1) == CONNECTIONS
     before = shared.process("Frontend", 0)
     os.kill(before.pid, signal.SIGKILL)
     # What the dead one had not accepted yet is reset; a connection that is made now is not.
     await until(lambda: shared.process("Frontend", 0).pid != before.pid, 10, "it has ended")
-    new = await asyncio.gather(*(Stream(shared.url, 90 + n, 4).run() for n in range(8)))
-    assert all(len(tokens) == 4 for tokens in new)
+    new = await asyncio.gather(*(tokens(shared.url, stream(90 + n, 4)) for n in range(8)))
+    assert all(len(each) == 4 for each in new)
     outcomes = await asyncio.gather(*answers, return_exceptions=True)
     lost = [isinstance(outcome, httpx.TransportError) for outcome in outcomes]
     assert sum(lost) == held, outcomes
-    whole = await asyncio.gather(*(stream.run() for stream in expected))
-    for tokens, outcome, gone in zip(whole, outcomes, lost, strict=True):
-        assert gone or outcome == tokens
+    expected = (stream(number, LONG) for number in range(CONNECTIONS))
+    whole = await asyncio.gather(*(tokens(shared.url, one) for one in expected))
+    for right, outcome, gone in zip(whole, outcomes, lost, strict=True):
+        assert gone or outcome == right
     eventually(
         lambda: shared.process("Frontend", 0).state == "ready",
         timeout_s=90,

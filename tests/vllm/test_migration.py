@@ -1,12 +1,10 @@
 """Decode workers that are lost during their answers: every stream continues, token for token."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import httpx
 import pytest
 
 from dynamo_lite.serve.run_state import ProcessState
-from tests.vllm.asking import assert_same, joined, prompt_ids, prose
+from tests.vllm.asking import Stream, assert_same, prompt_ids, prose
 from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually
 from tests.vllm.test_membership import revoke
 
@@ -59,49 +57,6 @@ STREAMS = [
     _text(33, 709, logprobs=2, presence_penalty=0.3, **GREEDY),
     _text(34, 710, n=2, **SEEDED),
 ]
-
-
-@dataclass
-class Stream:
-    """chunks: what has come of it so far. ended: whether that is all."""
-
-    kind: str
-    body: dict[str, Any]
-    chunks: list[dict[str, Any]] = field(default_factory=list)
-    ended: bool = False
-
-    async def run(self, http: httpx.AsyncClient) -> dict[str, Any]:
-        body = {
-            **self.body,
-            "model": "tiny",
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        async with http.stream("POST", f"/v1/{self.kind}", json=body) as answer:
-            assert answer.status_code == 200, (await answer.aread()).decode()
-            lines = [line async for line in self._lines(answer)]
-        self.ended = True
-        assert lines[-1] == "[DONE]", lines[-1]
-        return {**joined(self.chunks), "tokens": self._tokens()}
-
-    async def _lines(self, answer: httpx.Response) -> AsyncIterator[str]:
-        async for line in answer.aiter_lines():
-            if line:
-                data = line.removeprefix("data: ")
-                if data != "[DONE]":
-                    chunk = json.loads(data)
-                    assert "error" not in chunk, chunk
-                    self.chunks.append(chunk)
-                yield data
-
-    def _tokens(self) -> dict[int, list[int]]:
-        """By choice: what was generated."""
-        tokens: dict[int, list[int]] = {}
-        for chunk in self.chunks:
-            for choice in chunk["choices"]:
-                tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
-        return tokens
 
 
 async def _answers(url: str, streams: list[Stream]) -> list[dict[str, Any]]:

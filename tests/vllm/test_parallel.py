@@ -1,9 +1,10 @@
 """Engines that spread heads and layers, or write them, differently: plain vLLM's answers.
 
-Workers of other parallelisms join the shared graph, whose own have one rank each. All
-prefill for all, and each is asked until it has had its share.
+Workers of other parallelisms or block sizes join the shared graph, whose own have one rank each
+and blocks of 32 tokens. Each is asked until it has had its share.
 """
 
+import asyncio
 import json
 from itertools import count
 from pathlib import Path
@@ -13,14 +14,15 @@ import pytest
 
 from dynamo_lite.policy.attempts.instructions import Outcome
 from tests.vllm.asking import prompt_ids, tokens_of
+from tests.vllm.direct import Direct
 from tests.vllm.graph import UNCOMPILED, Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
-#: Prompts of each round: full and begun blocks, one chunk and several.
-LENGTHS = (LIMIT + 1, LIMIT + 32, 1037, 2081)
+#: Prompts of each round: full and begun blocks, of 32 or 64 tokens, one chunk and several.
+LENGTHS = (LIMIT + 1, LIMIT + 32, LIMIT + 33, 1037, 2081)
 MAX_ROUNDS = 12
 SHARE = 4
 SEEDS = count(700)
@@ -37,6 +39,8 @@ PIPELINE: dict[str, Any] = {
     "enforce-eager": False,
     "compilation-config": {"mode": 2, "backend": "eager", "ir_enable_torch_wrap": False},
 }
+
+OTHER_SIZE = {"block-size": 64}
 
 
 class Joined(Graph):
@@ -94,13 +98,41 @@ async def test_answers_are_the_same_across_parallelism(
     await disagg.settled()
 
 
-async def _ask_until(workers: list[Joined], disagg: Graph, reference: PlainServer) -> None:
-    """Each of these workers has had its share, and every answer was right."""
+async def test_answers_are_the_same_across_block_sizes(
+    disagg: Graph, reference: PlainServer, tmp_path: Path
+):
+    """A prefill worker with blocks of 64 tokens writes for the graph's decode worker. When it has
+    left, the graph's own does for a decode worker with 64."""
+    prefill = Joined(tmp_path / "prefill", disagg, "PrefillWorker", OTHER_SIZE)
+    decode = Joined(tmp_path / "decode", disagg, "VllmWorker", OTHER_SIZE)
+    before = failures(disagg)
+    with together([prefill, decode]):
+        await _ask_until([prefill], disagg, reference, of=disagg)
+        prefill.stop()
+        await _ask_until([decode], disagg, reference, of=decode)
+        assert failures(disagg, decode) == before, reasons(disagg, decode)
+        assert not prefill.errors() + decode.errors()
+    await disagg.settled()
+
+
+async def _ask_until(
+    workers: list[Joined], disagg: Graph, reference: PlainServer, *, of: Graph | None = None
+) -> None:
+    """Each of these workers has had its share, and every answer was right.
+
+    of: the graph whose decode worker alone is asked; None: whichever the Frontend chooses.
+    """
     for _ in range(MAX_ROUNDS):
         seed = next(SEEDS)
         asked = [{"prompt": prompt_ids(n, seed), "max_tokens": 12} for n in LENGTHS]
         expected = await tokens_of(reference.url, asked)
-        assert await tokens_of(disagg.url, asked, concurrency=4) == expected
+        if of is None:
+            assert await tokens_of(disagg.url, asked, concurrency=4) == expected
+        else:
+            lease = of.process("VllmWorker").lease
+            async with Direct(disagg.etcd_url, lease=lease, secret=disagg.run.secret) as direct:
+                answers = (direct.tokens(each["prompt"], max_tokens=12) for each in asked)
+                assert await asyncio.gather(*answers) == expected
         if min(worker.handed_over() for worker in workers) >= SHARE:
             return
     assert min(worker.handed_over() for worker in workers) >= SHARE

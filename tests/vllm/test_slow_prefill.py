@@ -13,7 +13,6 @@ from tests.vllm.graph import Graph, PlainServer, eventually
 from tests.vllm.live import command, live_options
 from tests.vllm.slow import (
     MAX_JOBS,
-    QUEUE_SIZE,
     SLOW_OPTIONS,
     longs,
     outcomes,
@@ -26,7 +25,6 @@ from tests.vllm.test_prefix_read import COMPUTED
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("slow")]
 
-LATE = "dynamo_lite_late_notices_total"
 MISMATCHES = "dynamo_lite_commit_mismatches_total"
 
 
@@ -41,21 +39,6 @@ def roomy(stage) -> Iterator[Graph]:
 async def free_blocks(graph: Graph) -> int:
     await graph.settled()
     return (await graph.pools())[0].free_blocks
-
-
-async def test_prompts_beyond_the_threshold_of_jobs_are_local(slow: Graph, reference: PlainServer):
-    queued, more = longs(QUEUE_SIZE, seed=1200), longs(1, seed=1201)
-    expected = await tokens_of(reference.url, [*queued, *more])
-    await works_remotely(slow, reference, seed=1202)
-    free, since = await free_blocks(slow), counting(slow)
-    with throttled(slow.engine_pid("PrefillWorker")):
-        asking = asyncio.create_task(tokens_of(slow.url, queued))
-        await until(slow, lambda pool: pool.waiting == pool.queue_jobs == QUEUE_SIZE)
-        assert await tokens_of(slow.url, more) == expected[QUEUE_SIZE:]
-        assert not asking.done()
-    assert await asking == expected[:QUEUE_SIZE]
-    assert since() == {"remote/long": QUEUE_SIZE, "local/queue_full": 1}
-    await slow.settled(free)
 
 
 async def test_what_the_broker_refuses_is_local(roomy: Graph, reference: PlainServer):
@@ -73,25 +56,6 @@ async def test_what_the_broker_refuses_is_local(roomy: Graph, reference: PlainSe
     assert since() == {"remote/long": len(requests)}
     assert outcomes(roomy, "refused") == refused + over
     assert outcomes(roomy, "committed") == committed + MAX_JOBS
-    await roomy.settled(free)
-
-
-async def test_prompts_beyond_the_threshold_of_tokens_are_local(
-    roomy: Graph, reference: PlainServer
-):
-    """Two prompts of 1200 tokens are more than 2000 tokens, and one is not."""
-    queued, more = longs(2, seed=1220), longs(1, seed=1221)
-    expected = await tokens_of(reference.url, [*queued, *more])
-    free = await free_blocks(roomy)
-    with live_options(roomy, {"VllmWorker.max-prefill-queue-tokens": 2000}):
-        since = counting(roomy)
-        with throttled(roomy.engine_pid("PrefillWorker")):
-            asking = asyncio.create_task(tokens_of(roomy.url, queued))
-            await until(roomy, lambda pool: pool.waiting == 2)
-            assert await tokens_of(roomy.url, more) == expected[2:]
-            assert not asking.done()
-        assert await asking == expected[:2]
-        assert since() == {"remote/long": 2, "local/queue_tokens": 1}
     await roomy.settled(free)
 
 

@@ -106,17 +106,3 @@ def test_one_trace_of_a_remote_prefill_has_every_stage(disagg: Graph, collector:
     assert told["gen_ai.request.id"].startswith(answer["id"])
     assert told["gen_ai.usage.prompt_tokens"] == 4500
     assert told["gen_ai.usage.completion_tokens"] == 4
-
-
-def test_what_nobody_asked_to_trace_is_not_traced(disagg: Graph, collector: Collector):
-    """No context, an invalid context, and a context that is not sampled."""
-    before = collector.trace_ids
-    asked(disagg, 700, 302, "")
-    asked(disagg, 700, 303, "00-" + "g" * 32 + "-00f067aa0ba902b7-01")
-    quiet = new_trace()
-    asked(disagg, 700, 304, f"00-{quiet.trace_id}-{quiet.span_id}-00")
-    client = new_trace()
-    asked(disagg, 700, 305, client.headers()["traceparent"])
-    trace_of(collector, client, REMOTE)
-    assert collector.trace_ids - before <= {client.trace_id}
-    assert not collector.spans(quiet.trace_id)

@@ -62,8 +62,6 @@ class ProcessSpec:
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     #: Flags for vLLM.
     engine_args: list[str] = field(default_factory=list[str])
-    #: Options of the services that run inside this process, by name.
-    inner: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     #: The component whose `generate` endpoint a Frontend calls.
     watch_component: str = ""
     #: None when tracing is off.

@@ -1,19 +1,21 @@
 """The Frontend's dispatcher: it knows the decode workers, and hands each request to one of them."""
 
+import random
 import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.policy.routing.admission import Admission
 from dynamo_lite.policy.routing.kv_routing import KvPicker
-from dynamo_lite.policy.routing.pickers import Picker, RoundRobin
+from dynamo_lite.policy.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.base import GenerateClient, OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.request_plane.placement import WorkerSelector
@@ -21,14 +23,61 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import FrontendConfig
-from dynamo_lite.services.frontend.picker import open_picker
 from dynamo_lite.services.frontend.rotation import Rotation
-from dynamo_lite.services.frontend.worker_check import NONE_REGISTERED, WorkerCheck, check_workers
+from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.frontend.intake import Intake
+
+
+_SEE_LOGS = "see `dynamo-lite ps` and their logs"
+
+
+@dataclass(frozen=True)
+class WorkerCheck:
+    """At most one of the two texts is not empty."""
+
+    #: Why no request can be answered; empty if some worker can be reached.
+    trouble: str = ""
+    #: How requests are served without NATS; empty while NATS is connected, or if none are served.
+    without_broker: str = ""
+
+
+NONE_REGISTERED = WorkerCheck(
+    trouble="no decode worker is registered: start one, or wait until it has loaded its model"
+)
+
+
+def check_workers(roster: Roster, health: HealthMonitor, transport: GenerateClient) -> WorkerCheck:
+    """Whether requests can be sent to a decode worker, for `/ready`.
+
+    With NATS, heartbeats show which workers respond. Without it, an open TCP connection does,
+    because the connection of a process that has ended is broken. transport: connects to the
+    members of `roster`.
+    """
+    workers = len(roster.members)
+    if not workers:
+        return NONE_REGISTERED
+    if health.receives_heartbeats:
+        if health.responsive:
+            return WorkerCheck()
+        return WorkerCheck(trouble=f"none of {workers} decode workers is responsive: {_SEE_LOGS}")
+    connected = sum(
+        transport.is_connected(member) and not health.is_known_unwell(member.lease_id)
+        for member in health.members_or_all
+    )
+    if connected:
+        return WorkerCheck(
+            without_broker=f"Requests are still served: {connected} of {workers} decode workers are"
+            " connected by TCP. Without heartbeats a worker that does not respond is not noticed."
+        )
+    return WorkerCheck(
+        trouble=f"there are no heartbeats without NATS, and none of {workers} decode workers is"
+        f" connected: {_SEE_LOGS}"
+    )
 
 
 class RequestDispatcher:
@@ -113,7 +162,6 @@ class RequestDispatcher:
                     RemoteGenerateClient,
                     # A process without the secret cannot guess it and take a session's place.
                     f"{host.lease.id:x}" if host.secret is None else secrets.token_hex(16),
-                    request_timeout_s=self._config.request_timeout_s,
                     on_drop=host.drops,
                     secret=host.secret,
                 ),
@@ -121,7 +169,6 @@ class RequestDispatcher:
                 picker=self._picker,
                 on_deltas=on_deltas,
                 on_ended=on_ended,
-                max_moves=self._config.max_moves,
             )
         )
         self._stack.enter_context(
@@ -132,3 +179,34 @@ class RequestDispatcher:
     def _candidates(self) -> Sequence[EndpointRecord]:
         """Workers for a new request: the responsive ones, or all if none is responsive."""
         return self._workers.members_or_all if self._workers is not None else ()
+
+
+async def open_picker(
+    stack: AsyncExitStack, host: Host, config: FrontendConfig, namespace: str, roster: Roster
+) -> Picker | WorkerSelector:
+    """Opens the picker in `stack`. roster: of the decode workers."""
+    match config.router:
+        case "random":
+            return Random(random.Random().randrange)
+        case "kv":
+            return await open_kv_picker(stack, host, roster, config.kv_router)
+        case "component":
+            return await _open_remote_router(stack, host, namespace)
+        case "round-robin":
+            return RoundRobin()
+
+
+async def _open_remote_router(stack: AsyncExitStack, host: Host, namespace: str) -> RemoteRouter:
+    prefix = names.endpoint_prefix(namespace, "Router", "pick")
+    routers = await stack.enter_async_context(Roster(host.store, prefix, host.drops))
+    return await stack.enter_async_context(
+        RemoteRouter(
+            host.messaging,
+            routers,
+            namespace=namespace,
+            lease_id=host.lease.id,
+            fallback=RoundRobin(),
+            registry=host.registry,
+            on_drop=host.drops,
+        )
+    )

@@ -19,12 +19,12 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
-from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
+from dynamo_lite.services.config import FrontendConfig
 from dynamo_lite.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
-from dynamo_lite.services.frontend.http_relay import HttpRelay
-from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
+from dynamo_lite.services.frontend.http_relay import ask_server
+from dynamo_lite.services.frontend.processor import ENDPOINTS, Ask, Processor, ask_app
 from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class Frontend:
 
     def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
         self._config = msgspec.convert(config, FrontendConfig)
-        self._processor_config = msgspec.convert(spec.inner.get("Processor", {}), ProcessorConfig)
         self._spec = spec
         self._stack = AsyncExitStack()
         self._dispatcher = RequestDispatcher(self._config, spec, self._stack)
@@ -70,7 +69,7 @@ class Frontend:
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = app = await self._open_app(host)
         await host.register("http", stream=address)
-        await self._serve_processor(host, app.asgi, app)
+        await self._serve_processor(host, ask_app(app.asgi, app.api_key), app.served_model)
         # Last: a failure after this would break accepted requests.
         return await self._serve_http(host, app, sock, address)
 
@@ -83,7 +82,7 @@ class Frontend:
         sock.close()
         host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
-        await self._serve_processor(host, HttpRelay(*local), rust)
+        await self._serve_processor(host, ask_server(*local), rust.served_model)
         return url
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
@@ -157,10 +156,8 @@ class Frontend:
             app, lambda: [m for m in frontends.members if m.transport.stream == address]
         )
 
-    async def _serve_processor(
-        self, host: Host, asgi: "ASGIApp", app: "OpenAiApp | RustEdge"
-    ) -> None:
-        processor = Processor(self._processor_config, asgi, api_key=app.api_key, on_drop=host.drops)
+    async def _serve_processor(self, host: Host, ask: Ask, model: str) -> None:
+        processor = Processor(ask, on_drop=host.drops)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id
@@ -168,7 +165,7 @@ class Frontend:
             await self._stack.enter_async_context(
                 host.messaging.serve(subject, partial(processor.answer, endpoint))
             )
-            await host.register(endpoint, component="Processor", model=app.served_model)
+            await host.register(endpoint, component="Processor", model=model)
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open responses may finish within `grace_s`, then they are

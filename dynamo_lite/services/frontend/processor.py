@@ -1,21 +1,20 @@
 """The Processor's endpoints: OpenAI requests over NATS, answered by the Frontend's app.
 
 One NATS request and one reply; no streaming. Chat template, tokenisation and
-detokenisation run in the Frontend's process.
+detokenisation run in the Frontend's process, or in that of vLLM's Rust frontend.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 from typing import Any
-
-import msgspec
 
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.services.config import ProcessorConfig
+from dynamo_lite.vllm.frontend.refusal import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -24,50 +23,54 @@ ENDPOINTS: Mapping[str, str] = {
     "chat/completions": "/v1/chat/completions",
     "completions": "/v1/completions",
 }
+HEADERS = ((b"host", b"processor"), (b"content-type", b"application/json"))
+
+#: Posts a body to a path; returns the answer's body.
+Ask = Callable[[str, bytes], Awaitable[bytes]]
+
+#: How long the app may take to notice that the caller is disconnected.
+_DISCONNECT_S = 5.0
 
 
 class Processor:
-    """Passes NATS requests to the ASGI app. api_key: the app's key, if it requires one."""
+    """Passes NATS requests on to the Frontend's HTTP edge."""
 
-    def __init__(
-        self,
-        config: ProcessorConfig,
-        app: Any,
-        *,
-        api_key: str | None = None,
-        on_drop: OnDrop = uncounted,
-    ):
-        self._on_drop = on_drop
-        self._config = config
-        self._app = app
-        self._headers = [
-            (b"host", b"processor"),
-            (b"content-type", b"application/json"),
-            (b"x-request-timeout", b"%g" % config.request_timeout_s),
-        ]
-        if api_key is not None:
-            self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
+    def __init__(self, ask: Ask, *, on_drop: OnDrop = uncounted):
+        self._ask, self._on_drop = ask, on_drop
 
     async def answer(self, endpoint: str, payload: bytes) -> bytes:
-        """Returns the app's JSON response; errors have the form of the app's error bodies."""
+        """Returns the edge's JSON response; errors have the form of its error bodies."""
         try:
             request = decode_json(payload, dict[str, Any])
         except ProtocolError as exc:
             self._on_drop(endpoint)
-            return _error(400, f"The request is not a JSON object: {exc}")
+            return _bad_request(f"The request is not a JSON object: {exc}")
         if request.get("stream"):
-            return _error(
-                400, "This endpoint does not stream; use HTTP for streams", param="stream"
-            )
-        call = _Call(self._app, ENDPOINTS[endpoint], self._headers, payload)
-        timeout_s = self._config.request_timeout_s
+            return _bad_request("This endpoint does not stream; use HTTP for streams", "stream")
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call.body()
-        except TimeoutError:
-            return _error(504, f"Timeout: no response within {timeout_s:g} s")
+            answer = await self._ask(ENDPOINTS[endpoint], payload)
+        except Exception:
+            logger.exception("a request of the Processor failed")
+            answer = b""
+        return answer or error_body(
+            HTTPStatus.INTERNAL_SERVER_ERROR, "Internal server error", "InternalServerError"
+        )
+
+
+def ask_app(app: Any, api_key: str | None = None) -> Ask:
+    """Asks an ASGI app in this process. api_key: the app's key, if it requires one."""
+    headers = list(HEADERS)
+    if api_key is not None:
+        headers.append((b"authorization", f"Bearer {api_key}".encode()))
+
+    async def ask(path: str, body: bytes) -> bytes:
+        call = _Call(app, path, headers, body)
+        try:
+            return await call.body()
         finally:
             await call.disconnect()
+
+    return ask
 
 
 class _Call:
@@ -102,7 +105,7 @@ class _Call:
         await asyncio.wait({self._task})
         if not self._task.cancelled() and (exc := self._task.exception()) is not None:
             logger.error("the app raised on a request of the Processor", exc_info=exc)
-        return b"".join(self._reply) or _error(500, "Internal server error")
+        return b"".join(self._reply)
 
     async def disconnect(self) -> None:
         self._disconnected.set()
@@ -123,12 +126,5 @@ class _Call:
             self._reply.append(message.get("body", b""))
 
 
-#: How long the app may take to notice that the caller is disconnected.
-_DISCONNECT_S = 5.0
-
-_ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError", 504: "GatewayTimeoutError"}
-
-
-def _error(code: int, message: str, param: str | None = None) -> bytes:
-    error = {"message": message, "type": _ERROR_TYPES[code], "param": param, "code": code}
-    return msgspec.json.encode({"error": error})
+def _bad_request(message: str, param: str | None = None) -> bytes:
+    return error_body(HTTPStatus.BAD_REQUEST, message, "BadRequestError", param)

@@ -82,17 +82,16 @@ def open_rank(
 def open_mover(
     config: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
 ) -> Mover:
-    """Opens NIXL, with a polling thread if that is needed.
+    """Opens NIXL, with a polling thread where the KV is on a GPU.
 
     rank: this process's index. device: where its KV is. alive: whether the fence is open.
 
-    Without a GPU there is no thread by default: a write to shared memory is over when it was
-    posted, and a thread would only take time from the engine.
+    A write to shared memory is over when it was posted: a thread would only take time from the
+    engine.
     """
     secret = None if config.secret_file is None else GraphSecret(Path(config.secret_file))
     mover = NixlMover(f"{config.engine_id}-{rank}", secret)
-    on_gpu = device.type != "cpu"
-    if not (on_gpu if config.transfer_thread is None else config.transfer_thread):
+    if device.type == "cpu":
         return mover
     return PolledMover(
         mover,
@@ -100,5 +99,5 @@ def open_mover(
         # A prefill rank gets no notifications: polling its own transfers is enough.
         listen_s=LISTEN_S if isinstance(config.role, DecodeEngineConfig) else 0.0,
         # UCX's CUDA transports work in the calling thread's context.
-        enter=partial(torch.cuda.set_device, device) if on_gpu else lambda: None,
+        enter=partial(torch.cuda.set_device, device),
     )

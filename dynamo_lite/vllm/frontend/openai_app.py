@@ -6,16 +6,19 @@ templates, tools and error bodies are vLLM's.
 """
 
 import asyncio
+import hashlib
 import logging
+import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import NoReturn
 
 import vllm.envs as envs
 from starlette.datastructures import State
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -31,11 +34,10 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
-from dynamo_lite.vllm.frontend.invocations import replace_invocations
-from dynamo_lite.vllm.frontend.keys import KeyGuard
+from dynamo_lite.vllm.frontend.invocations import fail_fast_routes, replace_invocations
+from dynamo_lite.vllm.frontend.refusal import header, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import OpenCore
-from dynamo_lite.vllm.frontend.validation import fail_fast_routes
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
 
 logger = logging.getLogger(__name__)
@@ -183,3 +185,53 @@ async def open_app(
         )
     finally:
         await client.close()
+
+
+#: Paths without a key: health and metrics of the server.
+OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready", "/metrics", "/version"})
+
+
+class KeyGuard:
+    """ASGI middleware: every route but `OPEN_PATHS` requires a key.
+
+    vLLM's own middleware only protects a few prefixes, and its app has other routes that generate
+    text (`/invocations`). Here the open routes are listed, so routes that a new version adds are
+    protected. keys: the accepted ones, at least one. root_path: that of the app.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = ""):
+        self._app, self._root_path = app, root_path.rstrip("/")
+        self._keys = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._open(scope) or self._has_key(scope):
+            return await self._app(scope, receive, send)
+        await refuse(
+            send,
+            HTTPStatus.UNAUTHORIZED,
+            "This server asks for an API key: send `Authorization: Bearer KEY`",
+            kind="Unauthorized",
+            # The body is not read.
+            headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
+        )
+
+    def _open(self, scope: Scope) -> bool:
+        method = scope.get("method")
+        if method == "OPTIONS":
+            return True
+        path: str = scope["path"]
+        return method in ("GET", "HEAD") and (
+            path in OPEN_PATHS or path.removeprefix(self._root_path) in OPEN_PATHS
+        )
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        given = _digest(key.strip())
+        # Compares all keys, so that the time does not depend on which one matches.
+        return any([secrets.compare_digest(given, wanted) for wanted in self._keys])
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -6,23 +6,20 @@ which its app answers with 501.
 """
 
 import asyncio
-import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Protocol
 
 from vllm.tasks import SupportedTask
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.vllm.frontend.edge import current_context, http_error
 from dynamo_lite.vllm.frontend.intake import Intake
-from dynamo_lite.vllm.wire import output_from_delta
-
-logger = logging.getLogger(__name__)
+from dynamo_lite.vllm.wire import output_or_error
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,10 @@ class Deliveries:
         return await self._queue.get()
 
 
-class FailRequest(Protocol):
-    def __call__(self, request_id: str, error: Exception) -> list[str]:
-        """Ends a sequence with `error`; returns the other sequences that end with it."""
-        ...
-
-
-class OpenCore(Protocol):
-    """Makes the core of an engine client; a `partial` of `RemoteCore`."""
-
-    def __call__(self, *, fail: FailRequest, causal: bool) -> "RemoteCore":
-        """causal: whether the model is, see `is_causal`."""
-        ...
+#: Ends a sequence, by its id, with an error; returns the other sequences that end with it.
+FailRequest = Callable[[str, Exception], list[str]]
+#: Makes the core of an engine client; a `partial` of `RemoteCore`.
+OpenCore = Callable[..., "RemoteCore"]
 
 
 class RemoteCore(EngineCoreClient):
@@ -118,21 +107,12 @@ class RemoteCore(EngineCoreClient):
                 await self._end(received)
                 continue
             now = time.monotonic()
-            outputs = [self._output(delta, now) for delta in received]
+            for delta in received:
+                self._intake.delivered(delta)
+            outputs = [output_or_error(delta, now) for delta in received]
             failed = [o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR]
             await self.abort_requests_async(failed)
             return EngineCoreOutputs(outputs=outputs, timestamp=now)
-
-    def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
-        """The delta as vLLM's output; an error if the delta is malformed."""
-        self._intake.delivered(delta)
-        try:
-            return output_from_delta(delta, now)
-        except ProtocolError as exc:
-            logger.error("request %s: %s", delta.request_id, exc)
-            return EngineCoreOutput(
-                request_id=delta.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
-            )
 
     async def _end(self, ended: _Ended) -> None:
         """Also aborts the other sequences of the same request."""

@@ -23,13 +23,13 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, bytestr
 
-from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
-from dynamo_lite.vllm.wire import output_from_delta
+from dynamo_lite.vllm.wire import error_output, output_or_error
 
 logger = logging.getLogger(__name__)
 
@@ -198,17 +198,13 @@ class RustCore:
 
     def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
         """The delta as vLLM's output; an error if the delta is malformed."""
-        try:
-            output = output_from_delta(delta, now)
-        except ProtocolError as exc:
-            logger.error("request %s: %s", delta.request_id, exc)
-            output = _error(delta.request_id)
+        output = output_or_error(delta, now)
         if output.finish_reason is FinishReason.ERROR:
             self._tasks.start(self._abort([delta.request_id]), name=f"abort {delta.request_id}")
         return output
 
     def _fail(self, request_id: str) -> None:
-        self._send([_encode(EngineCoreOutputs(outputs=[_error(request_id)]))])
+        self._send([_encode(EngineCoreOutputs(outputs=[error_output(request_id)]))])
 
 
 def _has_only_tokens(delta: TokenDelta) -> bool:
@@ -217,12 +213,6 @@ def _has_only_tokens(delta: TokenDelta) -> bool:
         and delta.prefill is None
         and delta.logprobs is None
         and delta.prompt_logprobs is None
-    )
-
-
-def _error(request_id: str) -> EngineCoreOutput:
-    return EngineCoreOutput(
-        request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
     )
 
 

@@ -63,7 +63,7 @@ from tests.simulation.engine.mover import Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
 from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.simulation.servers.memory_queue import MemoryQueue
 from tests.simulation.servers.memory_store import MemoryWatch
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
@@ -785,21 +785,14 @@ async def test_a_load_of_metadata(cancel: Cancel):
 # The prefill queue
 
 
-@contextlib.asynccontextmanager
-async def open_queue(kind: str) -> AsyncIterator[PrefillQueue]:
-    if kind == "memory":
-        queue: PrefillQueue = MemoryQueue(MemoryBroker(), stream="s", subject="s.jobs")
-    else:
-        queue = JetStreamQueue(SimNats(network()).url, stream="s", subject="s.jobs")
-    async with queue:
-        yield queue
+def open_queue() -> PrefillQueue:
+    return JetStreamQueue(SimNats(network()).url, stream="s", subject="s.jobs")
 
 
-@pytest.mark.parametrize("kind", ["memory", "nats"])
 @both_moments
-def test_a_pull_of_a_job(woken: bool, kind: str):
+def test_a_pull_of_a_job(woken: bool):
     async def script(cancel: Cancel) -> None:
-        async with open_queue(kind) as queue:
+        async with open_queue() as queue:
 
             async def push() -> None:
                 await asyncio.sleep(0.05)
@@ -812,7 +805,7 @@ def test_a_pull_of_a_job(woken: bool, kind: str):
                 await job.ack()
                 assert (await queue.depth()).total == 0
 
-    cancel_everywhere(script, at_least=1 if kind == "memory" else 3, woken=woken)
+    cancel_everywhere(script, at_least=3, woken=woken)
 
 
 @both_moments
@@ -820,7 +813,7 @@ def test_a_push_and_an_answer_of_a_job(woken: bool):
     """Both are repeated, and the job is there once, then not at all."""
 
     async def script(cancel: Cancel) -> None:
-        async with open_queue("nats") as queue:
+        async with open_queue() as queue:
             pulled: list[Job] = []
 
             async def push_and_answer() -> None:

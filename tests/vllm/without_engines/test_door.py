@@ -3,7 +3,6 @@ workers, most of it without a socket."""
 
 import asyncio
 import json
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -17,20 +16,12 @@ from starlette.routing import Route
 
 from dynamo_lite.policy.decision.lanes import ClientPriority
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
-from dynamo_lite.vllm.frontend.keys import OPEN_PATHS
-from dynamo_lite.vllm.http_options import HttpOptions
+from dynamo_lite.vllm.frontend.openai_app import OPEN_PATHS
 from tests.vllm import flood as flooding
-from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, open_front, write_model
+from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, listening, open_front
 
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -110,11 +101,6 @@ async def test_open_paths_under_a_root_path(model: Path):
             assert (await front.http.get(path)).status_code == status
 
 
-async def test_without_a_key_nothing_asks_for_one(front: Front):
-    for path, body in (("/v1/completions", TEXT), ("/invocations", CHAT)):
-        assert (await front.post(path, body)).status_code == 200
-
-
 # Sizes
 
 
@@ -147,7 +133,7 @@ async def test_a_body_beyond_the_limit_is_a_413(model: Path, chunked: bool, no_l
 
 
 async def test_a_length_that_is_too_large_is_refused_before_anything_is_sent(model: Path):
-    async with open_front(model, max_body_bytes=10_000) as front, listening(front) as url:
+    async with open_front(model, max_body_bytes=10_000) as front, listening(front) as (_, url):
         _, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
         head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n"
@@ -423,20 +409,6 @@ async def test_prompt_logprobs_that_come_in_parts_are_one_answer(front: Front):
 # Floods
 
 
-@asynccontextmanager
-async def listening(front: Front) -> AsyncIterator[str]:
-    sock = bind("127.0.0.1", 0)
-    # Connections have it, too: what a client does not read stays in the server's own buffers.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-    server = HttpServer(front.app.asgi, sock, HttpOptions(access_log=False))
-    front.app.state.server = server
-    await server.start()
-    try:
-        yield url_of(sock)
-    finally:
-        await server.stop(0.0)
-
-
 class Streams:
     """Clients that read tokens, one after the other, and note the longest time without one."""
 
@@ -510,7 +482,7 @@ async def test_floods_cost_no_stream_a_token(
     model: Path, kind: str, count: int, size: int, answers: set[str] | None, no_leaked_tasks
 ):
     expected = "".join(chr(97 + i % 26) for i in range(100))
-    async with open_front(model, "--max-model-len=1024") as front, listening(front) as url:
+    async with open_front(model, "--max-model-len=1024") as front, listening(front) as (_, url):
         alone = kind if kind in ("ids", "bad messages", "bad invocations") else "text"
         one_s = await time_of_one(front, alone, 300_000)
         front.workers.pace_s = 0.005

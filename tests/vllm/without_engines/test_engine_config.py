@@ -11,7 +11,6 @@ from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine.engine_config import vllm_config
-from tests.vllm.front_half import write_model
 
 LINK = EngineConfig(
     namespace="t",
@@ -22,11 +21,6 @@ LINK = EngineConfig(
     etcd_url="",
     role=PrefillEngineConfig(fence_path="", min_prefix_read_length=128, queue=QueueConfig()),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def made(model: Path, link: EngineConfig | None, *flags: str) -> Any:

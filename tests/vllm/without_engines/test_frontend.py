@@ -3,39 +3,26 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
-from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
+from dynamo_lite.protocol.errors import ConfigError, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.config import ProcessorConfig
-from dynamo_lite.services.frontend.http import HttpServer, url_of
-from dynamo_lite.services.frontend.processor import Processor
+from dynamo_lite.services.frontend.processor import Processor, ask_app
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
-from dynamo_lite.vllm.http_options import HttpOptions
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.vllm.front_half import (
     CHAT,
-    MAX_MODEL_LEN,
     TEXT,
     Front,
     Workers,
-    byte_id,
     events,
     flags,
+    listening,
     open_front,
-    write_model,
 )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -44,27 +31,7 @@ async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
         yield front
 
 
-@asynccontextmanager
-async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
-    sock = bind("127.0.0.1", 0)
-    server = HttpServer(front.app.asgi, sock, HttpOptions(access_log=False))
-    front.app.state.server = server
-    await server.start()
-    try:
-        yield server, url_of(sock)
-    finally:
-        await server.stop(0.0)
-        sock.close()
-
-
 # What a client asks for
-
-
-async def test_chat(front: Front):
-    answer = (await front.post("/v1/chat/completions", CHAT)).json()
-    assert answer["choices"][0]["message"]["content"] == "abcde"
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 5
 
 
 async def test_streamed_chat(front: Front):
@@ -92,46 +59,6 @@ async def test_a_stop_string_ends_the_request_at_the_worker(front: Front):
     await front.workers.wait_aborted(1)
 
 
-async def test_logprobs(front: Front):
-    def rows(token: int) -> LogprobRows:
-        return LogprobRows(
-            rows=1,
-            width=3,
-            token_ids=np.array([token, token, byte_id(ord("z"))], "<i8").tobytes(),
-            logprobs=np.array([-0.5, -0.5, -2.0], "<f4").tobytes(),
-            ranks=np.array([1], "<i8").tobytes(),
-        )
-
-    front.workers.logprobs = rows
-    answer = (
-        await front.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
-    ).json()
-    first = answer["choices"][0]["logprobs"]["content"][0]
-    assert first["token"] == "a" and first["logprob"] == -0.5
-    assert [top["token"] for top in first["top_logprobs"]] == ["a", "z"]
-
-
-async def test_a_tool_schema_reaches_the_worker_as_a_grammar(front: Front):
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-    choice = {"type": "function", "function": {"name": "weather"}}
-    front.workers.script = b'<tool_call>{"name":"weather","arguments":{"city":"Oslo"}}</tool_call>'
-    answer = await front.post(
-        "/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": choice, "max_tokens": 100}
-    )
-    assert answer.status_code == 200, answer.text
-    call = answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]
-    assert call["name"] == "weather" and json.loads(call["arguments"]) == {"city": "Oslo"}
-    params = sampling_from_bytes(front.workers.asked[0][1].sampling)
-    assert params.structured_outputs is not None
-    assert "weather" in (params.structured_outputs.structural_tag or "")
-
-
 async def test_a_client_cannot_steer_block_writes(front: Front):
     body = TEXT | {"kv_transfer_params": {"do_remote_prefill": True}, "vllm_xargs": {"mine": 1}}
     assert (await front.post("/v1/completions", body)).status_code == 200
@@ -140,27 +67,6 @@ async def test_a_client_cannot_steer_block_writes(front: Front):
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        (TEXT | {"prompt": "x" * (MAX_MODEL_LEN + 1)}, 400, "maximum context length"),
-        (TEXT | {"prompt": [5] * (MAX_MODEL_LEN + 1)}, 400, "maximum context length"),
-        (TEXT | {"prompt": [100000]}, 400, "vocab"),
-        (TEXT | {"temperature": -1}, 400, "temperature"),
-        (TEXT | {"model": "other"}, 404, "does not exist"),
-        (TEXT | {"structured_outputs": {"grammar": "root ::= ("}}, 400, "grammar"),
-        (TEXT | {"structured_outputs": {"json": {"type": "nonsense"}}}, 400, ""),
-        (TEXT | {"request_id": "x" * 300}, 400, "request id"),
-    ],
-)
-async def test_bad_requests_get_vllms_own_errors(front: Front, body, status, words):
-    answer = await front.post("/v1/completions", body)
-    assert answer.status_code == status, answer.text
-    assert words in answer.json()["error"]["message"]
-    assert not front.workers.asked
-    await front.idle()
 
 
 async def test_what_needs_an_engine_here_is_answered_not_crashed(front: Front):
@@ -193,27 +99,6 @@ async def test_no_worker_is_a_503_that_says_when_to_retry(front: Front, stream):
     assert (await front.post("/v1/completions", TEXT)).status_code == 200
 
 
-async def test_another_worker_takes_what_one_refuses(model: Path):
-    async with open_front(model, leases=(1, 2, 3)) as front:
-        front.workers.refusals = {
-            1: Refused("draining", elsewhere=True),
-            2: DeadlineExceeded("worker 2", 5.0),
-        }
-        assert (await front.post("/v1/completions", TEXT)).status_code == 200
-        assert [lease for lease, _ in front.workers.asked] == [1, 2, 3]
-
-
-async def test_every_worker_is_asked_once_then_503(model: Path):
-    async with open_front(model, leases=(1, 2)) as front:
-        refusal = Refused("draining", elsewhere=True)
-        front.workers.refusals = {1: refusal, 2: refusal}
-        answer = await front.post("/v1/completions", TEXT)
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert "draining" in answer.json()["error"]["message"]
-        assert [lease for lease, _ in front.workers.asked] == [1, 2]
-        await front.idle()
-
-
 async def test_a_refusal_for_good_is_a_400_and_is_not_retried(model: Path):
     async with open_front(model, leases=(1, 2)) as front:
         front.workers.refusals = {1: Refused("no such grammar", elsewhere=False)}
@@ -235,17 +120,6 @@ async def test_a_lost_worker_ends_its_requests_with_a_clear_error(front: Front):
     await front.workers.wait_aborted(1)
     assert front.workers.aborted == ids[1:]
     await front.idle()
-
-
-async def test_a_lost_worker_ends_a_stream_with_an_error_event(front: Front):
-    front.workers.hold = True
-    asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"stream": True}))
-    await asyncio.wait_for(front.workers.first_token.wait(), 10)
-    front.workers.members = []
-    front.workers.lose([front.workers.asked[0][1].request_id], "connection reset")
-    chunks = events((await asyncio.wait_for(asking, 10)).text)
-    assert chunks[0]["choices"][0]["text"] == "a"
-    assert chunks[-1]["error"]["code"] == 503
 
 
 async def test_a_delta_that_makes_no_sense_fails_only_its_request(front: Front):
@@ -279,20 +153,6 @@ async def test_a_client_that_leaves_aborts_its_request(front: Front, stream):
         await front.idle()
 
 
-async def test_health_models_and_metrics(front: Front):
-    async with listening(front) as (_, url), httpx.AsyncClient(base_url=url) as http:
-        assert (await http.get("/health")).status_code == 200
-        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
-        assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
-        metrics = (await http.get("/metrics")).text
-    for line in (
-        'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} ',
-        'vllm:request_queue_time_seconds_sum{engine="0",model_name="tiny"} 0.5',
-        'vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 0.25',
-    ):
-        assert line in metrics
-
-
 async def test_stop_lets_open_responses_finish(front: Front):
     async with listening(front) as (server, url), httpx.AsyncClient(base_url=url) as http:
         gate = asyncio.Event()
@@ -324,7 +184,7 @@ async def test_stop_cancels_what_does_not_finish(front: Front):
 
 
 async def test_processor_answers_as_the_app_does(front: Front):
-    processor = Processor(ProcessorConfig(), front.app.asgi)
+    processor = Processor(ask_app(front.app.asgi))
     chat = json.loads(await processor.answer("chat/completions", json.dumps(CHAT).encode()))
     assert chat["choices"][0]["message"]["content"] == "abcde"
     text = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
@@ -335,22 +195,23 @@ async def test_processor_answers_as_the_app_does(front: Front):
 
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"[]", b'{"stream": true}', b"[" * 100000])
 async def test_processor_refuses_what_it_cannot_answer(front: Front, payload):
-    processor = Processor(ProcessorConfig(), front.app.asgi)
+    processor = Processor(ask_app(front.app.asgi))
     error = json.loads(await processor.answer("completions", payload))["error"]
     assert error["code"] == 400 and error["message"]
 
 
-async def test_processor_gives_up_in_time_and_aborts(front: Front):
-    front.workers.hold = True
-    processor = Processor(ProcessorConfig(request_timeout_s=2.0), front.app.asgi)
-    error = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
-    assert error["error"]["code"] == 504
-    await front.workers.wait_aborted(1)
+async def test_processor_gives_up_in_time_and_aborts(model: Path):
+    async with open_front(model, default_timeout_s=2.0) as front:
+        front.workers.hold = True
+        processor = Processor(ask_app(front.app.asgi))
+        error = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
+        assert error["error"]["code"] == 504
+        await front.workers.wait_aborted(1)
 
 
 async def test_the_apps_key_opens_it_to_the_processor_too(model: Path):
     async with open_front(model, "--api-key=secret") as front:
         assert (await front.post("/v1/completions", TEXT)).status_code == 401
-        processor = Processor(ProcessorConfig(), front.app.asgi, api_key=front.app.api_key)
+        processor = Processor(ask_app(front.app.asgi, front.app.api_key))
         answer = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
         assert answer["choices"][0]["text"] == "abcde"

@@ -26,15 +26,10 @@ from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.services.frontend.frontend import Frontend
 from tests.null_engine import NullEngine
 from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.vllm.front_half import flags, write_model
+from tests.vllm.front_half import flags
 
 IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}
 TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 class Cluster:
@@ -49,8 +44,7 @@ class Cluster:
             etcd_url="",
             state_dir="",
             watch_component="VllmWorker",
-            config={"port": 0, "request_timeout_s": 2.0},
-            inner={"Processor": {"request_timeout_s": 20.0}},
+            config={"port": 0},
         )
         self.store = MemoryStore()
         self.messaging = MemoryMessaging()
@@ -148,74 +142,6 @@ async def test_from_http_through_a_worker_and_back(cluster: Cluster, model: Path
         assert component.health().items() >= IDLE.items()
 
 
-async def test_requests_move_from_a_draining_worker_to_the_other(cluster: Cluster, model: Path):
-    async with (
-        cluster.worker() as first,
-        cluster.worker() as second,
-        cluster.frontend(model) as (_, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
-    ):
-        await answered(http, 200)
-        first.refuse_new("draining")
-        answers = [await http.post("/v1/completions", json=TEXT) for _ in range(6)]
-        assert [a.status_code for a in answers] == [200] * 6
-        second.refuse_new("draining")
-        last = await http.post("/v1/completions", json=TEXT)
-        assert last.status_code == 503 and "draining" in last.text
-
-
-async def test_an_answer_goes_on_when_its_worker_hangs_up(cluster: Cluster, model: Path):
-    long = TEXT | {"max_tokens": 200}
-    async with (
-        cluster.worker() as first,
-        cluster.worker() as second,
-        cluster.frontend(model) as (_, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
-    ):
-        expected = await answered(http, 200, long)
-        asking = asyncio.create_task(http.post("/v1/completions", json=long))
-        workers = (first, second)
-        async with asyncio.timeout(10):
-            # Accepted, and then begun: one that was not accepted would be placed, not moved.
-            while not any(worker.waiting_tokens for worker in workers):
-                await asyncio.sleep(0)
-            while any(worker.waiting_tokens for worker in workers):
-                await asyncio.sleep(0)
-        (first if first.in_flight else second).disconnect_all("the worker's engine died")
-        answer = await asking
-        assert answer.json()["choices"] == expected.json()["choices"]
-        assert answer.json()["usage"] == expected.json()["usage"]
-    moved = sum(
-        cluster.registry.get_sample_value("dynamo_lite_requests_moved_total", {"how": how}) or 0
-        for how in ("fresh", "continue")
-    )
-    assert moved == 1
-    assert cluster.registry.get_sample_value("dynamo_lite_requests_lost_total") == 0
-    assert cluster.registry.get_sample_value("dynamo_lite_requests_in_flight") == 0
-
-
-async def test_limits_of_the_configuration(cluster: Cluster, model: Path):
-    config = {"max_in_flight_requests": 2, "default_request_timeout_s": 20.0}
-    cluster.spec = replace(cluster.spec, config={**cluster.spec.config, **config})
-    async with (
-        cluster.worker(),
-        cluster.frontend(model) as (_, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
-    ):
-        await answered(http, 200)
-        refused = await http.post("/v1/completions", json=TEXT | {"n": 3, "temperature": 1})
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        assert "at most 2 requests" in refused.json()["error"]["message"]
-        late = await http.post(
-            "/v1/completions", json=TEXT, headers={"x-request-timeout": "0.000001"}
-        )
-        assert late.status_code == 504
-        assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
-    for reason, count in (("limit", 1), ("late", 1), ("busy", 0)):
-        sample = ("dynamo_lite_requests_refused_total", {"reason": reason})
-        assert cluster.registry.get_sample_value(*sample) == count
-
-
 async def test_a_limit_that_is_set_while_it_runs(cluster: Cluster, model: Path):
     siblings = TEXT | {"n": 3, "temperature": 1}
     async with (
@@ -297,12 +223,6 @@ async def test_a_taken_port_is_reported_before_anything_is_loaded(cluster: Clust
         with pytest.raises(StartupError, match=r"cannot listen on 127\.0\.0\.1"):
             async with cluster.frontend(tmp_path / "no-model"):
                 pass
-
-
-async def test_a_missing_model_is_one_clear_error(cluster: Cluster, tmp_path: Path):
-    with pytest.raises(StartupError, match="nowhere"):
-        async with cluster.frontend(tmp_path / "nowhere"):
-            pass
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,12 @@ import pytest
 
 from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.errors import Refused
-from tests.builders import endpoint_record
 from tests.vllm.front_half import (
     CHAT,
     TEXT,
     Front,
-    Workers,
     events,
     open_front,
-    write_model,
 )
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -24,11 +21,6 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 BUSY = Refused(
     "4 of at most 4 requests are in flight", elsewhere=True, busy=True, retry_after_s=2.5
 )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -106,23 +98,6 @@ async def _counted(front: Front) -> list[float]:
         sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
         for name in names
     ]
-
-
-async def test_one_of_several_choices_moves_alone(front: Front):
-    front.workers.hold = True
-    body = TEXT | {"n": 2, "temperature": 1, "seed": 3}
-    asking = asyncio.create_task(front.post("/v1/completions", body))
-    async with asyncio.timeout(10):
-        while len(front.workers.asked) < 2:
-            await asyncio.sleep(0.01)
-    gate = front.workers.gate = asyncio.Event()
-    await _lose_first(front)
-    gate.set()
-    front.workers.release()
-    answer = (await asyncio.wait_for(asking, 10)).json()
-    assert [choice["text"] for choice in answer["choices"]] == ["abcde"] * 2
-    assert len(front.workers.asked) == 3
-    await front.idle()
 
 
 # Limits
@@ -237,21 +212,3 @@ async def test_a_timeout_that_is_none_is_a_400(front: Front, value: str):
     error = answer.json()["error"]
     assert error["param"] == "x-request-timeout" and error["type"] == "BadRequestError"
     assert "expected seconds as a number greater than 0" in error["message"]
-
-
-async def test_a_request_that_lost_its_worker_waits_no_longer_than_its_time(
-    model: Path, no_leaked_tasks
-):
-    async with open_front(model, move_wait_s=20) as front:
-        workers: Workers = front.workers
-        workers.hold = True
-        timeout = {"x-request-timeout": "2"}
-        asking = asyncio.create_task(front.post("/v1/completions", TEXT, **timeout))
-        await asyncio.wait_for(workers.first_token.wait(), 10)
-        workers.members = []
-        workers.lose([workers.asked[0][1].request_id], "connection reset")
-        answer = await asyncio.wait_for(asking, 10)
-        assert answer.status_code == 504
-        workers.members = [endpoint_record(3)]
-        workers.hold = False
-        assert (await front.post("/v1/completions", TEXT)).status_code == 200

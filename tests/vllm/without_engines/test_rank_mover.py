@@ -36,9 +36,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return devices
 
 
-def link(
-    role: DecodeEngineConfig | PrefillEngineConfig, thread: bool | None = None
-) -> EngineConfig:
+def link(role: DecodeEngineConfig | PrefillEngineConfig) -> EngineConfig:
     return EngineConfig(
         namespace="n",
         engine_id="e",
@@ -47,21 +45,12 @@ def link(
         nats_url="",
         etcd_url="",
         role=role,
-        transfer_thread=thread,
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "option", "expected"),
-    [
-        (CPU, None, False),
-        (GPU, None, True),
-        (CPU, True, True),
-        (GPU, False, False),
-    ],
-)
-def test_ranks_on_a_gpu_have_a_thread_unless_told_otherwise(chosen, device, option, expected):
-    mover = open_mover(link(PREFILL, option), 0, device, lambda: True)
+@pytest.mark.parametrize(("device", "expected"), [(CPU, False), (GPU, True)])
+def test_ranks_on_a_gpu_have_a_thread(chosen, device, expected):
+    mover = open_mover(link(PREFILL), 0, device, lambda: True)
     assert isinstance(mover, PolledMover) == expected
     mover.close()
 

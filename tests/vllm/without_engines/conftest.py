@@ -1,0 +1,11 @@
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.front_half import write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model without weights. Nobody changes it."""
+    return write_model(tmp_path_factory.mktemp("model"))
