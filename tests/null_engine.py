@@ -71,7 +71,7 @@ class NullEngine:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(running=len(self._running), gave_tokens=True)
+        return EngineLoad(running=len(self._running), gave_tokens=True, max_running=6)
 
     @property
     def metadata(self) -> EngineMetadata | None:

@@ -11,6 +11,7 @@ from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.routing.kv_routing import Candidate, KvView, score
 from dynamo_lite.policy.routing.pending_requests import PendingRequests
 from dynamo_lite.policy.routing.pickers import Selection
+from dynamo_lite.policy.routing.worker_loads import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
@@ -127,12 +128,12 @@ class StraightforwardPicker:
         if self._view.load(member.lease_id) is not None:
             others = self._others.get(member.lease_id, (0, 0))
             requests, tokens = requests + others[0], tokens + others[1]
-        load = tokens + requests * self.options.request_load_tokens
+        load = tokens + requests * REQUEST_LOAD_TOKENS
         return Candidate(member, matched, load, credit)
 
     def _has_room(self, candidate: Candidate) -> bool:
         report = self._view.load(candidate.member.lease_id)
-        return report is None or report.kv_usage < self.options.max_kv_usage
+        return report is None or report.kv_usage < MAX_KV_USAGE
 
     def _choose(self, candidates: Sequence[Candidate], home: int | None) -> tuple[Candidate, str]:
         if len(candidates) == 1:

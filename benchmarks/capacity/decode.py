@@ -94,6 +94,10 @@ class DecodeWorkerModel:
     def kv_tokens(self) -> int:
         return self._timing.kv_tokens
 
+    @property
+    def max_running(self) -> int:
+        return self._timing.max_num_seqs
+
     def make_report(self) -> None:
         self.report = LoadReport(self.busy, self._admission.waiting_tokens, self.kv_usage)
 

@@ -5,14 +5,21 @@ are those of the tick's moment; in a graph they are up to a second older.
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
 from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
-from dynamo_lite.policy.scaling.inputs import Datum, Operation, PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.inputs import (
+    LastChange,
+    Operation,
+    PrefillLoad,
+    Role,
+    RoleSeen,
+    Seen,
+)
 from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker
 from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
 from dynamo_lite.policy.scaling.planner import begun, plan
@@ -20,8 +27,8 @@ from dynamo_lite.policy.scaling.start_times import StartTimes
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 
-#: Windows of rates and of the median time between two tokens, as in `overview/compose.py`.
-_RATE_S, _ITL_S = 10.0, 60.0
+#: Window of rates, as in `overview/compose.py`.
+_RATE_S = 10.0
 #: Windows of the demand for prefill workers and of their rate, as in `planner/observation.py`.
 _DEMAND_S, _PREFILL_S = 15.0, 60.0
 
@@ -37,6 +44,8 @@ class _Starts:
     ordered_at: float | None = None
     done: int = 0
     failed: int = 0
+    #: The last change of the number: whether it was up, and when.
+    changed: tuple[bool, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,14 @@ class PlannerScaler:
             if isinstance(action, AddWorkers):
                 wanted[action.role] += action.size
                 starts.ordered_at = now
+                starts.changed = True, now
             elif isinstance(action, RemoveWorker):
                 wanted[action.role] -= 1
+                starts.changed = False, now
             else:
                 wanted[action.role] = len(fleets[action.role].ready)
                 self._ended(starts, now, failed=True)
-            self._memory = begun(self._memory, action, now)
+            self._memory = begun(self._memory, action)
         return WorkerCounts(wanted[Role.PREFILL], wanted[Role.DECODE])
 
     def _seen(self, graph: GraphModel, fleets: dict[Role, Fleet], now: float) -> Seen:
@@ -89,20 +100,19 @@ class PlannerScaler:
         return Seen(
             roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
             prefill=prefill,
-            # As in the service, the limit is an option: no worker reports its own.
-            decode=replace(decode, max_num_seqs=self._limits.decode_max_num_seqs or None),
+            decode=decode,
         )
 
     def _prefill(self, graph: GraphModel, now: float) -> PrefillLoad:
         tally, then, longer = graph.tally, self._since(_DEMAND_S, now), self._since(_PREFILL_S, now)
         written, busy_s = tally.written_tokens - longer.written_tokens, tally.busy_s - longer.busy_s
-        backlog = Datum(graph.queue.tokens)
-        rate = Datum(written / busy_s) if written else None
+        backlog = graph.queue.tokens
+        rate = written / busy_s if written else None
         if now <= then.at:
             return PrefillLoad(backlog=backlog, rate=rate)
         return PrefillLoad(
-            asked_per_s=Datum((tally.asked_tokens - then.asked_tokens) / (now - then.at)),
-            refused_per_s=Datum((tally.refused_tokens - then.refused_tokens) / (now - then.at)),
+            asked_per_s=((tally.asked_tokens - then.asked_tokens) / (now - then.at)),
+            refused_per_s=((tally.refused_tokens - then.refused_tokens) / (now - then.at)),
             backlog=backlog,
             rate=rate,
         )
@@ -114,7 +124,6 @@ class PlannerScaler:
             admitted_per_s=(tally.admitted - then.admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,
-            itl_s=tally.gaps.since(self._since(_ITL_S, now).gaps).median_s,
         )
 
     def _since(self, seconds: float, now: float) -> _Past:
@@ -125,11 +134,12 @@ class PlannerScaler:
         tally, past = graph.tally, self._past
         counts = tally.asked_tokens, tally.refused_tokens, tally.written_tokens, tally.busy_s
         past.append(_Past(now, tally.gaps.copy(), tally.admitted, *counts))
-        while past[0].at < now - _ITL_S:
+        while past[0].at < now - _PREFILL_S:
             past.popleft()
 
     def _role(self, role: Role, fleet: Fleet, free: int, now: float) -> RoleSeen:
         starts, starting, draining = self._starts[role], fleet.starting_s, fleet.draining_s
+        changed = starts.changed
         if starts.ordered_at is not None and not starting:
             self._ended(starts, now, failed=False)
         operations = [
@@ -152,6 +162,7 @@ class PlannerScaler:
             youngest_s=fleet.youngest_s,
             starts_done=starts.done,
             starts_failed=starts.failed,
+            changed=changed and LastChange(up=changed[0], age_s=now - changed[1]),
         )
 
     def _ended(self, starts: _Starts, now: float, *, failed: bool) -> None:

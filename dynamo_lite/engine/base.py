@@ -28,6 +28,8 @@ class EngineLoad:
     kv_usage: float = 0.0
     #: Whether it has produced any token since its start. Its first steps may compile kernels.
     gave_tokens: bool = False
+    #: Most requests that it runs at a time; 0: not known.
+    max_running: int = 0
 
 
 @dataclass(frozen=True)

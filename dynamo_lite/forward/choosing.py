@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from dynamo_lite.policy.routing.kv_chain import MAX_HASH, ChainHash
 from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.policy.routing.worker_loads import MAX_KV_USAGE
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
 
@@ -95,9 +96,8 @@ class EngineChooser:
         """Of those that have room, if any has; larger is better."""
         options = self._options
         return {
-            one.engine: options.kv_weight * one.matched_tokens
-            - options.load_weight * one.load_tokens
-            for one in [one for one in able if one.kv_usage < options.max_kv_usage] or able
+            one.engine: options.kv_weight * one.matched_tokens - one.load_tokens
+            for one in [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
         }
 
     def _why(self, chosen: LegCandidate, able: Sequence[LegCandidate]) -> str:

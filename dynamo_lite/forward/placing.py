@@ -21,6 +21,7 @@ from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.policy.routing.kv_chain import ChainHash
+from dynamo_lite.policy.routing.worker_loads import REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 
@@ -218,12 +219,11 @@ class Placer:
     def _choose(
         self, leg: str, able: Sequence[KnownEngine], matched: Mapping[int, int], tried: Tried
     ) -> KnownEngine:
-        each = self._config.routing.request_load_tokens
         candidates = [
             LegCandidate(
                 engine=engine.name,
                 matched_tokens=matched.get(engine.number, 0),
-                load_tokens=engine.waiting_tokens + engine.requests * each,
+                load_tokens=engine.waiting_tokens + engine.requests * REQUEST_LOAD_TOKENS,
                 kv_usage=engine.kv_usage,
             )
             for engine in able

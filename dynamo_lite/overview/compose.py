@@ -161,6 +161,7 @@ def _worker(
         waiting=_natural(facts, "waiting"),
         kv_usage=_kv_usage(facts, samples),
         kv_tokens=_natural(facts, "kv_tokens"),
+        max_running=_natural(facts, "max_running"),
         age_s=round(max(0.0, at - record.started_at), 1) if record.started_at else 0.0,
     )
 

@@ -24,6 +24,8 @@ class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float | None = None
     #: Tokens that fit into the KV blocks.
     kv_tokens: int | None = None
+    #: Most requests that it runs at a time.
+    max_running: int | None = None
     age_s: float = 0.0
 
 

@@ -73,15 +73,9 @@ class AdmissionOptions:
 class KvRoutingOptions:
     """How the KV-aware router weighs workers. Amounts are prompt tokens."""
 
-    #: Value of a prompt token that a worker holds. It is above load_weight, since a held token
-    #: saves work and not only waiting.
+    #: Value of a prompt token that a worker holds, in tokens that a worker has to compute before
+    #: this prompt. Above 1, since a held token saves work and not only waiting.
     kv_weight: Weight = 2.0
-    #: Cost of a token that a worker has to compute before this prompt.
-    load_weight: Weight = 1.0
-    #: Tokens that a request in the engine counts as, in addition to its prompt.
-    request_load_tokens: NaturalOption = 32
-    #: From this share of its KV cache in use on, a worker gets nothing while another one has room.
-    max_kv_usage: Share = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +95,6 @@ class PlannerOptions:
     decode_max: PositiveOption = 8
     #: Time between two looks at the load.
     tick_s: SecondsOption = 5.0
-    #: A measurement that is older counts as unknown. An unknown load never removes a worker.
-    stale_s: SecondsOption = 15.0
     #: How long fewer workers must have been enough before one is removed.
     down_window_s: SecondsOption = 90.0
     #: After a worker was added, none of its role is removed for this long, or for the time of a
@@ -112,20 +104,11 @@ class PlannerOptions:
     prefill_up_share: Share = 0.8
     #: A decode worker is added above this share of the KV blocks or of `max-num-seqs`.
     decode_up_share: Share = 0.85
-    #: A worker is removed if the others would stay below this share.
-    down_share: Share = 0.75
-    #: Decode workers are added until the median time between two tokens is at most this; 0: not
-    #: considered.
-    itl_target_s: Weight = 0.0
-    #: Most requests that one decode worker runs at a time, its `max-num-seqs`; 0: not considered.
-    decode_max_num_seqs: NaturalOption = 0
     #: Assumed time of a start until one was measured.
     start_s: SecondsOption = 60.0
     #: A start that takes longer is withdrawn. With three measured starts the limit is twice their
     #: 95th percentile, if that is less.
     start_timeout_s: SecondsOption = 600.0
-    #: Workers younger than this teach nothing: their caches are cold and their kernels compile.
-    young_s: SecondsOption = 30.0
     #: Longest drain of a removed worker.
     drain_timeout_s: SecondsOption = 600.0
 

@@ -1,7 +1,6 @@
 """The interfaces of the generate endpoint.
 
-`client.py` implements GenerateClient. `tests/contract/test_generate.py` tests it, and a client in
-the worker's own process (`tests/contract/local_client.py`).
+`client.py` implements GenerateClient; `tests/contract/test_generate.py` tests it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

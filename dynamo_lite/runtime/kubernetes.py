@@ -33,7 +33,7 @@ class KubernetesApi:
     timeout_s: of one request. Raises ConfigError when the folder or the URL cannot be used.
     """
 
-    def __init__(self, url: str, account: Path, timeout_s: float):
+    def __init__(self, url: str, account: Path, timeout_s: float = 5.0):
         parts = urlsplit(url)
         if parts.scheme != "https" or not parts.hostname or parts.path.strip("/"):
             raise ConfigError([f"kubernetes.url: expected https://HOST[:PORT], got {url}"])

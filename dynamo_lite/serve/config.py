@@ -52,8 +52,6 @@ class GraphOptions:
     lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
     #: Longest drain of one process.
     grace_s: PositiveSeconds = 30.0
-    #: Longest delay before a crashed process is restarted.
-    restart_max_s: PositiveSeconds = 30.0
     #: Devices of this host that the services with `ServiceArgs.devices` occupy: names for
     #: CUDA_VISIBLE_DEVICES, or their number, to count them only.
     devices: tuple[int | str, ...] | Annotated[int, at.Ge(0)] = 0

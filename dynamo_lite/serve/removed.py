@@ -6,6 +6,8 @@ Each is refused with this one line, for one release; then its row goes.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_ROUTING = ("Frontend.kv-router", "Router.kv-router", "Forwarder.routing")
+
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -34,6 +36,23 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.prefill-policy": "the thresholds decide; remove it",
         "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
+        "Graph.restart-max-s": "a crashed process is started again after at most 5 s",
+        **{
+            f"{section}.load-weight": "1 always; `kv-weight` weighs a held token against it"
+            for section in _ROUTING
+        },
+        **{
+            f"{section}.request-load-tokens": "32 tokens for each request always"
+            for section in _ROUTING
+        },
+        **{f"{section}.max-kv-usage": "0.95 always" for section in _ROUTING},
+        "Planner.connector": "`kubernetes` with a workload in it means Kubernetes",
+        "Planner.kubernetes.timeout-s": "5 s always",
+        "Planner.stale-s": "every measurement is of the last tick; remove it",
+        "Planner.itl-target-s": "KV blocks, `max-num-seqs` and tokens per second decide; remove it",
+        "Planner.decode-max-num-seqs": "decode workers report their `max-num-seqs`; remove it",
+        "Planner.young-s": "half the time of a start, 30 s at most; see `start-s`",
+        "Planner.down-share": "15/16 of the smaller one of the shares for more; remove it",
         "VllmWorker.steal-back": "VllmWorker.max-queue-wait-s: how long a job may wait unclaimed",
         "VllmWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "PrefillWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",

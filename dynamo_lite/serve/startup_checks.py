@@ -139,11 +139,11 @@ def check_tls(service: ServiceConfig) -> None:
 
 def check_service_account(service: ServiceConfig) -> None:
     """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
-    if service.options.get("connector") != "kubernetes" or service.workers == 0:
+    options = KubernetesOptions(**service.options.get("kubernetes", {}))
+    if not options.scales or service.workers == 0:
         return
-    options = KubernetesOptions(**service.options["kubernetes"])
     try:
-        KubernetesApi(options.url, Path(options.service_account), options.timeout_s)
+        KubernetesApi(options.url, Path(options.service_account))
     except ConfigError as exc:
         name = service.service.name
         raise ConfigError([f"{name}.{mistake}" for mistake in exc.mistakes]) from exc
@@ -160,7 +160,7 @@ def check_planner_budget(config: GraphConfig, document: Document, *, only: str |
     if planner is None or not planner.options or only not in (None, PLANNER.name):
         return
     options = msgspec.convert(planner.options, PlannerConfig)
-    if not planner.workers or options.connector != "local":
+    if not planner.workers or options.kubernetes.scales:
         return
     where = (PLANNER.name, "budget-devices")
     workers = [one for name in COMPONENTS.values() if (one := config.get(name)) is not None]

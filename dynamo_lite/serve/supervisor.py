@@ -25,6 +25,7 @@ _REMINDER_S = 5.0
 #: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
+_BACKOFF = Backoff(longest_s=5.0)
 
 
 class Supervisor:
@@ -49,7 +50,6 @@ class Supervisor:
         progress: Progress,
         options: GraphOptions,
     ):
-        self._backoff = Backoff(longest_s=options.restart_max_s)
         self._leases = LeaseRevoker(run.state.etcd)
         self._run, self._progress = run, progress
         self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
@@ -130,7 +130,7 @@ class Supervisor:
     ) -> InstanceSupervisor:
         return InstanceSupervisor(
             launches.make(number, devices),
-            self._backoff,
+            _BACKOFF,
             self._leases,
             self._progress,
             self._on_change,

@@ -139,8 +139,11 @@ class KubernetesOptions:
     url: str = "https://kubernetes.default.svc"
     #: Folder with the files `token`, `ca.crt` and `namespace` of a service account.
     service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
-    #: Timeout of one request.
-    timeout_s: SecondsOption = 5.0
+
+    @property
+    def scales(self) -> bool:
+        """Whether any workload is named."""
+        return bool(self.decode or self.prefill)
 
     @property
     def devices(self) -> dict[Role, int]:
@@ -154,17 +157,16 @@ class PlannerConfig(PlannerOptions):
 
     #: Whether decisions are only reported, not carried out.
     dry_run: bool = False
-    #: Who starts and removes workers: the supervisor of the graph on this host, or Kubernetes.
-    connector: Literal["local", "kubernetes"] = "local"
-    #: Used with `connector: kubernetes`.
+    #: With a workload in it Kubernetes starts and removes workers, and else the supervisor of the
+    #: graph on this host.
     kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
 
     def __post_init__(self) -> None:
         """Raises ValueError when options contradict each other."""
-        kubernetes = self.connector == "kubernetes"
+        scaled = self.kubernetes.scales
         # Those of workers that a graph starts itself are not in this section.
-        mistakes = contradictions(self, self.kubernetes.devices if kubernetes else None)
-        if kubernetes:
+        mistakes = contradictions(self, self.kubernetes.devices if scaled else None)
+        if scaled:
             mistakes += [
                 f"kubernetes.{name} is {value!r}: expected deployments/NAME or statefulsets/NAME"
                 for name, value in (

@@ -132,6 +132,7 @@ class VllmWorker:
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
             "kv_tokens": blocks[0] * blocks[1],
+            "max_running": load.max_running,
             "options": self._options.facts(),
             **self._writer_facts(self._engine, self._probe, self._host),
         }

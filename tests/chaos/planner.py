@@ -57,9 +57,9 @@ _GRAPH = ("graphs.disagg_planner:Frontend", "configs/disagg_planner.yaml")
 #: The planner decides in seconds. One decode worker is enough for five requests.
 _OPTIONS = (
     *(f"--Planner.{role}-max={_MOST}" for role in ("prefill", "decode")),
-    *(f"--Planner.budget-devices={2 * _MOST}", "--Planner.decode-max-num-seqs=6"),
+    *(f"--Planner.budget-devices={2 * _MOST}", "--VllmWorker.max-num-seqs=6"),
     *("--Planner.tick-s=1", "--Planner.down-window-s=20", "--Planner.cooldown-s=5"),
-    *("--Planner.start-s=20", "--Planner.young-s=5", "--Graph.lease-ttl-s=60"),
+    *("--Planner.start-s=10", "--Graph.lease-ttl-s=60"),
 )
 _CONCURRENCY = 16
 #: Prompts that are longer are prefilled remotely: `max-local-prefill-length`.

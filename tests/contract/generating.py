@@ -15,7 +15,6 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.own_certificate import make_certificate
 from tests.builders import endpoint_record, graph_secret
-from tests.contract.local_client import LocalGenerateClient
 
 
 class FakeEngine:
@@ -92,7 +91,7 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
 
 
 async def open_setup(kind: str, stack: AsyncExitStack, **limits: Any) -> Setup:
-    """kind: "tcp", "tls" (with a secret) or "local"."""
+    """kind: "tcp" or "tls" (with a secret)."""
     engine, outputs = FakeEngine(), Outputs()
     certificate, secret = None, None
     if kind == "tls":
@@ -101,14 +100,11 @@ async def open_setup(kind: str, stack: AsyncExitStack, **limits: Any) -> Setup:
         limits |= {"certificate": certificate, "secret": secret}
     serving = await stack.enter_async_context(AsyncExitStack())
     server = await serving.enter_async_context(GenerateServer(engine, **limits))
-    client: GenerateClient
-    if kind == "local":
-        client = LocalGenerateClient(server, outputs.on_deltas, outputs.on_lost)
-    else:
-        client = RemoteGenerateClient(
+    client = await stack.enter_async_context(
+        RemoteGenerateClient(
             "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0, secret=secret
         )
-    await stack.enter_async_context(client)
+    )
     member = endpoint_record(
         stream=server.stream_address,
         certificate=None if certificate is None else certificate.fingerprint,

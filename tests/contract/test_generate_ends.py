@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 Open = Callable[..., Awaitable[Setup]]
 
 
-@pytest.fixture(params=["tcp", "tls", "local"])
+@pytest.fixture(params=["tcp", "tls"])
 async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
         yield lambda **limits: open_setup(request.param, stack, **limits)

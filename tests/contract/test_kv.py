@@ -202,26 +202,6 @@ class Router:
         )
 
 
-async def test_what_workers_hold_is_known(
-    messaging: Messaging, store: MemoryStore, namespace: str
-) -> None:
-    rng = random.Random(1)
-    async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(Router(messaging, store, namespace))
-        workers = [
-            await stack.enter_async_context(Worker(messaging, store, namespace, lease_id))
-            for lease_id in (1, 2)
-        ]
-        for worker in workers:
-            for prompt in rng.sample(PROMPTS, 12):
-                worker.compute(prompt)
-            for _ in range(8):
-                worker.evict(rng)
-        await eventually(lambda: all(router.sees(worker) for worker in workers))
-        workers[0].clear()
-        await eventually(lambda: all(router.sees(worker) for worker in workers))
-
-
 async def test_a_late_router_gets_all_of_it_at_once(
     messaging: Messaging, store: MemoryStore, namespace: str
 ) -> None:
@@ -270,19 +250,6 @@ async def test_a_large_snapshot_comes_in_parts_while_it_changes(
                 worker.evict(rng)
                 worker.compute(rng.choice(PROMPTS))
                 await asyncio.sleep(0.001)
-            await eventually(lambda: router.sees(worker))
-
-
-async def test_a_dead_workers_blocks_go_with_it(
-    messaging: Messaging, store: MemoryStore, namespace: str
-) -> None:
-    async with Router(messaging, store, namespace) as router:
-        async with Worker(messaging, store, namespace, 7) as worker:
-            worker.compute(PROMPTS[0])
-            await eventually(lambda: router.sees(worker))
-        await eventually(lambda: router.follower.shard(7) is None)
-        assert [len(index) for index in router.follower.indexes] == [0]
-        async with Worker(messaging, store, namespace, 8) as worker:
             await eventually(lambda: router.sees(worker))
 
 

@@ -84,7 +84,7 @@ class Cluster:
             state_dir="/nowhere",
             watch_component=COMPONENT,
         )
-        router = Router({"kv_router": {"request_load_tokens": 0}}, spec)
+        router = Router({"kv_router": {"kv_weight": 100.0}}, spec)
         around = ProcessEnvironment(
             open_store=lambda _: contextlib.nullcontext(self.store),
             open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
@@ -278,7 +278,7 @@ async def test_what_it_weighs_changes_while_it_runs(
         await cluster.store.put(key, b'{"values":{"kv-router.kv-weight":-1},"version":5}')
         await eventually(lambda: "options refused" in caplog.text)
         assert options()["set"] == weight
-        assert options()["file"]["kv-router.request-load-tokens"] == 0
+        assert options()["file"]["kv-router.kv-weight"] == 100
         await cluster.store.delete(key)
         await eventually(lambda: options()["set"] == {})
         assert await chosen() == {1}

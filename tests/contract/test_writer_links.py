@@ -5,7 +5,6 @@ import pytest
 from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import endpoint_record, eventually
@@ -102,15 +101,6 @@ async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
             await eventually(lambda: links.trouble(B))
             assert not links.trouble(A)
         assert len(turned) == 2
-
-
-async def test_without_a_store_it_does_not_begin(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.runtime.store._LISTED_WITHIN_S", 0.05)
-    async with MemoryStore() as store:
-        store.set_available(False)
-        with pytest.raises(StoreUnavailable, match="no listing of t/links/"):
-            async with WriterLinks("t", ENGINE).follow(store, lambda: None):
-                pass
 
 
 async def test_that_no_live_worker_is_usable_is_said_once(caplog: pytest.LogCaptureFixture):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, DROPPED, FENCED, LATE
+from dynamo_lite.disagg.counters import BYTES, DROPPED, FENCED
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
@@ -279,15 +279,6 @@ def test_a_writer_that_slept_through_its_grant_commits_nothing(writer, granting)
     np.testing.assert_array_equal(granting.memory, granting.expected)
     # All that it said of its writes under the old grant.
     assert granting.ungranted == 4
-
-
-def test_a_commit_that_is_sent_again_after_the_end_is_dropped(writer, granting):
-    granting.poll(expect={"a": "r"}, blocks={"a": (0, 1)}, grants={"a": 5})
-    for heard in (2, 4):
-        assert writer.write(order(granting, "a", [0, 1], grant=5), granting).failures == {}
-        granting.hear(heard)
-    assert (granting.received, granting.lost) == (["r"], [])
-    assert granting.rank.stats.data[LATE] == 2
 
 
 def test_a_stolen_grant_is_worth_nothing_for_another_attempt(writer, granting):

@@ -55,7 +55,7 @@ NULL = Kind(
     options=(
         *("-f", "configs/agg.yaml", "--VllmWorker.step-s=0.02"),
         # Longer than the longest answer: a Frontend that ends breaks none.
-        *("--Graph.grace-s=20", "--Graph.restart-max-s=1"),
+        "--Graph.grace-s=20",
     ),
     services={"Frontend": 2, "VllmWorker": 2},
 )

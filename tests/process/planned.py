@@ -63,6 +63,7 @@ class LoadedWorker:
             "running": round(load.get("requests", 0) / max(number, 1)),
             "waiting": 0,
             "kv_usage": min(load.get("kv", 0.0) / max(number, 1), 1.0),
+            "max_running": 10,
         }
 
     def _period(self) -> Period:

@@ -94,15 +94,13 @@ QUICK = {
     "down-window-s": 600,
     "cooldown-s": 1,
     "start-s": 1,
-    "young-s": 0.1,
-    "decode-max-num-seqs": 4,
     "budget-devices": 3,
 }
 
 
 @pytest.mark.parametrize("kill", ["", "draining", "starting"])
 def test_by_the_planner_also_when_it_is_killed(kill: str, tmp_path: Path):
-    """Six requests need two decode workers of four; the budget has three devices."""
+    """Six requests need two decode workers of six; the budget has three devices."""
     answers, state = tmp_path / "answers", tmp_path / "state"
     flags = [f"--Planner.{key}={value}" for key, value in QUICK.items()]
     load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=100")

@@ -28,8 +28,6 @@ QUICK = {
     "down-window-s": 4,
     "cooldown-s": 1,
     "start-s": 1,
-    "young-s": 0.1,
-    "decode-max-num-seqs": 10,
     "budget-devices": 6,
 }
 
@@ -211,7 +209,7 @@ def test_without_a_planner_the_command_says_so(etcd_url: str, namespace: str, tm
     ("option", "said"),
     [
         ("--Planner.prefill-min=9", "prefill-min is 9 and prefill-max is 8"),
-        ("--Planner.connector=kubernetes", "kubernetes.decode is ''"),
+        ("--Planner.kubernetes.prefill=deployments/p", "kubernetes.decode is ''"),
         (f"--{P}.ServiceArgs.workers=8", f"need 9 devices: {P} 8 * 1, {D} 1 * 1"),
     ],
 )

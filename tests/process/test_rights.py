@@ -183,13 +183,12 @@ async def test_the_planner_leads_and_the_operator_s_commands_work(rights: Rights
         lambda: rights.operator("planner", "explain", nats=True, secret=True)
     )
     assert told
-    option = "Router.kv-router.load-weight"
+    option = "Router.kv-router.kv-weight"
     await asyncio.to_thread(rights.operator, "config", "set", f"{option}=0.5", secret=True)
     options = f"{rights.status_url('Router')}/health"
     await eventually(
         lambda: (
-            httpx.get(options, timeout=30).json()["options"]["set"]
-            == {"kv-router.load-weight": 0.5}
+            httpx.get(options, timeout=30).json()["options"]["set"] == {"kv-router.kv-weight": 0.5}
         )
     )
     assert rights.refusals() == []

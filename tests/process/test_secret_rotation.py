@@ -163,7 +163,7 @@ async def nodes(
 
 @pytest.mark.timeout(5 * VLLM_PATIENCE_S)
 async def test_the_secret_of_a_running_graph_is_replaced_without_a_failed_request(nodes: Nodes):
-    await nodes.operator("config", "set", "Router.kv-router.load-weight=0.5")
+    await nodes.operator("config", "set", "Router.kv-router.kv-weight=0.5")
     async with nodes.load():
         await nodes.go_on()
         for keys in ROUNDS:
@@ -185,7 +185,7 @@ async def _before_the_last_round(nodes: Nodes) -> None:
     """No job that was queued under the old key is left, and no record has its seal."""
     before = set(nodes.jobs.pushed)
     await eventually(lambda: not before & nodes.jobs.open, _PATIENCE_S)
-    await nodes.operator("config", "set", "Router.kv-router.load-weight=0.5")
+    await nodes.operator("config", "set", "Router.kv-router.kv-weight=0.5")
 
 
 async def _the_old_key_opens_nothing(nodes: Nodes) -> None:

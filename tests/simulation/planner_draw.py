@@ -228,13 +228,10 @@ def _options(scenario: Scenario, rng: random.Random) -> PlannerOptions:
         decode_min=rng.choice((1, 1, 2)),
         decode_max=rng.choice((2, 3, 4)),
         tick_s=rng.uniform(0.2, 0.6),
-        stale_s=3.0,
         down_window_s=rng.uniform(1.5, 5.0),
         cooldown_s=rng.uniform(0.3, 2.0),
-        decode_max_num_seqs=rng.choice((2, 3, 4)),
         start_s=rng.uniform(0.5, 2.0),
         start_timeout_s=rng.uniform(2.5, 5.0),
-        young_s=0.5,
         drain_timeout_s=rng.choice((2.0, 8.0, 25.0)),
     )
 

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from dynamo_lite.overview.metrics import Samples
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
-from dynamo_lite.policy.scaling.inputs import Datum, PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.inputs import PrefillLoad, Role, RoleSeen, Seen
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host
@@ -124,12 +124,12 @@ def _stale_is_zero(planner: Planner) -> None:
     prefill = planner._observation._prefill
 
     def zero(decode: Sequence[Samples | None]) -> PrefillLoad:
-        load, none = prefill(decode), Datum(0.0)
+        load, none = prefill(decode), 0.0
         return PrefillLoad(
             asked_per_s=load.asked_per_s or none,
             refused_per_s=load.refused_per_s or none,
             backlog=load.backlog or none,
-            rate=load.rate or Datum(1.0),
+            rate=load.rate or 1.0,
         )
 
     planner._observation._prefill = zero
@@ -148,15 +148,6 @@ def _no_minimum(planner: Planner) -> None:
 def _reverse_at_once(planner: Planner) -> None:
     """A change does not wait for the last one, which went the other way."""
     _see(planner, lambda one: replace(one, changed=None))
-    seen = planner._seen
-
-    def forgetful(observed: Observed, number: Counted | None) -> Seen:
-        roles = planner._memory.roles.items()
-        forgotten = {role: replace(each, changed_up=None) for role, each in roles}
-        planner._memory = replace(planner._memory, roles=forgotten)
-        return seen(observed, number)
-
-    planner._seen = forgetful
 
 
 def _do_twice(planner: Planner) -> None:

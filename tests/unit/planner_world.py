@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from dynamo_lite.policy.scaling.inputs import (
-    Datum,
     DecodeLoad,
+    LastChange,
     Operation,
     PrefillLoad,
     Role,
@@ -96,7 +96,12 @@ class World:
             start_p95_s=pool.start_s,
             starts_done=pool.done,
             starts_failed=pool.failed,
+            changed=self._changed(role),
         )
+
+    def _changed(self, role: Role) -> LastChange | None:
+        mine = [(at, up) for at, of, up in self.orders if of is role]
+        return LastChange(up=mine[-1][1], age_s=self.now - mine[-1][0]) if mine else None
 
     def tick(self) -> Proposal:
         self.now += self.limits.tick_s
@@ -135,7 +140,7 @@ class World:
             return
         pool = self.pools[action.role]
         self.numbers += 1
-        self.memory = begun(self.memory, action, self.now)
+        self.memory = begun(self.memory, action)
         if isinstance(action, WithdrawStart):
             pool.starting = []
             return
@@ -156,20 +161,19 @@ def prefill_load(
     asked: float, *, refused: float = 0, backlog: float = 0, rate: float | None = 1000
 ):
     return PrefillLoad(
-        asked_per_s=Datum(asked),
-        refused_per_s=Datum(refused),
-        backlog=Datum(backlog),
-        rate=None if rate is None else Datum(rate),
+        asked_per_s=asked,
+        refused_per_s=refused,
+        backlog=backlog,
+        rate=rate,
     )
 
 
-def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0, itl=None):
+def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0):
     return DecodeLoad(
-        kv_used=Datum(kv),
-        kv_parked=Datum(parked),
-        kv_waiting=Datum(0),
-        running=Datum(requests),
-        waiting=Datum(waiting),
-        max_num_seqs=100,
-        itl_s=None if itl is None else Datum(itl),
+        kv_used=kv,
+        kv_parked=parked,
+        kv_waiting=0,
+        running=requests,
+        waiting=waiting,
+        max_running=100,
     )

@@ -66,11 +66,10 @@ def test_the_kv_router_is_a_section_of_its_own(load: Loader):
     assert frontend is not None
     assert frontend.options["router"] == "kv"
     assert frontend.options["kv_router"]["kv_weight"] == 3
-    assert frontend.options["kv_router"]["load_weight"] == 1
     mistakes = load.mistakes(
-        GOOD, "--Frontend.kv-router.max-kv-usage=2", "--Frontend.kv-router.weight=1"
+        GOOD, "--Frontend.kv-router.kv-weight=-1", "--Frontend.kv-router.weight=1"
     )
-    assert ["Frontend.kv-router.max-kv-usage" in m for m in mistakes] == [False, True]
+    assert ["Frontend.kv-router.kv-weight" in m for m in mistakes] == [False, True]
     assert "kv-weight" in mistakes[0]
 
 

@@ -13,7 +13,6 @@ from dynamo_lite.disagg.decode import queue_watch
 from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.transfer_params import with_first_token
-from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
@@ -24,7 +23,6 @@ from dynamo_lite.protocol.prefill import (
     FirstTokenWanted,
     Granted,
     Leave,
-    StayAccepted,
     StayRefused,
 )
 from dynamo_lite.queue.base import QueueDepth
@@ -34,7 +32,6 @@ from tests.unit.decode_engine import (
     POOL,
     QUEUE_SIZE,
     TIMEOUT_S,
-    TTL_S,
     WRITER,
     Decode,
     prompt,
@@ -164,21 +161,6 @@ async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode):
     assert decode.counted("decision/local/not_transferable") == 1
 
 
-async def test_what_is_not_known_of_the_queue_keeps_prompts_here(decode: Decode):
-    decode.net.queue_watch.view = None
-    assert decode.admit(prompt("r1", 10)) == 0
-    decode.sees()
-    decode.clock.now += 2.1
-    assert decode.admit(prompt("r2", 10)) == 0
-    assert decode.counted("decision/local/queue_unknown") == 2
-    decode.sees(prefill_workers=0)
-    assert decode.admit(prompt("r3", 10)) == 0
-    assert decode.counted("decision/local/no_prefill_worker") == 1
-    decode.sees(jobs=QUEUE_SIZE)
-    assert decode.admit(prompt("r4", 10)) == 0
-    assert decode.counted("decision/local/queue_full") == 1
-
-
 async def test_a_burst_counts_its_own_jobs(decode: Decode):
     decode.clock.now += 0.1
     externals = [decode.admit(prompt(f"r{i}", 10)) for i in range(16)]
@@ -256,16 +238,6 @@ async def test_a_writer_that_is_heard_after_its_requests_end_is_counted_all_the_
     decode.assert_clean()
 
 
-async def test_a_writer_that_is_never_heard_does_not_keep_the_engine_busy(decode: Decode):
-    await decode.ask("r1", claimed=True)
-    decode.output("r1")
-    decode.finish("r1")
-    decode.half.build_step()
-    assert decode.half.busy
-    decode.clock.now += 5.0
-    assert not decode.half.busy
-
-
 async def test_a_writer_that_is_heard_too_late_does_not_wake_the_engine(decode: Decode):
     """An idle engine makes no step: what is counted leaves with its next one."""
     attempt = await decode.ask("r1", claimed=True)
@@ -319,31 +291,6 @@ async def test_a_claimed_job_keeps_its_blocks_until_its_writer_is_done(decode: D
     decode.assert_clean()
 
 
-async def test_a_silent_writer_is_told_again_to_stop(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    decode.finish("r1")
-    decode.half.build_step()
-    await decode.cancels(attempt)
-    decode.clock.now += TTL_S
-    decode.half.build_step()
-    await decode.cancels(attempt, attempt)
-    await decode.done(attempt, "abandoned")
-    decode.half.build_step()
-    decode.assert_clean()
-
-
-async def test_an_abort_before_the_claim_takes_the_job_back(decode: Decode):
-    attempt = await decode.ask("r1")
-    decode.finish("r1")
-    assert decode.half.busy
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    await decode.network()
-    assert (await decode.queue.depth()).total == 0
-    assert isinstance(await decode.claim(attempt), ClaimRefused)
-    assert decode.counted("remote/cancelled") == 1
-    decode.assert_clean()
-
-
 async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
     decode.admit(prompt("r1", 10))
     decode.finish("r1")
@@ -351,60 +298,6 @@ async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
     assert (await decode.queue.depth()).total == 0
     step = decode.half.build_step()
     assert list(step.expect.items()) == step.give_up
-    decode.assert_clean()
-
-
-async def test_a_push_that_is_answered_late_is_no_business_of_the_engine(decode: Decode):
-    decode.admit(prompt("r1", 10))
-    decode.finish("r1")
-    decode.half.build_step()
-    assert not decode.half.busy
-    await decode.network()
-    assert (await decode.queue.depth()).total == 0
-    decode.assert_clean()
-
-
-async def test_an_abort_after_the_claim_keeps_the_blocks(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    decode.finish("r1")
-    assert decode.pool.used == 3
-    assert [len(blocks) for blocks in decode.half.prefills.held().values()] == [3]
-    await decode.cancels(attempt)
-    assert await decode.claim(attempt) == ClaimRefused(reason="withdrawn")
-    await decode.done(attempt)
-    decode.half.build_step()
-    decode.assert_clean()
-
-
-async def test_a_record_is_kept_until_its_request_has_ended_and_no_blocks_are_held(decode: Decode):
-    prefills = decode.half.prefills
-    assert not prefills
-    decode.admit(prompt("local", 3))
-    assert prefills.by_request["local"].attempt == ""
-    decode.finish("local")
-    assert not prefills
-    attempt = await decode.ask("r1", claimed=True)
-    record = prefills.by_request["r1"]
-    assert record.attempt == attempt and record.parked and record.outcome is None
-    decode.finish("r1")
-    assert not prefills.by_request and prefills.held() == {attempt: record.held}
-    assert prefills and record.outcome is Outcome.CANCELLED
-    claimed_at = record.claimed_at
-    decode.clock.now += 1
-    prefills.claimed(attempt)
-    assert record.claimed_at == claimed_at, "a late event changed an ended record"
-    await decode.done(attempt, "abandoned")
-    decode.half.build_step()
-    assert not prefills
-
-
-async def test_a_finished_write_holds_nothing_back(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    await decode.done(attempt)
-    decode.finish("r1")
-    decode.half.build_step()
-    await decode.network()
-    assert decode.cancelled == []
     decode.assert_clean()
 
 
@@ -479,96 +372,6 @@ async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/no_writer") == 1
     assert (await decode.queue.depth()).total == 0
-
-
-async def test_a_dead_writer_frees_the_prompt_soon_and_the_blocks_when_its_lease_is_over(
-    decode: Decode,
-):
-    attempt = await decode.ask("r1", claimed=True)
-    await change(decode, left=WRITER)
-    assert decode.half.build_step().give_up == []
-    decode.clock.now += 1.0
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert decode.counted("remote/writer_lost") == 1
-    decode.finish("r1")
-    decode.clock.now += 2 * TTL_S - 1.1
-    decode.half.build_step()
-    assert decode.pool.used == 3
-    decode.clock.now += 0.1
-    decode.half.build_step()
-    decode.assert_clean()
-
-
-async def test_a_leaving_writer_that_promises_to_stay_may_finish(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    await change(decode, left=WRITER)
-    for _ in range(3):
-        assert await decode.stays(attempt) == StayAccepted()
-        decode.clock.now += 2.0
-        assert decode.half.build_step().give_up == []
-    decode.clock.now += 1.0
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-
-
-async def test_a_writer_that_promises_to_stay_for_released_blocks_is_told_no(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    await change(decode, left=WRITER)
-    decode.clock.now += 1.0
-    decode.half.build_step()
-    decode.finish("r1")
-    assert await decode.stays(attempt) == StayAccepted(), "they are in quarantine"
-    decode.clock.now += 2 * TTL_S
-    decode.half.build_step()
-    decode.assert_clean()
-    assert await decode.stays(attempt) == StayRefused(reason="unknown or ended attempt")
-    decode.sees()
-    unclaimed = await decode.ask("r2")
-    assert await decode.stays(unclaimed) == StayRefused(reason="not claimed")
-    decode.finish("r2")
-
-
-async def test_a_writer_that_is_back_never_left(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    await change(decode, left=WRITER)
-    await change(decode, joined=WRITER)
-    decode.clock.now += 2.0
-    assert decode.half.build_step().give_up == []
-    assert await decode.claim(attempt) == Granted()
-
-
-async def test_what_a_silent_writer_holds_is_computed_here_and_its_blocks_wait(decode: Decode):
-    decode.writers.members = (WRITER, 0xB)
-    attempt = await decode.ask("r1", claimed=True)
-    queued = await decode.ask("r2")
-    await ails(decode, a="silent for 4.0 s")
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert decode.counted("remote/writer_silent") == 1
-    await decode.cancels(attempt)
-    decode.finish("r1")
-    assert await decode.claim(queued, 0xB) == Granted()
-    decode.output("r2")
-    decode.clock.now += 3 * TTL_S / 2
-    assert decode.half.build_step().give_up == []
-    assert decode.pool.used == 6
-    await change(decode, left=WRITER)
-    decode.clock.now += 2 * TTL_S
-    decode.half.build_step()
-    assert decode.pool.used == 3
-    decode.finish("r2")
-    decode.assert_clean()
-
-
-async def test_a_silent_writer_that_wakes_ends_what_it_held(decode: Decode):
-    attempt = await decode.ask("r1", claimed=True)
-    await ails(decode, a="silent for 4.0 s")
-    decode.output("r1")  # its notice comes after all, when nobody waits for it any more
-    decode.finish("r1")
-    decode.half.build_step()
-    assert decode.half.busy
-    await decode.done(attempt, "written")
-    decode.half.build_step()
-    decode.assert_clean()
-    assert decode.counted("remote/committed") == 0
 
 
 async def test_without_a_writer_that_responds_prompts_stay_here(

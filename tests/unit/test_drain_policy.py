@@ -1,7 +1,6 @@
 """Who is removed, and when it may be killed."""
 
 import random
-from itertools import product
 from typing import Any
 
 import pytest
@@ -144,11 +143,3 @@ def test_a_closed_fence_makes_a_prefill_worker_safe_and_no_decode_worker():
     assert isinstance(judged(busy, now=68.1), Safe)
     busy = changed(IDLE_D, in_flight=1, idle_at=None)
     assert isinstance(judged(busy, now=1e6), Unsafe)
-
-
-def test_more_knowledge_of_writers_never_makes_it_safe():
-    """Safe with some ledgers implies safe with fewer names in them."""
-    for leaving, first, second in product((IDLE_P, IDLE_D), (set(), {P}, {8}), (set(), {P})):
-        writers = {D: (frozenset(first), 11.0), 6: (frozenset(second), 11.0)}
-        if isinstance(judged(leaving, writers), Safe):
-            assert P not in first | second if leaving.role is Role.PREFILL else not first

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 import pytest
 
 from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
@@ -25,16 +24,6 @@ REPLAY = Replay(reason="test")
 STAY = Stay(reason="test")
 
 A = request_of("a")
-
-
-@virtual
-async def test_an_answer_without_faults_is_passed_on_as_it_comes():
-    async with cluster() as (fake, client):
-        await client.submit(A, movable=CONTINUE)
-        assert fake.workers[1].asked == [msgspec.structs.replace(A, request_id="a~1")]
-        await to_the_end(client)
-        assert fake.tokens("a") == answer_to(A)
-        assert fake.ends == [("a", "length")]
 
 
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
@@ -82,21 +71,6 @@ async def test_a_worker_that_leaves_finishes_what_it_has():
         await to_the_end(client)
         assert fake.tokens("a") == answer_to(A)
         assert client.stats.moved == {}
-
-
-@virtual
-async def test_what_a_leaving_worker_has_not_finished_goes_on_elsewhere():
-    async with cluster() as (fake, client):
-        await client.submit(A, movable=CONTINUE)
-        await steps(3)
-        fake.leave(1)
-        await asyncio.sleep(2)
-        fake.kill(1)
-        await to_the_end(client)
-        assert fake.tokens("a") == answer_to(A)
-        (again,) = fake.workers[2].asked
-        assert again.moved and again.output_token_ids == answer_to(A)[:5]
-        assert client.stats.moved == {"continue": 1}
 
 
 @virtual
@@ -189,21 +163,6 @@ async def test_a_move_asks_the_busy_and_the_lost_one_again():
         assert [r.request_id for r in fake.workers[2].asked] == ["a~2"]
         await to_the_end(client)
         assert fake.tokens("a") == answer_to(A)
-
-
-@virtual
-async def test_a_worker_that_wakes_up_disturbs_nobody():
-    async with cluster() as (fake, client):
-        await client.submit(A, movable=CONTINUE)
-        await steps(3)
-        fake.workers[1].frozen = True
-        fake.workers[1].own_tokens = True
-        fake.drop(fake.members()[0], "silent")
-        await steps(1)
-        fake.thaw(1)
-        await to_the_end(client)
-        assert fake.tokens("a") == answer_to(A)
-        assert fake.ends == [("a", "length")]
 
 
 @virtual

@@ -125,31 +125,6 @@ async def test_a_worker_s_own_deadline_is_told_as_one():
         assert fake.ends == [("a", "DeadlineExceeded")]
 
 
-@pytest.mark.parametrize("where", ["running", "waiting", "sending"])
-@virtual
-async def test_an_abort_ends_it_wherever_it_is(where: str):
-    async with cluster(1) as (fake, client):
-        submitting = asyncio.create_task(client.submit(A, movable=CONTINUE))
-        await steps(2)
-        if where in ("waiting", "sending"):
-            fake.kill(1)
-        if where == "sending":
-            fake.start(1)
-            fake.workers[1].accepts_after_s = 1.0
-        await steps(0)
-        await client.abort(["a", "unknown"])
-        assert client.in_flight == 0
-        await asyncio.sleep(0)
-        await submitting
-        told = len(fake.deltas.get("a", []))
-        fake.start(2)
-        await asyncio.sleep(60)
-        assert fake.ends == [] and fake.errors == {}
-        assert len(fake.deltas.get("a", [])) == told
-        assert fake.finished == []
-        await to_the_end(client)
-
-
 @virtual
 async def test_closing_ends_moves_and_requests_without_a_reply():
     async with cluster(1) as (fake, client):

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.policy.routing.migration import Continue, Replay
+from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
@@ -75,12 +75,6 @@ def test_the_token_is_sent_with_the_counts_of_the_prompt_and_only_once():
     assert lead == 0.125
 
 
-def test_what_comes_with_the_engines_token_is_sent():
-    worker = Worker()
-    worker.take(7)
-    assert worker.settle(7, 8, end="length") == TokenDelta("r", [8], "length")
-
-
 def test_the_end_of_an_answer_is_sent_without_the_token():
     for tokens, end in (([7], "stop"), ([], "abort"), ([], "error"), ([6], "error")):
         worker = Worker()
@@ -89,26 +83,11 @@ def test_the_end_of_an_answer_is_sent_without_the_token():
         assert worker.differences == 0
 
 
-def test_an_output_without_a_token_settles_nothing():
-    worker = Worker()
-    worker.take(7)
-    assert worker.settle() is None
-    assert worker.settle(7, 8) == TokenDelta("r", [8])
-
-
 def test_an_engines_output_passes_if_no_token_came_before():
     worker = Worker()
     assert worker.settle(7) == TokenDelta("r", [7], prefill=COUNTS)
     assert worker.take(7) is None
     assert (worker.counted("late"), worker.counted("sent")) == (1, 0)
-
-
-def test_a_second_token_is_dropped():
-    worker = Worker()
-    assert worker.take(7) is not None
-    assert worker.take(8) is None
-    assert worker.settle(7) is None
-    assert (worker.counted("sent"), worker.counted("late")) == (1, 1)
 
 
 def test_a_token_that_ends_the_answer_is_left_to_the_engine():
@@ -136,13 +115,6 @@ def test_another_token_of_the_engine_makes_the_answer_go_on_from_the_sent_one(en
     assert len(worker.first) == 0
 
 
-def test_a_request_without_a_limit_goes_on_without_one():
-    worker = Worker()
-    worker.take(7)
-    request = worker.settle(6)
-    assert isinstance(request, GenerateRequest) and request.timeout_s is None
-
-
 def test_an_aborted_request_takes_no_token():
     worker = Worker()
     worker.first.forget("r#1")
@@ -150,13 +122,6 @@ def test_an_aborted_request_takes_no_token():
     with pytest.raises(ProtocolError, match="does not run here"):
         worker.take(7, caller=None)
     assert len(worker.first) == 0
-
-
-def test_a_request_that_did_not_ask_takes_no_token():
-    worker = Worker()
-    assert worker.take(7, own="r#5") is None
-    assert worker.settle(7, own="r#5") == TokenDelta("r", [7], prefill=COUNTS)
-    assert worker.counted("late") == 1
 
 
 @pytest.mark.parametrize(("token", "cached"), [(VOCABULARY, 0), (7, 5)])
@@ -182,18 +147,6 @@ def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it():
     assert again.output_token_ids == [7]
     engines = TokenDelta("r~1", [8], prefill=PrefillCounts(6, 0, 0, 0.0, 0.0))
     assert flight.take(engines) == TokenDelta("r", [8])
-
-
-def test_a_replayed_request_is_sent_its_first_token_once():
-    worker = Worker()
-    flight = MigratingRequest(worker.request, Replay(reason="seeded"), None)
-    flight.attempt("r", endpoint_record(1), 0.0)
-    early = worker.take(7)
-    assert early is not None and flight.take(early) == early
-    flight.moves += 1
-    assert flight.attempt("r~1", endpoint_record(2), 0.0).output_token_ids == []
-    assert flight.take(TokenDelta("r~1", [7], prefill=COUNTS)) is None
-    assert flight.take(TokenDelta("r~1", [8])) == TokenDelta("r", [8])
 
 
 # The message at the decode worker

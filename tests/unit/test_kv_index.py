@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
@@ -112,63 +111,6 @@ def check(index: KvIndex, engines: list[Engine]) -> None:
         found = index.match(chain)
         for engine in engines:
             assert found.get(engine.worker, 0) == engine.longest(prompt), prompt
-
-
-class Logged(KvIndex):
-    """Remembers its events."""
-
-    def __init__(self) -> None:
-        super().__init__(1000)
-        self.log: list[Callable[[KvIndex], None]] = []
-
-    def stored(self, worker: int, hashes: Sequence[int]) -> None:
-        super().stored(worker, hashes)
-        self.log.append(lambda index: index.stored(worker, hashes))
-
-    def removed(self, worker: int, hashes: Iterable[int], cut: Sequence[int] = ()) -> None:
-        super().removed(worker, hashes, cut)
-        self.log.append(lambda index: index.removed(worker, hashes, cut))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_events_may_be_repeated(seed: int):
-    """In order, from any point on: what a repair does with what it had put aside."""
-    rng, index, again = random.Random(seed), Logged(), KvIndex(1000)
-    engine = Engine(index, 1)
-    for _ in range(80):
-        held = [prefix for prefix, count in engine.held.items() if count > 0]
-        if held and rng.random() < 0.4:
-            engine.remove(rng.choice(held))
-        else:
-            engine.store(rng.choice(PROMPTS), 0, rng.randint(1, DEPTH))
-    again.replace(1, set(engine.book.held()), engine.book.cuts())
-    for event in index.log[rng.randrange(len(index.log)) :]:
-        event(again)
-    check(again, [engine])
-    check(index, [engine])
-
-
-def test_a_workers_leaving_frees_its_place_for_another():
-    index = KvIndex(100)
-    for worker in range(1000, 1200):
-        index.stored(worker, [1, 2, 3])
-        index.stored(worker + 1, [1])
-        assert index.match([1, 2, 3]) == {worker: 3, worker + 1: 1}
-        index.leave(worker)
-        assert index.match([1, 2, 3]) == {worker + 1: 1}
-        index.leave(worker + 1)
-    assert len(index) == 0
-
-
-def test_unknown_workers_and_blocks_are_nothing():
-    index = KvIndex(10)
-    index.removed(1, [5], [6])
-    index.leave(1)
-    index.stored(1, [5])
-    index.removed(1, [7])
-    assert index.match([]) == {}
-    assert index.match([7, 5]) == {}
-    assert index.match([5, 7]) == {1: 1}
 
 
 def test_it_keeps_within_its_bound_and_claims_nothing_that_is_not_there():

@@ -96,14 +96,14 @@ def test_a_busy_worker_loses_its_prefix():
     router.load(1, tokens=49)
     assert router.pick() in (2, 3)
     assert router.reason == "balance"
-    patient = Router(load_weight=0.9)
+    patient = Router(kv_weight=2.1)
     patient.hold(1, PROMPT[:24])
     patient.load(1, tokens=49)
     assert patient.pick() == 1
 
 
 def test_running_requests_are_load():
-    router = Router(request_load_tokens=10)
+    router = Router()
     for lease_id, requests in ((1, 3), (2, 1), (3, 2)):
         router.load(lease_id, requests=requests)
     assert router.pick() == 2
@@ -111,7 +111,7 @@ def test_running_requests_are_load():
 
 
 def test_what_was_just_routed_counts_before_anybody_says_so():
-    router = Router(request_load_tokens=1)
+    router = Router()
     first = router.pick()
     assert router.pick() == first, "the same prompt follows the first one"
     others = [router.pick([n] * 41) for n in (1, 2)]
@@ -129,7 +129,7 @@ def test_equal_workers_take_turns():
 
 
 def test_a_refused_request_leaves_nothing_behind():
-    router = Router(workers=2, request_load_tokens=1)
+    router = Router(workers=2)
     first = router.pick()
     router.picker.released(router.last)
     assert router.pick([7] * 9) != first, "by turns: the other one"
@@ -175,7 +175,7 @@ def test_salts_keep_prefixes_apart():
 
 
 def test_a_session_stays_where_it_was_unless_that_is_much_busier():
-    router = Router(workers=2, request_load_tokens=0)
+    router = Router(workers=2)
     home = router.pick([1] * 9, session="s")
     router.picker.answered(router.last)
     router.picker.released(router.last)
@@ -198,7 +198,7 @@ def test_block_sizes_of_their_own():
 
 
 def test_others_requests_count_once_and_ours_are_not_counted_twice():
-    router = Router(workers=2, request_load_tokens=1)
+    router = Router(workers=2)
     assert router.pick([1] * 50) == 1
     router.load(1, requests=1, tokens=50)  # that one
     router.load(2, requests=9, tokens=60)  # somebody else's
@@ -207,8 +207,8 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
 
 
 def test_a_score():
-    options = KvRoutingOptions(kv_weight=2.0, load_weight=0.5)
-    assert score(Candidate(endpoint_record(1), matched=10, load=4), options) == 18.0
+    options = KvRoutingOptions(kv_weight=2.0)
+    assert score(Candidate(endpoint_record(1), matched=10, load=4), options) == 16.0
 
 
 @pytest.mark.parametrize("seed", range(20))

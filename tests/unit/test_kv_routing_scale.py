@@ -130,9 +130,6 @@ class Pair:
         rng = self.rng
         options = KvRoutingOptions(
             kv_weight=rng.choice([0.0, 1.0, 2.0]),
-            load_weight=rng.choice([0.0, 0.5, 1.0]),
-            request_load_tokens=rng.choice([0, 5, 32]),
-            max_kv_usage=rng.choice([0.6, 0.95]),
         )
         for picker in self.pickers:
             picker.options = options

@@ -64,18 +64,6 @@ def counts(ledger):
     return ledger.waiting, ledger.quarantined
 
 
-def test_states_and_counts_along_the_way(empty):
-    assert (repr(empty), counts(empty), empty.state("a")) == ("<Ledger empty>", (0, 0), None)
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    assert (repr(empty), counts(empty)) == ("<Ledger a:queued>", (1, 0))
-    empty.claim("a", WRITER, now=1.0)
-    assert (repr(empty), counts(empty)) == ("<Ledger a:claimed>", (1, 0))
-    empty.request_finished("r")
-    assert (repr(empty), counts(empty)) == ("<Ledger a:quarantined>", (0, 1))
-    empty.writer_done("a", WRITER, written=False)
-    assert (repr(empty), counts(empty)) == ("<Ledger empty>", (0, 0))
-
-
 # QUEUED
 
 
@@ -93,37 +81,9 @@ def test_writers_are_named_as_long_as_they_may_write(queued):
     assert queued.writers == frozenset()
 
 
-def test_a_queue_that_refuses_ends_the_attempt(empty):
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    assert empty.not_published("a") == withdrawn(Outcome.REFUSED)
-    assert empty.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
-    assert empty.not_published("a") == []
-
-
-def test_a_claim_proves_that_the_queue_has_the_job_after_all(empty):
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    assert empty.claim("a", WRITER, now=1.0) is None
-    assert empty.not_published("a") == []
-    assert empty.state("a") is AttemptState.CLAIMED
-
-
 def test_a_cancelled_queued_attempt_is_over_at_once(queued):
     assert queued.request_finished("r") == [DeleteJob(9), *withdrawn(Outcome.CANCELLED)]
     assert counts(queued) == (0, 0)
-
-
-def test_a_job_that_is_published_after_its_attempt_ended_is_deleted(empty):
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    assert empty.request_finished("r") == withdrawn(Outcome.CANCELLED)
-    assert empty.published("a", 9) == [DeleteJob(9)]
-
-
-def test_a_job_that_is_published_after_its_withdrawal_is_deleted(empty):
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    empty.claim("a", WRITER, now=1.0)
-    assert empty.request_finished("r") == held(Outcome.CANCELLED, sequence=None)
-    assert empty.published("a", 9) == [DeleteJob(9)]
-    assert empty.state("a") is AttemptState.QUARANTINED
 
 
 def test_the_deadline_of_a_queued_attempt(queued):
@@ -131,12 +91,6 @@ def test_the_deadline_of_a_queued_attempt(queued):
     assert queued.claim("a", WRITER, now=100.0) == Refusal("past its deadline")
     assert queued.tick(100.0) == [DeleteJob(9), *withdrawn(Outcome.DEADLINE)]
     assert queued.tick(1000.0) == []
-
-
-def test_writers_that_leave_do_not_touch_a_queued_attempt(queued):
-    queued.writer_gone(WRITER, now=1.0)
-    assert queued.tick(50.0) == []
-    assert queued.state("a") is AttemptState.QUEUED
 
 
 @pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER, Outcome.QUEUE_LOST])
@@ -212,11 +166,6 @@ def test_nobody_can_have_written_a_queued_attempt(queued):
 # claim
 
 
-def test_one_writer_holds_the_claim_and_may_ask_again(claimed):
-    assert claimed.claim("a", WRITER, now=2.0) is None
-    assert claimed.claim("a", OTHER, now=2.0) == Refusal("claimed by a", elsewhere=True)
-
-
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_the_end_of_an_earlier_claim_frees_nothing_that_a_later_one_holds(queued, cancelled):
     """The job came again to the same writer, and its words overtake each other."""
@@ -247,28 +196,6 @@ def test_each_claim_has_one_grant_for_the_blocks_of_its_job(queued):
     assert queued.granted("a", now=101.0) == Terms(72, b"digest", 0.0)
 
 
-def test_a_claim_of_nothing(empty):
-    assert empty.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
-
-
-def test_no_claim_after_withdrawal(quarantined):
-    assert quarantined.claim("a", WRITER, now=2.0) == Refusal("withdrawn")
-    assert quarantined.claim("a", OTHER, now=2.0) == Refusal("withdrawn")
-
-
-def test_no_claim_after_the_writer_has_written(claimed):
-    """A second grant would allow writes into blocks of a request that already decodes."""
-    assert claimed.writer_done("a", WRITER, written=True) == []
-    assert claimed.claim("a", WRITER, now=2.0) == Refusal("written already")
-
-
-def test_no_claim_for_a_writer_whose_lease_is_gone(queued):
-    """Its late message would otherwise hold the attempt for a writer that never comes."""
-    queued.writer_gone(WRITER, now=1.0)
-    assert queued.claim("a", WRITER, now=2.0) == GONE
-    assert queued.claim("a", OTHER, now=2.0) is None
-
-
 def test_only_so_many_gone_leases_are_remembered(queued):
     for lease in range(5000):
         queued.writer_gone(lease, now=1.0)
@@ -279,26 +206,11 @@ def test_only_so_many_gone_leases_are_remembered(queued):
 # CLAIMED
 
 
-def test_received(claimed):
-    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
-    assert claimed.received("r") == []
-    assert claimed.request_finished("r") == []
-    assert claimed.writer_done("a", WRITER, written=True) == []
-    assert counts(claimed) == (0, 0)
-
-
 def test_received_but_not_intact(claimed):
     """All writers have finished: nothing is held back, and the engine computes it."""
     assert claimed.received("r", intact=False) == [Ended("r", "a", Outcome.CORRUPT)]
     assert counts(claimed) == (0, 0)
     assert claimed.writer_done("a", WRITER, written=True) == []
-
-
-def test_received_before_the_claim_is_known_to_be_published(empty):
-    empty.allocated("r", "a", BLOCKS, deadline=100.0)
-    empty.claim("a", WRITER, now=1.0)
-    empty.received("r")
-    assert empty.published("a", 9) == [DeleteJob(9)]
 
 
 def test_a_writer_that_failed_leaves_nothing_to_hold(claimed):
@@ -313,32 +225,12 @@ def test_a_writer_that_has_written_leaves_nothing_to_hold(claimed):
     assert claimed.request_finished("r") == [DeleteJob(9), *withdrawn(Outcome.CANCELLED)]
 
 
-def test_a_writer_that_has_written_may_leave(claimed):
-    claimed.writer_done("a", WRITER, written=True)
-    claimed.writer_gone(WRITER, now=2.0)
-    assert claimed.tick(2.0 + 2 * GRACE) == []
-    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
-
-
-def test_the_deadline_of_a_claimed_attempt(claimed):
-    assert claimed.tick(99.999) == []
-    assert claimed.tick(100.0) == held(Outcome.DEADLINE)
-
-
 def test_a_lost_writer_is_given_time_until_its_fence_closes_and_for_what_it_sent(claimed):
     """Its lease may have been revoked while it was cut off."""
     claimed.writer_gone(OTHER, now=1.5)
     claimed.writer_gone(WRITER, now=2.0)
     assert claimed.tick(2.0 + LEAVING - 0.001) == []
     assert claimed.tick(2.0 + LEAVING) == held(Outcome.WRITER_LOST)
-    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
-    assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
-
-
-def test_a_short_promise_does_not_shorten_the_time_until_the_fence_closes(claimed):
-    claimed.writer_gone(WRITER, now=2.0)
-    assert claimed.writer_stays("a", WRITER, 0.1, now=2.1) is None
-    assert claimed.tick(2.2) == held(Outcome.WRITER_LOST)
     assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
     assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
 
@@ -355,27 +247,6 @@ def test_a_writer_whose_process_ended_is_lost_at_once_and_its_engine_given_the_s
     assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
 
 
-def test_a_writer_that_has_written_before_its_process_ended_is_not_lost(claimed):
-    claimed.writer_done("a", WRITER, written=True)
-    assert not claimed.writer_gone(WRITER, now=2.0)
-    claimed.writer_ended(WRITER, now=2.0)
-    assert claimed.tick(2.0 + 2 * GRACE) == []
-    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
-
-
-def test_a_lost_writer_whose_loss_is_noticed_very_late(claimed):
-    claimed.writer_gone(WRITER, now=2.0)
-    assert claimed.tick(99.0) == [*held(Outcome.WRITER_LOST), Release("a")]
-    assert counts(claimed) == (0, 0)
-
-
-def test_a_writer_that_said_it_is_done_before_it_counts_as_lost(claimed):
-    claimed.writer_gone(WRITER, now=2.0)
-    claimed.writer_done("a", WRITER, written=True)
-    assert claimed.tick(2.0 + 2 * GRACE) == []
-    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
-
-
 def test_a_writer_whose_engine_died_is_lost_at_once_and_its_blocks_are_kept_for_two_graces(claimed):
     assert claimed.writer_died("a", OTHER, now=20.0) == []
     assert claimed.tick(20.0) == []
@@ -388,46 +259,10 @@ def test_a_writer_whose_engine_died_is_lost_at_once_and_its_blocks_are_kept_for_
     assert claimed.tick(20.0 + 2 * GRACE) == [Release("a")]
 
 
-def test_the_end_of_a_process_does_not_shorten_an_accepted_promise(claimed):
-    claimed.writer_gone(WRITER, now=20.0)
-    promised = 3 * GRACE
-    assert claimed.writer_stays("a", WRITER, promised, now=20.5) is None
-    claimed.writer_ended(WRITER, now=21.0)
-    assert claimed.tick(21.0) == held(Outcome.WRITER_LOST)
-    assert Release("a") not in claimed.tick(20.5 + promised + GRACE - 0.1)
-    assert claimed.tick(20.5 + promised + GRACE) == [Release("a")]
-
-
 def test_a_writer_whose_engine_died_before_its_claim_arrived_has_written_nothing(queued):
     over = [DeleteJob(9), *withdrawn(Outcome.WRITER_FAILED)]
     assert queued.writer_died("a", WRITER, now=20.0) == over
     assert queued.writer_died("a", WRITER, now=20.0) == []
-
-
-def test_a_leaving_writer_that_stays_is_waited_for(claimed):
-    claimed.writer_gone(WRITER, now=2.0)
-    claimed.writer_stays("a", WRITER, 3.0, now=2.5)
-    assert claimed.tick(5.499) == []
-    claimed.writer_stays("a", WRITER, 3.0, now=5.0)
-    assert claimed.tick(7.999) == []
-    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
-
-
-def test_a_leaving_writer_that_falls_silent_is_lost_and_given_the_grace(claimed):
-    """Its promise limits when it starts its last write, not when that write lands."""
-    claimed.writer_gone(WRITER, now=2.0)
-    claimed.writer_stays("a", WRITER, 3.0, now=2.5)
-    assert claimed.tick(5.5) == held(Outcome.WRITER_LOST)
-    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE - 0.001)
-    assert claimed.tick(2.0 + 2 * GRACE) == [Release("a")]
-
-
-def test_a_promise_beyond_the_fence_of_the_lease_is_given_the_grace(claimed):
-    claimed.writer_gone(WRITER, now=2.0)
-    claimed.writer_stays("a", WRITER, 3.0, now=2.0 + GRACE)
-    assert claimed.tick(5.0 + GRACE) == held(Outcome.WRITER_LOST)
-    assert Release("a") not in claimed.tick(5.0 + 2 * GRACE - 0.001)
-    assert claimed.tick(5.0 + 2 * GRACE) == [Release("a")]
 
 
 def test_a_promise_counts_only_from_the_writer_and_only_when_it_leaves(claimed):
@@ -463,23 +298,6 @@ def test_a_promise_for_blocks_that_are_not_held_for_its_claim_is_refused(
     assert queued.writer_stays("a", WRITER, 3.0, now=2.5, number=4) is None
 
 
-def test_a_promise_for_released_blocks_is_refused(quarantined):
-    quarantined.writer_gone(WRITER, now=2.0)
-    assert quarantined.writer_stays("a", WRITER, 3.0, now=2.5) is None
-    assert quarantined.tick(2.0 + 2 * GRACE) == [Release("a")]
-    refusal = Refusal("unknown or ended attempt")
-    assert quarantined.writer_stays("a", WRITER, 3.0, now=2.0 + 2 * GRACE) == refusal
-
-
-def test_a_promise_that_comes_before_the_keys_vanish_is_kept_as_long_as_one_after(claimed):
-    assert claimed.writer_stays("a", WRITER, 3.0, now=2.0) is None
-    claimed.writer_gone(WRITER, now=2.1)
-    assert claimed.tick(4.9) == []
-    assert claimed.tick(5.0) == held(Outcome.WRITER_LOST)
-    assert Release("a") not in claimed.tick(2.0 + 2 * GRACE)
-    assert claimed.tick(2.1 + 2 * GRACE) == [Release("a")]
-
-
 def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
     claimed.allocated("s", "b", (7,), deadline=100.0)
     claimed.claim("b", OTHER, now=1.0)
@@ -491,34 +309,6 @@ def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
     assert claimed.writer_done("a", WRITER, written=True) == [Release("a")]
 
 
-def test_a_silent_writer_that_turns_out_to_be_dead_releases_after_the_grace(claimed):
-    claimed.writer_silent(WRITER)
-    claimed.writer_gone(WRITER, now=30.0)
-    assert Release("a") not in claimed.tick(30.0 + 2 * GRACE - 0.001)
-    assert claimed.tick(30.0 + 2 * GRACE) == [Release("a")]
-
-
-def test_a_silent_writer_that_has_written_is_not_needed_any_more(claimed):
-    claimed.writer_done("a", WRITER, written=True)
-    assert claimed.writer_silent(WRITER) == []
-    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
-
-
-def test_silence_does_not_touch_what_is_queued_nor_forbid_a_claim(queued):
-    assert queued.writer_silent(WRITER) == []
-    assert queued.claim("a", WRITER, now=2.0) is None
-    assert queued.writer_silent(WRITER) == held(Outcome.WRITER_SILENT)
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_nobody_but_the_writer_says_that_it_is_done(claimed, written):
-    assert claimed.writer_done("a", OTHER, written=written) == []
-    assert claimed.writer_done("a", 0, written=written) == []
-    claimed.request_finished("r")
-    assert claimed.writer_done("a", OTHER, written=written) == []
-    assert claimed.writer_done("a", WRITER, written=written) == [Release("a")]
-
-
 # QUARANTINED
 
 
@@ -528,30 +318,10 @@ def test_the_writer_s_word_releases(quarantined, written):
     assert quarantined.writer_done("a", WRITER, written=written) == []
 
 
-def test_a_late_commit_and_a_late_end_change_nothing(quarantined):
-    assert quarantined.received("r") == []
-    assert quarantined.request_finished("r") == []
-    assert quarantined.not_published("a") == []
-    assert quarantined.state("a") is AttemptState.QUARANTINED
-
-
 def test_a_gone_writer_releases_after_the_grace(quarantined):
     quarantined.writer_gone(WRITER, now=5.0)
     assert Release("a") not in quarantined.tick(5.0 + 2 * GRACE - 0.001)
     assert quarantined.tick(5.0 + 2 * GRACE) == [Release("a")]
-
-
-def test_a_cancelled_writer_that_stays_is_not_cut_short(quarantined):
-    quarantined.writer_gone(WRITER, now=5.0)
-    quarantined.writer_stays("a", WRITER, 3.0, now=14.0)
-    assert quarantined.tick(17.0 + GRACE - 0.001) == []
-    assert quarantined.tick(17.0 + GRACE) == [Release("a")]
-
-
-def test_a_gone_writer_s_own_word_releases_earlier(quarantined):
-    quarantined.writer_gone(WRITER, now=5.0)
-    assert quarantined.writer_done("a", WRITER, written=False) == [Release("a")]
-    assert quarantined.tick(5.0 + 2 * GRACE) == []
 
 
 def test_time_alone_never_releases_but_the_writer_is_told_again(quarantined):

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.disagg.prefill import peer_links
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol import names
@@ -142,11 +141,6 @@ async def test_the_mark_ends_and_the_next_job_is_the_try(rig: Rig):
         await rig.marked()
 
 
-def test_failures_in_a_row_are_left_longer_but_not_for_ever():
-    pauses = [peer_links._BACKOFF.after_exit(n, 0.0).delay_s for n in (0, 1, 2, 3, 4, 5, 6, 50)]
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-
-
 async def test_another_failure_marks_it_for_longer_and_success_ends_the_series(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ):
@@ -176,21 +170,6 @@ async def test_transfers_that_fail_together_are_one_failure(rig: Rig):
     assert (await rig.marked("d1"))["d1"].next_try == 1300.0
 
 
-async def test_success_of_a_job_that_had_begun_does_not_end_the_mark(rig: Rig):
-    target = await rig.add("d1")
-    await rig.run()
-    rig.links.broke("d1", RESET)
-    rig.links.worked("d1")
-    assert rig.links.trouble(target) == RESET
-
-
-async def test_a_failure_with_an_engine_that_has_left_is_none(rig: Rig):
-    await rig.run()
-    rig.links.broke("d1", RESET)
-    rig.links.worked("d1")
-    assert await rig.marks() == {}
-
-
 async def test_engines_that_do_not_fit_are_known_before_any_job_and_never_used(rig: Rig):
     rig.engine.unfit = {"d1", "d3"}
     await rig.add("d1")
@@ -210,14 +189,6 @@ async def test_a_job_may_come_before_the_store_shows_its_engine(rig: Rig):
     await rig.marked("d1")
     await rig.run()
     assert rig.engine.checked == ["d1", "d2"]
-
-
-async def test_the_prefill_engine_forgets_an_engine_whose_record_is_gone(rig: Rig):
-    """Its worker's own record may be seen to go only later."""
-    await rig.add("d1")
-    await rig.run()
-    await rig.leave("d1")
-    await eventually(lambda: rig.engine.forgotten == ["d1"])
 
 
 async def test_the_mark_goes_when_the_engine_has_left(rig: Rig):
@@ -266,13 +237,6 @@ async def test_a_mark_that_ends_in_an_outage_does_not_stay_in_the_store(rig: Rig
     await eventually(lambda: not links.trouble(target))
     rig.store.set_available(True)
     await rig.marked()
-
-
-async def test_a_malformed_engine_is_left_out(rig: Rig):
-    await rig.store.put(names.nixl_metadata_key("t", "d2"), b"{}")
-    await rig.add("d1")
-    await rig.run()
-    assert rig.engine.checked == ["d1"]
 
 
 async def test_the_start_waits_until_the_marks_of_engines_that_are_there_are_in_the_store(

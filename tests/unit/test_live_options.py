@@ -83,7 +83,7 @@ def test_edits(words: list[str], edits: dict[str, Any]):
             "did you mean VllmWorker.max-local-prefill-length",
         ),
         ("Router.kv-router.kv-weight=-1", "a number ≥ 0 and ≤ 1,000,000, got -1"),
-        ("Frontend.kv-router.max-kv-usage=1.5", "a number > 0 and ≤ 1, got 1.5"),
+        ("Planner.decode-up-share=1.5", "a number > 0 and ≤ 1, got 1.5"),
         ("Router.kv-weight=1", "did you mean Router.kv-router.kv-weight"),
         ("Frontend.port=1", "unknown key"),
         ("max-local-prefill-length=1", "unknown key"),
@@ -178,11 +178,10 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
 
 
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
-    file = KvRoutingOptions(kv_weight=3.0, max_kv_usage=0.5)
+    file = KvRoutingOptions(kv_weight=3.0)
     assert applied({}, file, "kv_router").kv_weight == 3.0
     values = decode_live_options(
-        b'{"values":{"kv-router.kv-weight":0.5,"kv-router.load-weight":2},"version":1}', "Router"
+        b'{"values":{"kv-router.kv-weight":0.5},"version":1}', "Router"
     ).values
     made = applied(values, file, "kv_router")
-    assert (made.kv_weight, made.load_weight, made.max_kv_usage) == (0.5, 2.0, 0.5)
-    assert made.request_load_tokens == 32
+    assert made.kv_weight == 0.5

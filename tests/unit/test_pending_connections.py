@@ -26,16 +26,6 @@ def test_the_oldest_of_the_address_with_the_most_is_closed_and_counted() -> None
     assert len(pending) == 4
 
 
-def test_one_that_is_in_use_or_has_ended_does_not_count() -> None:
-    closed = Closed()
-    pending = PendingConnections(1)
-    for name in range(5):
-        pending.add(name, "a", closed.of(name))
-        pending.discard(name)
-        pending.discard(name)
-    assert closed == [] and len(pending) == 0
-
-
 def test_a_connection_keeps_its_place_when_it_is_closed_in_another_way_from_now_on() -> None:
     closed = Closed()
     pending = PendingConnections(2)

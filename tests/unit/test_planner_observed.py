@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
 
-RATES = TokenRates(admitted_per_s=3.0, tokens_per_s=900.0, token_s=0.02, itl_s=0.019)
+RATES = TokenRates(admitted_per_s=3.0, tokens_per_s=900.0, token_s=0.02)
 REMOTE = Outstanding(jobs=2, tokens=2000)
 
 
@@ -16,27 +16,24 @@ class Report:
     waiting: int | None = 4
     kv_usage: float | None = 0.5
     kv_tokens: int | None = 10_000
-
-
-def value(datum: object) -> float | None:
-    return getattr(datum, "value", None)
+    max_running: int | None = 32
 
 
 def test_all_workers_together():
     load = decode_load([Report(), Report()], REMOTE, RATES)
-    assert (value(load.running), value(load.waiting)) == (20, 8)
-    assert value(load.kv_used) == 1.0
-    assert value(load.kv_parked) == pytest.approx(0.2)
+    assert (load.running, load.waiting) == (20, 8)
+    assert load.kv_used == 1.0
+    assert load.kv_parked == pytest.approx(0.2)
     # Two of those that wait have their blocks; each of the others needs what a running one has.
-    assert value(load.queued) == 6
-    assert value(load.kv_waiting) == pytest.approx(6 * 0.05)
-    assert (value(load.admitted_per_s), value(load.tokens_per_s)) == (3.0, 900.0)
-    assert (value(load.token_s), value(load.itl_s)) == (0.02, 0.019)
+    assert load.queued == 6
+    assert load.kv_waiting == pytest.approx(6 * 0.05)
+    assert (load.admitted_per_s, load.tokens_per_s) == (3.0, 900.0)
+    assert (load.token_s, load.max_running) == (0.02, 32)
 
 
 def test_a_silent_worker_leaves_the_sums_incomplete():
     load = decode_load([Report(), Report(running=None)], REMOTE, RATES)
-    assert value(load.running) == 10
+    assert load.running == 10
     assert load.waiting is load.queued is load.kv_waiting is None
     assert decode_load([Report(running=None)], REMOTE, RATES).running is None
 
@@ -44,6 +41,6 @@ def test_a_silent_worker_leaves_the_sums_incomplete():
 def test_it_may_not_be_known_who_waits_for_memory():
     load = decode_load([Report()], None, RATES)
     assert load.kv_parked is load.kv_waiting is load.queued is None
-    assert value(load.waiting) == 4
+    assert load.waiting == 4
     idle = decode_load([Report(waiting=0)], None, RATES)
-    assert (value(idle.queued), value(idle.kv_waiting)) == (0, 0)
+    assert (idle.queued, idle.kv_waiting) == (0, 0)

@@ -10,7 +10,6 @@ from dynamo_lite.overview.metrics import Samples
 from dynamo_lite.overview.model import Latency, LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.scaling.drain import Safe, Unsafe
-from dynamo_lite.policy.scaling.inputs import Datum
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.services.planner import departure
@@ -77,24 +76,20 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
     return Graph(monkeypatch)
 
 
-def value(datum: Datum | None) -> float | None:
-    return None if datum is None else datum.value
-
-
 async def test_demand_is_the_growth_of_counters_over_fifteen_seconds(graph: Graph):
     graph.worker("a", asked_tokens_total=1e6, overflow_tokens_total=500, outstanding_tokens=30)
     graph.worker("b", asked_tokens_total=0, overflow_tokens_total=0, outstanding_tokens=12)
     first = (await graph.look()).prefill
     assert first.asked_per_s is first.refused_per_s is first.rate is None
-    assert value(first.backlog) == 42
+    assert first.backlog == 42
     for tick in range(1, 5):
         for name in ("a", "b"):
             graph.metrics[name]["asked_tokens_total"] += 100 * tick  # type: ignore[index]
         graph.metrics["a"]["overflow_tokens_total"] += 30  # type: ignore[index]
         load = (await graph.look()).prefill
     # Of the last three ticks.
-    assert value(load.asked_per_s) == pytest.approx(2 * 900 / 15)
-    assert value(load.refused_per_s) == pytest.approx(90 / 15)
+    assert load.asked_per_s == pytest.approx(2 * 900 / 15)
+    assert load.refused_per_s == pytest.approx(90 / 15)
 
 
 async def test_a_restart_and_a_worker_that_joins_are_no_demand(graph: Graph):
@@ -104,10 +99,10 @@ async def test_a_restart_and_a_worker_that_joins_are_no_demand(graph: Graph):
     graph.metrics["a"] = {"asked_tokens_total": 50.0, "overflow_tokens_total": 0.0}
     graph.worker("b", asked_tokens_total=7e5, overflow_tokens_total=7e5)
     load = (await graph.look()).prefill
-    assert (value(load.asked_per_s), value(load.refused_per_s)) == (10, 0)
+    assert (load.asked_per_s, load.refused_per_s) == (10, 0)
     del graph.workers["a"]
     load = (await graph.look()).prefill
-    assert (value(load.asked_per_s), value(load.refused_per_s)) == (5, 0)
+    assert (load.asked_per_s, load.refused_per_s) == (5, 0)
 
 
 async def test_what_was_counted_while_a_worker_did_not_respond_is_no_demand(graph: Graph):
@@ -116,17 +111,17 @@ async def test_what_was_counted_while_a_worker_did_not_respond_is_no_demand(grap
     await graph.look()
     graph.metrics |= {"a": {"asked_tokens_total": 100.0}, "b": None}
     part = (await graph.look()).prefill
-    assert value(part.asked_per_s) == 20 and part.refused_per_s is None
+    assert part.asked_per_s == 20 and part.refused_per_s is None
     graph.metrics["b"] = {"asked_tokens_total": 9e9}
     load = (await graph.look()).prefill
-    assert (value(load.asked_per_s), value(load.refused_per_s)) == (10, 0)
+    assert (load.asked_per_s, load.refused_per_s) == (10, 0)
     graph.metrics |= {"a": None, "b": None}
     unknown = (await graph.look()).prefill
     assert unknown.asked_per_s is unknown.backlog is None
     graph.metrics |= {"a": {"asked_tokens_total": 300.0}, "b": {"asked_tokens_total": 9e9}}
     assert (await graph.look()).prefill.asked_per_s is None
     graph.metrics["a"] = {"asked_tokens_total": 400.0}
-    assert value((await graph.look()).prefill.asked_per_s) == 20
+    assert (await graph.look()).prefill.asked_per_s == 20
 
 
 async def test_the_rate_is_tokens_for_busy_seconds_of_the_last_minute(graph: Graph):
@@ -137,9 +132,9 @@ async def test_the_rate_is_tokens_for_busy_seconds_of_the_last_minute(graph: Gra
     assert (await graph.look()).prefill.rate is None, "nothing was written"
     graph.metrics["p"] = {"written_tokens_total": 1e6 + 6000, "busy_seconds_total": 12.0}
     graph.metrics["q"] = {"written_tokens_total": 3000, "busy_seconds_total": 1.0}
-    assert value((await graph.look()).prefill.rate) == 3000
+    assert (await graph.look()).prefill.rate == 3000
     graph.metrics["p"] = {"written_tokens_total": 400, "busy_seconds_total": 1.0}  # restarted
-    assert value((await graph.look()).prefill.rate) == pytest.approx(9400 / 4)
+    assert (await graph.look()).prefill.rate == pytest.approx(9400 / 4)
     graph.tick_s = 61.0
     assert (await graph.look()).prefill.rate is None
 
@@ -147,18 +142,18 @@ async def test_the_rate_is_tokens_for_busy_seconds_of_the_last_minute(graph: Gra
 async def test_who_waits_for_a_remote_prefill_has_blocks(graph: Graph):
     graph.worker("a", outstanding_jobs=2.0, outstanding_tokens=400.0)
     known = (await graph.look()).decode
-    assert value(known.kv_waiting) == pytest.approx(0.25)
-    assert value(known.kv_parked) == pytest.approx(0.4)
+    assert known.kv_waiting == pytest.approx(0.25)
+    assert known.kv_parked == pytest.approx(0.4)
     graph.metrics["a"] = None
     unknown = (await graph.look()).decode
     assert unknown.kv_waiting is unknown.kv_parked is None
-    assert value(unknown.waiting) == 3, "as it says at /health"
+    assert unknown.waiting == 3, "as it says at /health"
 
 
 async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
     graph.worker("a")
     seen = await graph.look()
-    assert value(seen.decode.kv_waiting) == pytest.approx(0.75)
+    assert seen.decode.kv_waiting == pytest.approx(0.75)
     assert seen.prefill.asked_per_s is seen.prefill.backlog is None
 
 

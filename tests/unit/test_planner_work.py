@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.scaling.inputs import Datum, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.inputs import Role, RoleSeen, Seen
 from dynamo_lite.policy.scaling.memory import PlannerMemory, RoleMemory
 from dynamo_lite.policy.scaling.needs import Need
 from dynamo_lite.policy.scaling.planner import plan
@@ -113,10 +113,9 @@ def test_the_most_tokens_of_a_worker_follow_from_its_pace_and_its_memory():
         # 10 ms and 1 ms for each request of a worker; each takes 2 % of the memory.
         token_s = 0.01 + 0.001 * requests
         work = work.ran(2 * requests / token_s, token_s, 2).held(0.02 * 2 * requests, 2 * requests)
-    assert work.tokens_of_one(None, 0.0) == pytest.approx(50 / 0.06, rel=0.01)
-    assert work.tokens_of_one(20, 0.0) == pytest.approx(20 / 0.03, rel=0.01)
-    assert work.tokens_of_one(None, 0.04) == pytest.approx(30 / 0.04, rel=0.01)
-    assert Work().tokens_of_one(None, 0.0) is None
+    assert work.tokens_of_one(None) == pytest.approx(50 / 0.06, rel=0.01)
+    assert work.tokens_of_one(20) == pytest.approx(20 / 0.03, rel=0.01)
+    assert Work().tokens_of_one(None) is None
 
 
 def known(decode: int, arriving: float, **changes: float | None) -> tuple[PlannerMemory, Seen]:
@@ -128,10 +127,10 @@ def known(decode: int, arriving: float, **changes: float | None) -> tuple[Planne
         work = work.served(1.0, tokens_per_s=100.0, prefill_per_s=1000.0).held(0.02, 1.0)
     load = replace(
         decode_load(0.1, 5),
-        queued=Datum(0.0),
-        admitted_per_s=Datum(arriving),
-        tokens_per_s=Datum(100 * arriving),
-        max_num_seqs=None,
+        queued=0.0,
+        admitted_per_s=arriving,
+        tokens_per_s=100 * arriving,
+        max_running=None,
     )
     seen = Seen(
         roles={
@@ -139,7 +138,7 @@ def known(decode: int, arriving: float, **changes: float | None) -> tuple[Planne
             D: RoleSeen(counts=RoleCounts(ready=decode), start_s=20.0),
         },
         prefill=prefill_load(1000 * arriving, rate=10_000),
-        decode=replace(load, **{k: None if v is None else Datum(v) for k, v in changes.items()}),
+        decode=replace(load, **changes),
     )
     return PlannerMemory(prefill_rate=10_000, work=work, at=145.0), seen
 
@@ -166,7 +165,7 @@ def test_what_could_be_chance_adds_no_worker_and_removes_none():
 def test_requests_that_wait_are_served_within_a_start():
     # 8 requests/s and 100 waiting ones in 20 s.
     memory, seen = known(1, 8.0)
-    seen = replace(seen, decode=replace(seen.decode, waiting=Datum(100.0), queued=Datum(100.0)))
+    seen = replace(seen, decode=replace(seen.decode, waiting=100.0, queued=100.0))
     # They have arrived in the last ten seconds, too: 10 more per second.
     assert needed(memory, seen, D) == 3
 

@@ -221,16 +221,6 @@ async def test_an_attempt_whose_engine_does_not_say_yes_is_abandoned(worker, ans
         assert worker.reader.open()
 
 
-async def test_a_broker_that_is_away_hears_no_promise(worker):
-    await eventually(lambda: worker.fence.deadlines)
-    worker.work("a1")
-    async with worker.decode_engine():
-        worker.messaging.set_connected(False)
-        before = await worker.leave("revoked")
-        await eventually(lambda: len(worker.abandoned) >= 2)
-        assert len(worker.fence.deadlines) == before
-
-
 async def test_a_promise_that_is_heard_late_counts_from_when_it_was_made(worker):
     await eventually(lambda: worker.fence.deadlines)
     worker.work("a1")
@@ -248,24 +238,6 @@ async def test_a_promise_that_is_heard_late_counts_from_when_it_was_made(worker)
         late.set()
         await eventually(lambda: len(worker.fence.deadlines) > before or worker.abandoned)
         assert worker.fence.deadlines[-1] <= asked_by + PROMISE_S
-
-
-async def test_a_leaving_worker_without_jobs_may_end_its_writes(worker):
-    await eventually(lambda: worker.fence.deadlines)
-    before = await worker.leave("revoked")
-    await eventually(lambda: len(worker.fence.deadlines) > before)
-    assert (worker.heard, worker.abandoned) == ([], [])
-
-
-async def test_a_lease_that_expires_while_its_worker_leaves_lowers_the_fence(worker):
-    await eventually(lambda: worker.fence.deadlines)
-    await worker.leave("asked")
-    worker.store.set_available(False)
-    worker.now += TTL_S
-    worker.store.expire_due()
-    async with asyncio.timeout(10):
-        await worker.keeping
-    assert not worker.reader.open()
 
 
 async def test_a_fence_that_closed_stays_closed_when_promises_are_heard_again(worker):

@@ -158,17 +158,6 @@ def test_without_a_lease_nothing_is_read(prefill, decode):
     assert prefill.mover.started == [] and own(prefill)[3] == 103
 
 
-def test_behind_a_closed_fence_nothing_is_polled(prefill, decode):
-    prefill.mover.hold = True
-    prefill.step(reads=[read([3], [8])], targets=targets(decode))
-    prefill.mover.let_go()
-    prefill.alive, polls = False, prefill.mover.polls
-    assert of(prefill) == (set(), set())
-    assert prefill.mover.polls == polls and own(prefill)[3] == 103
-    prefill.alive = True
-    assert of(prefill) == ({"p-a1"}, set())
-
-
 def test_what_was_read_while_the_lease_ended_is_not_used(prefill, decode):
     prefill.mover.hold = True
     prefill.step(reads=[read([3], [8])], targets=targets(decode))
@@ -378,14 +367,6 @@ def test_larger_blocks_are_written_when_all_their_tokens_are_computed():
     assert written(half.step(a1=9)) == [([4, 5, 6], 0, [61, 62], 1, True)]
 
 
-def test_smaller_blocks_begin_inside_of_ours():
-    half = Half()
-    job = other_sizes(half, size=2, tokens=9, prefix=1)
-    assert written(half.step(a1=5)) == [([0], 2, [60], 0, False)]
-    job.num_computed_tokens = 5
-    assert written(half.step(a1=4)) == [([1, 2], 0, [61, 62, 63], 1, True)]
-
-
 def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
     half = Half()
     job = other_sizes(half, size=6, tokens=20, prefix=1)
@@ -517,13 +498,6 @@ def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, de
     assert prefill.ended() == ({"p-a1"}, {})
     prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
     assert prefill.ended() == ({"p-a2"}, {})
-
-
-def test_reports_of_ranks_join_whom_they_do_not_know_and_do_not_reach():
-    one = WorkerReport(unknown={"e1"}, broken={"e3": "reset"})
-    joined = one.joined(WorkerReport(unknown={"e2"}, broken={"e4": "gone"}))
-    assert joined.unknown == {"e1", "e2"}
-    assert joined.broken == {"e3": "reset", "e4": "gone"}
 
 
 def test_links_that_broke_are_told_to_the_component():

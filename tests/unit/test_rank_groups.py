@@ -189,15 +189,6 @@ def test_all_ranks_receive_what_one_would_have(here, there, heads):
     assert moved == per_block * len(REMOTE), "each byte once"
 
 
-def test_a_rank_hears_one_commit_from_each_of_its_writers():
-    prefill, decode = pair(Shape(tensor=4), Shape(tensor=2, pipeline=2))
-    prefill.write(decode.metadata())
-    for rank in range(4):
-        commits = decode.commits(rank)
-        assert [commit.writers for commit in commits] == [2, 2]
-        assert {commit.rank for commit in commits} == ({0, 1} if rank % 2 == 0 else {2, 3})
-
-
 def test_a_rank_waits_for_all_its_writers():
     prefill, decode = pair(Shape(tensor=2), Shape())
     decode.expect()
@@ -206,16 +197,6 @@ def test_a_rank_waits_for_all_its_writers():
     prefill.write(decode.metadata(), ranks=[0])
     assert decode.settle() == [({"r-a1"}, set())]
     decode.check()
-
-
-def test_commits_that_come_before_the_attempt_is_known_wait_for_each_other():
-    prefill, decode = pair(Shape(tensor=2), Shape())
-    prefill.write(decode.metadata(), ranks=[1])
-    decode.movers[0].inbox *= 2
-    decode.settle()
-    decode.expect()
-    prefill.write(decode.metadata(), ranks=[0])
-    assert decode.settle() == [({"r-a1"}, set())]
 
 
 def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
@@ -230,15 +211,6 @@ def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
     prefill.write(decode.metadata(), ranks=[1])
     assert decode.settle() == [(set(), set())] * 2
     assert decode.ranks[1].stats.take()[LATE] == 2
-
-
-def test_half_a_commit_that_is_given_up_is_lost_once():
-    prefill, decode = pair(Shape(tensor=2), Shape())
-    decode.expect()
-    prefill.write(decode.metadata(), ranks=[0])
-    assert decode.settle(DecodeStep(give_up=[("a1", "r-a1")], poll=True)) == [(set(), {"r-a1"})]
-    prefill.write(decode.metadata(), ranks=[1])
-    assert decode.settle() == [(set(), set())]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -350,26 +322,6 @@ class Lost:
         for coroutine in engine.bridge.submitted:
             coroutine.close()
         return tokens[0] // BLOCK if tokens else 0
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("mismatched", ["before", "with"])
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("misfit", [0, -1])
-def test_blocks_of_a_rank_with_a_mismatch_are_cached_on_no_word_of_others(
-    ranks, mismatched, last_first, misfit
-):
-    """One rank's commit does not fit; the writers of the others are lost."""
-    bad = misfit % ranks
-    lost = Lost(ranks, bad)
-    for rank in range(ranks):
-        for _ in range(len(REMOTE) if rank == bad else 2):
-            lost.write(rank)
-    if mismatched == "before":
-        lost.step()
-    lost.step(("a1", "r-a1"))
-    assert lost.decode.ranks[bad].stats.take()[MISMATCH] == 1
-    assert lost.cached_blocks(last_first=last_first) == 0
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -331,22 +331,6 @@ def test_nothing_is_written_before_the_step_that_computes_it_has_ended(prefill, 
     assert decode.memory.written() == {1: 101, 2: 102}
 
 
-def test_attempts_do_not_wait_for_each_other(prefill, decode, fabric):
-    other = Decode(fabric, "e2")
-    prefill.mover.hold = True
-    prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.mover.hold = False
-    prefill.step(
-        blocks([2], [5], attempt="a2", engine="e2", last=True),
-        targets=targets(other),
-        ended=[("a2", "p-a2", True)],
-    )
-    assert prefill.ended() == ({"p-a2"}, {})
-    assert other.settle(expect={"a2": "r2"}) == ({"r2"}, set())
-    assert other.memory.written() == {5: 102}
-    assert decode.memory.written() == {}
-
-
 def test_progress_is_driven_while_anything_is_open(prefill, decode):
     prefill.ended()
     assert prefill.mover.polls == 0
@@ -535,11 +519,6 @@ def test_an_abandoned_attempt_drops_what_waits_and_ends_with_what_flies(prefill,
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
-def test_an_attempt_that_never_wrote_ends_at_once(prefill):
-    prefill.step(ended=[("a1", "p-a1", False)])
-    assert prefill.ended() == ({"p-a1"}, {})
-
-
 def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
@@ -617,47 +596,6 @@ def test_a_given_up_attempt_fails_once_and_its_late_notice_is_counted(decode):
     assert taken[LATE] == 1
 
 
-def test_data_that_came_first_is_not_failed_by_giving_up(decode):
-    decode.settle(expect={"a1": "r1"})
-    decode.mover.inbox.append(notice("a1"))
-    assert decode.settle(give_up=[("a1", "r1")]) == ({"r1"}, set())
-    assert decode.settle(give_up=[("a1", "r1")]) == (set(), set())
-
-
-def test_an_attempt_may_be_expected_and_given_up_in_one_step(decode):
-    assert decode.settle(expect={"a1": "r1"}, give_up=[("a1", "r1")]) == (set(), {"r1"})
-
-
-def test_an_unknown_attempt_is_never_reported(decode):
-    decode.mover.inbox += [notice("stranger"), b"", b"\xff" * 10]
-    assert decode.settle(give_up=[("other", "r9")]) == (set(), set())
-    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
-
-
-def test_a_doubled_notice_is_received_once(decode):
-    decode.settle(expect={"a1": "r1"})
-    decode.mover.inbox += [notice("a1"), notice("a1")]
-    assert decode.settle() == ({"r1"}, set())
-    assert decode.settle() == (set(), set())
-
-
-def test_several_settle_in_one_step(decode):
-    decode.settle(expect={f"a{i}": f"r{i}" for i in range(6)})
-    decode.mover.inbox += [notice("a1"), notice("a3")]
-    assert decode.settle(give_up=[("a4", "r4")]) == ({"r1", "r3"}, {"r4"})
-    decode.mover.inbox += [notice("a0"), notice("a4")]
-    assert decode.settle() == ({"r0"}, set())
-
-
-def test_results_wait_until_they_are_asked_for(decode):
-    decode.mover.inbox.append(notice("a1"))
-    decode.rank.step(expecting({"a1": "r1"}))
-    decode.rank.step(expecting({"a2": "r2"}, give_up=[("a2", "r2")]))
-    results = decode.rank.results()
-    assert results.received == {"r1"}
-    assert results.lost == {"r2"}
-
-
 def test_an_idle_engine_is_not_polled(decode):
     decode.settle(poll=False)
     assert decode.mover.polls == 0
@@ -691,15 +629,6 @@ def checked(fabric) -> tuple[Prefill, Decode]:
 
 def expected(attempt: str, *block_ids: int) -> dict[str, dict]:
     return {"expect": {attempt: f"r-{attempt}"}, "blocks": {attempt: block_ids}}
-
-
-def test_blocks_that_a_commit_fits_are_received(checked):
-    prefill, decode = checked
-    decode.settle(**expected("a1", 10, 11, 20))
-    prefill.step(blocks([3, 4], [10, 11], num_blocks=3), targets=targets(decode))
-    prefill.step(blocks([7], [20], last=True, num_blocks=3, first=2))
-    assert decode.settle() == ({"r-a1"}, set())
-    assert MISMATCH not in decode.rank.stats.take()
 
 
 def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):

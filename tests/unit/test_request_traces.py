@@ -143,14 +143,6 @@ async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
     }
 
 
-async def test_a_local_decision_is_told(decode: Decode):
-    above = new_trace()
-    decode.admit(prompt("r1", 3, trace_headers=above.headers()))
-    [decision] = noted(decode.half).spans
-    assert (decision.name, decision.parent) == ("decision", above.span_id)
-    assert decision.attributes["dynamo_lite.verdict"] == "local"
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
     fabric, above = Fabric(), new_trace()
@@ -171,13 +163,6 @@ def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
     ]
     assert [s.start for s in spans if s.name == "prefill chunk"] == [0, 1]
     assert prefill.rank.stats.data[WRITTEN] == [["a1", spans[-1].end]]
-
-
-def test_writes_of_jobs_that_are_not_traced_are_not_told():
-    fabric = Fabric()
-    decode, prefill = DecodeMemory(fabric, "e1"), Prefill(fabric)
-    prefill.step(blocks([3], [10], last=True), targets=targets(decode))
-    assert SPAN not in prefill.rank.stats.data
 
 
 async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDone]:
@@ -208,20 +193,6 @@ async def test_a_traced_job_is_told_from_its_pull_on():
     assert whole.start == claim.start <= claim.end <= whole.end
     assert traced(given.trace_headers) == whole.context
     assert done.took_s == pytest.approx(5, abs=4)
-
-
-@pytest.mark.parametrize("headers", [None, HOSTILE])
-async def test_a_job_that_is_not_traced_is_not_told(headers: Any):
-    recorder = Recorder()
-    _, done = await one_job(headers, recorder)
-    assert not recorder.spans
-    assert done.took_s is not None
-
-
-async def test_a_worker_that_does_not_trace_passes_the_job_on():
-    asked = new_trace()
-    given, _ = await one_job(asked.headers(), None)
-    assert given.trace_headers == asked.headers()
 
 
 class Engine:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from dynamo_lite.disagg.decode.resume import ResumeReason, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
 from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.policy.attempts.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
 from tests.builders import ManualClock
@@ -21,18 +21,18 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 @pytest.mark.parametrize(
     ("outcome", "facts", "verdict"),
     [
-        (Outcome.WRITER_SILENT, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {"others": 0}, PrefillHere(ResumeReason.NO_OTHER)),
-        (Outcome.WRITER_ABANDONED, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_UNUSABLE, {}, AskAgain(ResumeReason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {"others": 0}, PrefillHere(ResumeReason.NO_OTHER)),
-        (Outcome.WRITER_LOST, {"tries": 2}, PrefillHere(ResumeReason.TRIED)),
-        (Outcome.WRITER_LOST, {"left_s": 4.9}, PrefillHere(ResumeReason.LATE)),
-        (Outcome.DEADLINE, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
-        (Outcome.CORRUPT, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
-        (Outcome.REFUSED, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
+        (Outcome.WRITER_SILENT, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_LOST, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_FAILED, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_FAILED, {"others": 0}, ResumeReason.NO_OTHER),
+        (Outcome.WRITER_ABANDONED, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_UNUSABLE, {}, ResumeReason.WRITER_LOST),
+        (Outcome.WRITER_LOST, {"others": 0}, ResumeReason.NO_OTHER),
+        (Outcome.WRITER_LOST, {"tries": 2}, ResumeReason.TRIED),
+        (Outcome.WRITER_LOST, {"left_s": 4.9}, ResumeReason.LATE),
+        (Outcome.DEADLINE, {}, ResumeReason.NOT_THE_WRITER),
+        (Outcome.CORRUPT, {}, ResumeReason.NOT_THE_WRITER),
+        (Outcome.REFUSED, {}, ResumeReason.NOT_THE_WRITER),
     ],
 )
 def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):
@@ -120,14 +120,6 @@ def test_odd_notices_bring_nothing(odd):
     assert ranks.give_up() == {"r1": 0}
 
 
-def test_nobody_reports_what_was_received():
-    ranks = Ranks()
-    ranks.write(0, 1)
-    ranks.write(2, 3, last=True)
-    assert ranks.decode.settle() == ({"r1"}, set())
-    assert ranks.decode.rank.report() is None
-
-
 def test_of_two_ranks_counts_what_both_have():
     joined = WorkerReport(landed={"r1": 3, "r2": 1}).joined(WorkerReport(landed={"r1": 2, "r3": 4}))
     assert joined.landed == {"r1": 2, "r2": 1, "r3": 4}
@@ -211,24 +203,6 @@ async def test_a_short_rest_is_computed_here(engine: Caching):
     assert engine.cached == {"r1": 9 * BLOCK}
     assert await engine.again(40) is None
     assert engine.counted("decision/local/cached") == 1
-
-
-async def test_without_a_landed_block_another_writer_does_all(engine: Caching):
-    await begin(engine)
-    await engine.lose(landed=0)
-    assert engine.cached == {}
-    job = await engine.again(41)
-    assert job is not None and job.num_computed_tokens == 0
-
-
-async def test_without_another_writer_what_has_landed_is_used_here(engine: Caching):
-    engine.writers.members = (WRITER,)
-    await begin(engine)
-    await engine.lose(landed=6)
-    assert engine.cached == {"r1": 6 * BLOCK}
-    assert await engine.again(41) is None
-    assert engine.counted("resume/no_other") == 1
-    assert engine.counted("decision/remote/long") == 1
 
 
 @pytest.mark.parametrize(("members", "again"), [((WRITER,), 0), ((WRITER, OTHER), 1)])

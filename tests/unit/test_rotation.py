@@ -94,14 +94,6 @@ class Frontend:
 
 
 @virtual
-async def test_workers_that_were_there_first_are_connected_too():
-    async with Frontend().open() as frontend:
-        transport = Transport()
-        with Rotation(frontend.roster, frontend.health, transport, lambda: None):  # type: ignore[arg-type]
-            assert transport.kept == [A, B]
-
-
-@virtual
 async def test_a_silent_worker_gets_nothing_new_then_loses_what_it_has():
     async with Frontend().open() as frontend:
         assert frontend.transport.kept == [A, B]

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.decision import disagg
-from dynamo_lite.policy.decision.disagg import Local, Remote
-from dynamo_lite.policy.decision.single_flight import (
-    FlightReason,
-    GoOn,
-    WaitForLeader,
-    follow,
-    min_shared_tokens,
-)
+from dynamo_lite.disagg.decode.single_flight import min_shared_tokens, pays
 from dynamo_lite.protocol.options import DisaggOptions
 from tests.builders import ManualClock
 from tests.unit.decode_engine import (
@@ -30,20 +22,6 @@ from tests.unit.test_decode_scheduler import decode as decode
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-LONG = Remote(disagg.DecisionReason.LONG)
-FULL = Local(disagg.DecisionReason.QUEUE_FULL)
-
-
-def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
-    return follow(
-        verdict,
-        uncached_tokens=uncached,
-        shared_tokens=shared,
-        leader_tokens=leader,
-        waits=waits,
-        min_shared_tokens=100,
-    )
-
 
 def test_a_wait_has_to_be_worth_a_remote_prefill_or_what_was_set():
     assert min_shared_tokens(DisaggOptions(max_local_prefill_length=50), 16) == 48
@@ -53,33 +31,23 @@ def test_a_wait_has_to_be_worth_a_remote_prefill_or_what_was_set():
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("uncached", "shared", "leader", "expected"),
     [
-        (follows(), WaitForLeader(FlightReason.SHARED)),
-        # A prompt that would stay here only because the queue is full waits as well.
-        (follows(FULL), WaitForLeader(FlightReason.SHARED)),
-        (follows(Local(disagg.DecisionReason.SHORT)), GoOn(FlightReason.NOT_LONG)),
-        (follows(Local(disagg.DecisionReason.CACHED)), GoOn(FlightReason.NOT_LONG)),
-        (follows(Local(disagg.DecisionReason.NOT_TRANSFERABLE)), GoOn(FlightReason.NOT_LONG)),
-        # The leader may be waiting in vain.
-        (follows(Local(disagg.DecisionReason.QUEUE_UNKNOWN)), GoOn(FlightReason.NOT_LONG)),
-        (follows(Local(disagg.DecisionReason.NO_PREFILL_WORKER)), GoOn(FlightReason.NOT_LONG)),
-        (follows(Local(disagg.DecisionReason.LEAVING)), GoOn(FlightReason.NOT_LONG)),
-        (follows(shared=0), GoOn(FlightReason.NOTHING_SHARED)),
-        (follows(shared=-64), GoOn(FlightReason.NOTHING_SHARED)),
-        (follows(uncached=150, shared=100, leader=100), WaitForLeader(FlightReason.SHARED)),
-        (follows(uncached=150, shared=99, leader=100), GoOn(FlightReason.SHARED_SHORT)),
+        (1000, 1000, 1000, True),
+        (1000, 0, 0, False),
+        (1000, -64, 1000, False),
+        (150, 100, 100, True),
+        (150, 99, 100, False),
         # At least half of its own work, and at least half of the leader's.
-        (follows(uncached=1000, shared=500, leader=600), WaitForLeader(FlightReason.SHARED)),
-        (follows(uncached=1001, shared=500, leader=600), GoOn(FlightReason.MOSTLY_ITS_OWN)),
-        (follows(uncached=600, shared=500, leader=1000), WaitForLeader(FlightReason.SHARED)),
-        (follows(uncached=600, shared=500, leader=1001), GoOn(FlightReason.LEADER_LONGER)),
-        (follows(waits=1), WaitForLeader(FlightReason.SHARED)),
-        (follows(waits=2), GoOn(FlightReason.WAITED)),
+        (1000, 500, 600, True),
+        (1001, 500, 600, False),
+        (600, 500, 1000, True),
+        (600, 500, 1001, False),
     ],
 )
-def test_decisions(asked, expected):
-    assert asked == expected
+def test_most_of_either_prompt_must_be_shared(uncached, shared, leader, expected):
+    found = pays(shared=shared, uncached=uncached, of_leader=leader, least=100)
+    assert found is expected
 
 
 # The scheduler half
@@ -129,16 +97,6 @@ async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any)
     decode.assert_clean()
 
 
-async def test_what_is_left_after_the_shared_prefix_is_decided_as_usual(decode: Decode):
-    await leads(decode, sibling("r1", 40, shared=24))
-    follower = sibling("r2", 44, shared=24)
-    assert asks(decode, follower) == WAITS
-    decode.output("r1")
-    assert decode.admit(follower, cached=24) == 44 - 1 - 24
-    assert decode.counted("decision/remote/long") == 2
-    assert decode.counted("single_flight/hit") == 1
-
-
 async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, caplog: Any):
     """The last token is computed here, and its block with it if it is full then."""
     caplog.set_level(logging.INFO)
@@ -149,11 +107,6 @@ async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, ca
         "request r2: waits for the remote prefill of r1, which brings 36 of 41 tokens"
         in caplog.text
     )
-
-
-async def test_a_cached_prefix_is_not_waited_for(decode: Decode):
-    await leads(decode, sibling("r1", 40, shared=24))
-    assert asks(decode, sibling("r2", 44, shared=24), cached=24) == (19, True)
 
 
 async def test_another_prompt_does_not_wait(decode: Decode):
@@ -232,28 +185,6 @@ async def test_nobody_waits_longer_than_the_leader(decode: Decode):
     assert decode.admit(follower) == 39
     [waited_s] = decode.half.stats.data["single_flight_seconds"]
     assert waited_s == pytest.approx(1.1)
-
-
-async def test_a_cancelled_leader_lets_a_follower_lead(decode: Decode):
-    await leads(decode, sibling("r1"))
-    follower = sibling("r2")
-    assert asks(decode, follower) == WAITS
-    decode.finish("r1")
-    assert decode.admit(follower) == 39
-    assert "r1" not in decode.half.prefills.by_request
-    assert decode.half.prefills.by_request["r2"].parked
-    assert asks(decode, sibling("r3")) == WAITS
-
-
-async def test_a_cancelled_follower_leaves_nothing(decode: Decode):
-    attempt = await leads(decode, sibling("r1"))
-    assert asks(decode, sibling("r2")) == WAITS
-    decode.half.request_finished("r2")
-    assert decode.counted("single_flight/cancelled") == 1
-    await decode.done(attempt)
-    decode.output("r1")
-    decode.finish("r1")
-    decode.assert_clean()
 
 
 async def test_a_preempted_follower_is_not_deferred_again(decode: Decode):

@@ -99,4 +99,4 @@ def test_only_what_starts_here_is_compared():
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
     pods = "--Planner.kubernetes.decode=deployments/decode"
-    assert over_budget(MANY, "--Planner.connector=kubernetes", pods) == []
+    assert over_budget(MANY, pods) == []

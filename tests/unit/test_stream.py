@@ -82,13 +82,6 @@ def test_a_length_out_of_bounds_is_refused_before_its_bytes_arrive(length: int):
         FrameParser().feed(length.to_bytes(4, "big"))
 
 
-def test_the_first_frame_may_have_a_smaller_limit():
-    with pytest.raises(ProtocolError):
-        FrameParser(first_max_bytes=8).feed((9).to_bytes(4, "big"))
-    parser = FrameParser(first_max_bytes=8)
-    assert parser.feed(frame(bytes(8)) + frame(bytes(9))) == [bytes(8), bytes(9)]
-
-
 @pytest.mark.parametrize("payload", [b"", bytes(MAX_MESSAGE_BYTES + 1)])
 def test_a_frame_out_of_bounds_is_not_made(payload: bytes):
     with pytest.raises(ProtocolError):
@@ -101,21 +94,6 @@ def test_addresses_round_trip_and_what_is_none_is_refused():
     for address in ("", "host", "host:", ":80", "host:port", "host:65536"):
         with pytest.raises(ProtocolError):
             parse_address(address)
-
-
-async def test_frames_travel_in_both_directions():
-    receiver = Receiver()
-    async with listening(receiver) as port, peer(port) as (reader, writer):
-        writer.write(frame(b"one") + frame(b"two"))
-        async with asyncio.timeout(5):
-            assert [await receiver.payloads.get() for _ in range(2)] == [b"one", b"two"]
-            assert receiver.connection is not None
-            receiver.connection.send(frame(b"three"))
-            assert await reader.readexactly(9) == frame(b"three")
-            receiver.connection.close("enough")
-            assert await reader.read() == b""
-            assert await receiver.closed.get() == "enough"
-    assert "closed" in repr(receiver.connection)
 
 
 class Watched(FrameConnection):

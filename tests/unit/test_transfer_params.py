@@ -10,7 +10,6 @@ import pytest
 from dynamo_lite.disagg.transfer_params import (
     DecodeRequestParams,
     PrefillJobParams,
-    PrefillLength,
     first_token_sampling,
     pack,
     time_left_s,
@@ -60,23 +59,6 @@ def test_a_job_is_unpacked_as_it_was_packed():
     )
 
 
-def test_what_is_packed_is_plain():
-    packed = pack(PARAMS)
-    assert packed == {
-        "attempt": "a1",
-        "engine_id": "e1",
-        "num_computed_tokens": 8,
-        "num_tokens": 20,
-        "block_size": 4,
-        "block_ids": [4, 5, 6],
-        "prefix_block_ids": [2, 3],
-        "target": encode(TARGET),
-        "forget": ["e7"],
-        "permit": {"cell": 2, "number": 9},
-    }
-    assert type(packed["target"]) is bytes
-
-
 def test_a_deadline_is_unpacked_as_it_was_packed():
     params = DecodeRequestParams(deadline=12.5)
     assert pack(params) == {"deadline": 12.5}
@@ -95,18 +77,6 @@ def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
 def test_without_being_asked_for_no_first_token_is_wanted():
     assert first_token_sampling(carrier(None)) is None
     assert first_token_sampling(carrier(time_limit(2.0, 10.0))) is None
-
-
-@pytest.mark.parametrize("params", [None, {}])
-def test_a_request_without_parameters_has_none(params: Any):
-    for kind in (PrefillJobParams, PrefillLength, DecodeRequestParams):
-        assert unpack(carrier(params), kind) is None
-
-
-def test_the_length_alone_is_read_from_a_jobs_parameters():
-    assert unpack(carried(PARAMS), PrefillLength) == PrefillLength(
-        num_computed_tokens=8, num_tokens=20
-    )
 
 
 def test_unknown_keys_are_ignored():
@@ -134,25 +104,6 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any):
     bad = carrier(pack(PARAMS) | {field: value})
     with pytest.raises(ProtocolError, match=rf"^request r1: kv_transfer_params: .*\$\.{field}"):
         unpack(bad, PrefillJobParams)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        "attempt",
-        "engine_id",
-        "num_computed_tokens",
-        "num_tokens",
-        "block_size",
-        "block_ids",
-        "target",
-    ],
-)
-def test_a_missing_value_is_refused_by_its_name(field: str):
-    packed = pack(PARAMS)
-    del packed[field]
-    with pytest.raises(ProtocolError, match=field):
-        unpack(carrier(packed), PrefillJobParams)
 
 
 def test_a_bad_deadline_is_refused():

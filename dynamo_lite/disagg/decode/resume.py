@@ -5,9 +5,11 @@ the engine takes the prompt's blocks back. So the engine finds them when it look
 prompt again, and the rest is decided as for any prompt with a cached prefix. The blocks
 behind them may still be written, and stay in quarantine. The cached blocks stay in
 quarantine as well, which is safe: a writer that writes a finished block again writes the
-same contents.
+same contents. Whether the rest is worth a remote prefill is decided as for any prompt; here it is
+decided whether another worker may be asked at all.
 """
 
+import enum
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +17,49 @@ from typing import Any
 from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.policy.attempts.resume import AskAgain, again
 from dynamo_lite.runtime.members.roster import Members
 
 logger = logging.getLogger(__name__)
 
 #: Gives the blocks of the request's first tokens, as many as stated, to the prefix cache.
 CacheBlocks = Callable[[Any, int], None]
+
+
+class ResumeReason(enum.Enum):
+    """Why another prefill worker may be asked (`WRITER_LOST`), or not."""
+
+    WRITER_LOST = "writer_lost"
+    NOT_THE_WRITER = "not_the_writer"  # another writer would end the same way
+    TRIED = "tried"  # max_tries is reached
+    NO_OTHER = "no_other"  # no other usable prefill worker
+    LATE = "late"  # less time is left than was already spent
+
+
+#: Outcomes that the writer caused.
+_OF_THE_WRITER = {
+    Outcome.WRITER_FAILED,
+    Outcome.WRITER_ABANDONED,
+    Outcome.WRITER_UNUSABLE,
+    Outcome.WRITER_LOST,
+    Outcome.WRITER_SILENT,
+}
+
+
+def again(
+    outcome: Outcome, *, tries: int, max_tries: int, others: int, spent_s: float, left_s: float
+) -> ResumeReason:
+    """Whether a prompt may ask another prefill worker.
+
+    tries: number of its remote prefills so far. others: usable prefill workers beside the writer.
+    spent_s: since it asked first. left_s: until its time limit.
+    """
+    if outcome not in _OF_THE_WRITER:
+        return ResumeReason.NOT_THE_WRITER
+    if tries >= max_tries:
+        return ResumeReason.TRIED
+    if others < 1:
+        return ResumeReason.NO_OTHER
+    return ResumeReason.LATE if left_s < spent_s else ResumeReason.WRITER_LOST
 
 
 class Resumes:
@@ -44,7 +82,7 @@ class Resumes:
             return False
         if prefill.outcome is Outcome.WRITER_UNUSABLE:
             prefill.tries -= 1  # it has not tried at all
-        verdict = again(
+        reason = again(
             prefill.outcome,
             tries=prefill.tries,
             max_tries=prefill.max_tries,
@@ -52,6 +90,7 @@ class Resumes:
             spent_s=now - prefill.since,
             left_s=until - now,
         )
+        prefill.may_retry = reason is ResumeReason.WRITER_LOST
         blocks = prefill.landed_blocks or 0
         if blocks and self._cache is not None:
             self._cache(prompt, (prefill.first_block + blocks) * self._size)
@@ -61,11 +100,10 @@ class Resumes:
             prefill.attempt,
             prefill.outcome.value,
             blocks,
-            "yes" if isinstance(verdict, AskAgain) else "no",
-            verdict.reason.value,
+            "yes" if prefill.may_retry else "no",
+            reason.value,
         )
-        self._stats.add(f"{RESUME}/{verdict.reason.value}")
-        prefill.may_retry = isinstance(verdict, AskAgain)
+        self._stats.add(f"{RESUME}/{reason.value}")
         if not prefill.may_retry:
             prefill.prompt = None
         return prefill.may_retry

@@ -1,5 +1,10 @@
 """Which requests wait for another request's remote prefill of the same prefix.
 
+A follower waits until its leader's remote prefill is over, and is then decided again. By then the
+shared prefix is in the engine's own cache: one prefill and one transfer served both. Waiting pays
+only if most of either prompt is shared. A follower must not wait for a much longer leader, nor for
+a prefix after which most of its own work is left.
+
 A leader is a prompt that is parked until its KV comes. It leads from the allocation of
 its blocks until the engine learns that the KV came or will not come, or until the leader ends, at
 its deadline at the latest. A follower holds no blocks and waits for one leader at a time. The
@@ -15,9 +20,30 @@ from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counte
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.decision.single_flight import WaitForLeader, follow, min_shared_tokens
+from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, DecisionReason
+from dynamo_lite.protocol.options import DisaggOptions
 
 logger = logging.getLogger(__name__)
+
+#: Verdicts of prompts that are long enough for a remote prefill. In all other cases the prompt is
+#: short, or the leader's remote prefill may fail, too.
+_LONG = WANT_OF_ROOM | {DecisionReason.LONG}
+#: It waits again after one failed leader, but not after several.
+_MAX_WAITS = 2
+
+
+def min_shared_tokens(options: DisaggOptions, block_size: int) -> int:
+    """Fewer shared tokens are not worth a wait. block_size: in tokens."""
+    if options.single_flight_min_length is not None:
+        return options.single_flight_min_length
+    # A prefix that is worth a remote prefill is also worth a wait for one.
+    return options.max_local_prefill_length // block_size * block_size
+
+
+def pays(*, shared: int, uncached: int, of_leader: int, least: int) -> bool:
+    """Whether a wait is worth it. shared: tokens of the `uncached` ones that the leader's KV will
+    bring, of all `of_leader` tokens that it waits for. least: see `min_shared_tokens`."""
+    return shared >= max(least, 1) and 2 * shared >= max(uncached, of_leader)
 
 
 class SingleFlight:
@@ -61,15 +87,14 @@ class SingleFlight:
         decided, cached = prefill.decided, prefill.decided.inputs.cached_tokens
         prefix, leader = self._longest(request)
         wait = prefill.wait or PrefixWait()
-        decision = follow(
-            decided.verdict,
-            uncached_tokens=request.num_prompt_tokens - cached,
-            shared_tokens=prefix - cached,
-            leader_tokens=0 if leader is None else leader.awaited_tokens,
-            waits=wait.waits,
-            min_shared_tokens=min_shared_tokens(decided.options, self._block_size),
-        )
-        if leader is None or not isinstance(decision, WaitForLeader):
+        if leader is None or decided.verdict.reason not in _LONG or wait.waits >= _MAX_WAITS:
+            return False
+        if not pays(
+            shared=prefix - cached,
+            uncached=request.num_prompt_tokens - cached,
+            of_leader=leader.awaited_tokens,
+            least=min_shared_tokens(decided.options, self._block_size),
+        ):
             return False
         wait.leader, wait.prefix_tokens, wait.began = leader.request_id, prefix, self._now()
         wait.waits += 1

@@ -24,7 +24,6 @@ from dynamo_lite.disagg.prefill.running_job import BlockIds, RunningJob
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
-from dynamo_lite.policy.decision.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import EngineStatus
@@ -82,12 +81,9 @@ class PrefillScheduler:
             return 0, False
         # Prefix blocks are only offered if both engines' blocks have the same size.
         held = len(params.prefix_block_ids) * self._block_size
-        verdict = read_or_compute(
-            held_tokens=held,
-            cached_tokens=cached,
-            min_read_tokens=self._role.min_prefix_read_length,
-        )
-        return (0, False) if isinstance(verdict, Compute) else (verdict.tokens, True)
+        # A read costs a turn of the scheduler and a transfer, so a short prefix is computed.
+        missing = held - cached
+        return (missing, True) if missing >= self._role.min_prefix_read_length else (0, False)
 
     def state_after_alloc(
         self,

@@ -46,7 +46,7 @@ class Candidate:
 def score(candidate: Candidate, options: KvRoutingOptions) -> float:
     """Higher is better."""
     held = max(candidate.matched, candidate.credit)
-    return options.kv_weight * held - options.load_weight * candidate.load
+    return options.kv_weight * held - candidate.load
 
 
 @dataclass(frozen=True, slots=True)

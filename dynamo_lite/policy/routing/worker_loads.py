@@ -16,6 +16,11 @@ from dynamo_lite.policy.routing.pending_requests import PendingRequests
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 
+#: What a request in the engine counts as, in addition to its prompt.
+REQUEST_LOAD_TOKENS = 32
+#: From this share of its KV cache in use on, a worker gets nothing while another one has room.
+MAX_KV_USAGE = 0.95
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -236,10 +241,8 @@ class WorkerLoads:
         if report is not None:
             others = self._others.get(lease_id, (0, 0))
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
-        worker.load = load = tokens + requests * self._options.request_load_tokens
-        # If load has no weight, all loads count as equal, and equally good workers take turns.
-        rank = load if self._options.load_weight else 0, self.turn(lease_id), worker.position
-        return rank, usage >= self._options.max_kv_usage
+        worker.load = load = tokens + requests * REQUEST_LOAD_TOKENS
+        return (load, self.turn(lease_id), worker.position), usage >= MAX_KV_USAGE
 
     def _see(self, worker: MemberLoad, report: LoadReport | None) -> None:
         worker.report = report

@@ -1,4 +1,7 @@
-"""What the planner sees of a graph at one moment. Values only; each measurement has its age."""
+"""What the planner sees of a graph at one moment. Values only.
+
+A missing measurement is None and never 0: an unknown load is no reason to remove a worker.
+"""
 
 import enum
 from collections.abc import Mapping
@@ -13,14 +16,6 @@ class Role(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True)
-class Datum:
-    """A measurement. A missing one is None and never 0: an unknown load is no reason to remove."""
-
-    value: float
-    age_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +34,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class LastChange:
-    """The last change of a role's number that a planner has ordered."""
+    """The last change of a role's number that a planner has ordered, this one or another."""
 
     up: bool
     age_s: float
@@ -63,7 +58,7 @@ class RoleSeen:
     #: How many starts have ended, since this planner runs.
     starts_done: int = 0
     starts_failed: int = 0
-    #: Of the planner that led before; None if that is not known.
+    #: None: none is known.
     changed: LastChange | None = None
 
     @property
@@ -91,38 +86,36 @@ class PrefillLoad:
     """Demand for prefill workers, in prompt tokens that no decode worker has cached."""
 
     #: Of prompts that were sent to prefill workers, per second.
-    asked_per_s: Datum | None = None
+    asked_per_s: float | None = None
     #: Of prompts that were prefilled locally because the queue was full or too slow, per second.
-    refused_per_s: Datum | None = None
+    refused_per_s: float | None = None
     #: Queued and claimed.
-    backlog: Datum | None = None
+    backlog: float | None = None
     #: What one busy prefill worker computes in a second.
-    rate: Datum | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLoad:
     """Demand for decode workers. KV is counted in whole workers: 1.5 fills one and a half."""
 
-    kv_used: Datum | None = None
+    kv_used: float | None = None
     #: Part of it: reserved for prompts that wait for a remote prefill.
-    kv_parked: Datum | None = None
+    kv_parked: float | None = None
     #: That the prompts of waiting requests will need.
-    kv_waiting: Datum | None = None
+    kv_waiting: float | None = None
     #: Requests.
-    running: Datum | None = None
-    waiting: Datum | None = None
+    running: float | None = None
+    waiting: float | None = None
     #: Part of those that wait: without KV blocks.
-    queued: Datum | None = None
+    queued: float | None = None
     #: Requests that got KV blocks, per second.
-    admitted_per_s: Datum | None = None
+    admitted_per_s: float | None = None
     #: Output tokens of all decode workers per second, and the mean time between two of a request.
-    tokens_per_s: Datum | None = None
-    token_s: Datum | None = None
+    tokens_per_s: float | None = None
+    token_s: float | None = None
     #: Most requests that one worker runs at a time; None: not known.
-    max_num_seqs: int | None = None
-    #: Median time between two tokens; None: no tokens lately.
-    itl_s: Datum | None = None
+    max_running: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

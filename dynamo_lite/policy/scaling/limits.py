@@ -39,8 +39,6 @@ def contradictions(limits: PlannerOptions, devices: Mapping[Role, int] | None = 
             f"prefill-min ({prefill}) and decode-min ({decode}) need {least} devices together, more"
             f" than budget-devices, {limits.budget_devices}"
         )
-    if limits.down_share >= min(limits.prefill_up_share, limits.decode_up_share):
-        found.append("down-share must be below prefill-up-share and decode-up-share")
     return found
 
 

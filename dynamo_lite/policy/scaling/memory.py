@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynamo_lite.policy.scaling.forecast import Line, Trend
-from dynamo_lite.policy.scaling.inputs import LastChange, Role
+from dynamo_lite.policy.scaling.inputs import Role
 from dynamo_lite.policy.scaling.work import Work
 
 #: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
@@ -59,8 +58,6 @@ class RolePlan:
     wanted: int | None
     #: Why that many are wanted, and why nothing is done if nothing is.
     reason: str
-    #: Of the direction that is pending, in seconds.
-    pending_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +88,14 @@ class RoleMemory:
     #: The number at the last tick, and whether it was about to change then.
     count: int | None = None
     busy: bool = False
-    #: Ticks in a row that wanted more workers, the first and the last that counted.
+    #: Ticks in a row that wanted more workers, and the last that counted.
     up_ticks: int = 0
-    up_since: float = 0.0
     up_at: float = 0.0
     #: Since when the load is known without a gap; None: it is not.
     known_since: float | None = None
     #: (time, workers needed) of the down window: a later entry is always smaller, so the first one
     #: is the window's maximum.
     needs: tuple[tuple[float, int], ...] = ()
-    #: The last change that was begun, and when.
-    changed_up: bool | None = None
-    changed_at: float = 0.0
     #: Failed starts in a row, and when the next start may be tried.
     failures: int = 0
     retry_at: float = 0.0
@@ -110,17 +103,6 @@ class RoleMemory:
     starting_since: float | None = None
     starts_done: int = 0
     starts_failed: int = 0
-    #: Of the role's load.
-    trend: Trend = field(default_factory=Trend)
-
-    def last_change(self, seen: LastChange | None, now: float) -> LastChange | None:
-        """The later of this memory's and the one of the planner before."""
-        own = None
-        if self.changed_up is not None:
-            own = LastChange(up=self.changed_up, age_s=now - self.changed_at)
-        if own is None or (seen is not None and seen.age_s < own.age_s):
-            return seen
-        return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +114,6 @@ class PlannerMemory:
     roles: Mapping[Role, RoleMemory] = field(default_factory=dict[Role, RoleMemory])
     #: Tokens per second of one busy prefill worker, when it was last measured; None: never.
     prefill_rate: float | None = None
-    #: Time between tokens by requests per decode worker.
-    itl: Line = field(default_factory=Line)
     #: What requests need.
     work: Work = field(default_factory=Work)
 

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dynamo_lite.policy.scaling.forecast import Line, Trend
-from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad
+from dynamo_lite.policy.scaling.inputs import DecodeLoad, PrefillLoad
 from dynamo_lite.policy.scaling.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 
@@ -22,8 +21,8 @@ _SHORTEST_DRAIN_S = 10.0
 _SHORTEST_QUEUE_S = 60.0
 #: See `_prefill_workers`.
 _SPARE = 0.5
-#: With one worker less, the time between tokens must stay below this share of its target.
-_ITL_DOWN_SHARE = 0.8
+#: A worker is removed if the others stay below this part of the share above which one is added.
+_DOWN = 15 / 16
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,9 @@ class Need:
         return min(self.up, count)
 
 
-def fresh(datum: Datum | None, limits: PlannerOptions) -> float | None:
-    """The measurement; None if it is missing, too old or no number. A fresh 0 is a 0."""
-    if datum is None or datum.age_s > limits.stale_s or not math.isfinite(datum.value):
-        return None
-    return max(datum.value, 0.0)
+def down_share(limits: PlannerOptions) -> float:
+    """Below this share, with one worker less, a worker is removed."""
+    return _DOWN * min(limits.prefill_up_share, limits.decode_up_share)
 
 
 def prefill_need(
@@ -57,7 +54,6 @@ def prefill_need(
     *,
     count: int,
     rate: float | None,
-    trend: Trend,
     work: Work,
     start_s: float,
 ) -> Need:
@@ -66,10 +62,9 @@ def prefill_need(
     `(tokens/s + backlog / T) / (share * rate)`, T: the time of a start, at least 10 s. Rounded up.
 
     count: prefill workers now. rate: tokens per second of one busy worker; None: never measured.
-    trend: of the demand without the backlog. work: what requests need.
+    work: what requests need.
     """
-    asked, refused = fresh(load.asked_per_s, limits), fresh(load.refused_per_s, limits)
-    backlog = fresh(load.backlog, limits)
+    asked, refused, backlog = load.asked_per_s, load.refused_per_s, load.backlog
     known = asked is not None and refused is not None and backlog is not None
     arriving = (asked or 0.0) + (refused or 0.0)
     each, doubt, reserve, spare = work.prefill_tokens.value, 0.0, 0.0, 0.0
@@ -79,8 +74,6 @@ def prefill_need(
         # More than chance explains is asked for while a backlog of decode workers drains.
         measured = min(arriving, expected + work.margin * each) if refused else 0.0
         arriving = max(expected, measured) * work.growth(start_s)
-    elif known and arriving:
-        arriving += trend.rise(start_s)
     if work.per_s is not None and rate:
         extra = _late(backlog or 0.0, count * rate - arriving, start_s)
     else:
@@ -95,7 +88,7 @@ def prefill_need(
     reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
     up = _prefill_workers(demand / rate, limits.prefill_up_share, spare)
     sure = _prefill_workers(max(demand - doubt, 0.0) / rate, limits.prefill_up_share, spare)
-    down = _prefill_workers((demand + reserve) / rate, limits.down_share, spare) if known else None
+    down = _prefill_workers((demand + reserve) / rate, down_share(limits), spare) if known else None
     return Need(up, down, reason, sure)
 
 
@@ -114,10 +107,11 @@ def _late(waiting: float, spare_per_s: float, start_s: float) -> float:
     return max(left, 0.0) / max(start_s, _SHORTEST_QUEUE_S)
 
 
-def prefill_arrivals(load: PrefillLoad, limits: PlannerOptions) -> float | None:
+def prefill_arrivals(load: PrefillLoad) -> float | None:
     """Tokens per second that prefill workers should compute; None if that is not known."""
-    asked, refused = fresh(load.asked_per_s, limits), fresh(load.refused_per_s, limits)
-    return None if asked is None or refused is None else asked + refused
+    if load.asked_per_s is None or load.refused_per_s is None:
+        return None
+    return load.asked_per_s + load.refused_per_s
 
 
 def decode_need(
@@ -125,42 +119,33 @@ def decode_need(
     limits: PlannerOptions,
     *,
     count: int,
-    itl: Line,
-    young: bool,
     prefill_short: bool,
-    trend: Trend,
     work: Work,
     start_s: float,
 ) -> Need:
-    """The most that KV blocks, running requests and the time between tokens need.
+    """The most that tokens, KV blocks and running requests need.
 
-    count: decode workers now. itl: time between tokens by requests per worker. young: a worker is
-    too young for the measured time between tokens. prefill_short: more prefill workers are needed,
-    so blocks that wait for remote prefills are their lack and not that of decode workers. work:
-    what requests need; while that is known, those that wait are counted with their rate, and the KV
-    in use adds no worker: it belongs to the arrivals, which the rate counts, or to a backlog that
-    the present workers will drain.
+    count: decode workers now. prefill_short: more prefill workers are needed, so blocks that wait
+    for remote prefills are their lack and not that of decode workers. work: what requests need;
+    while that is known, those that wait are counted with their rate, and the KV in use adds no
+    worker: it belongs to the arrivals, which the rate counts, or to a backlog that the present
+    workers will drain.
     """
-    requests = decode_requests(load, limits)
     rate = _rate_need(load, limits, work, count, start_s)
-    if rate is not None:
-        load = replace(load, kv_waiting=Datum(0.0))
-        running = fresh(load.running, limits)
-        kv = _kv_need(load, limits, prefill_short, 1.0)
-        parts = [
+    if rate is None:
+        requests = load.running
+        if requests is not None:
+            requests = None if load.waiting is None else requests + load.waiting
+        kv = _kv_need(load, limits, prefill_short)
+        return _most([kv, _sequence_need(load, limits, requests)])
+    kv = _kv_need(replace(load, kv_waiting=0.0), limits, prefill_short)
+    return _most(
+        [
             rate,
             kv if kv.up is None else replace(kv, up=0),
-            _sequence_need(load, limits, running, 1.0),
+            _sequence_need(load, limits, load.running),
         ]
-    else:
-        growth = 1 + trend.rise(start_s) / requests if requests else 1.0
-        parts = [
-            _kv_need(load, limits, prefill_short, growth),
-            _sequence_need(load, limits, requests, growth),
-        ]
-    if limits.itl_target_s:
-        parts.append(_itl_need(load, limits, count, itl, young, requests))
-    return _most(parts)
+    )
 
 
 def _rate_need(
@@ -169,8 +154,8 @@ def _rate_need(
     """`N = ceil(tokens/s / (share * tokens/s of one worker))`, with the requests that wait; None:
     not known."""
     each = work.output_tokens.value
-    one = work.tokens_of_one(load.max_num_seqs, limits.itl_target_s)
-    queued = fresh(load.queued, limits)
+    one = work.tokens_of_one(load.max_running)
+    queued = load.queued
     if work.per_s is None or each is None or one is None or queued is None:
         return None
     arriving = work.per_s * work.growth(start_s)
@@ -178,73 +163,34 @@ def _rate_need(
     share = limits.decode_up_share * one
     return Need(
         _ceil(demand / share),
-        _ceil((demand + work.reserve * each) / (limits.down_share * one)),
+        _ceil((demand + work.reserve * each) / (down_share(limits) * one)),
         f"{demand:.0f} output tokens/s at {one:.0f} for each worker",
         _ceil(max(demand - work.doubt * each, 0.0) / share),
     )
 
 
-def decode_requests(load: DecodeLoad, limits: PlannerOptions) -> float | None:
-    """Requests at the decode workers; None if that is not known."""
-    running, waiting = fresh(load.running, limits), fresh(load.waiting, limits)
-    return None if running is None or waiting is None else running + waiting
-
-
-def _kv_need(load: DecodeLoad, limits: PlannerOptions, prefill_short: bool, growth: float) -> Need:
-    used = fresh(load.kv_used, limits)
+def _kv_need(load: DecodeLoad, limits: PlannerOptions, prefill_short: bool) -> Need:
+    used, waiting = load.kv_used, load.kv_waiting
     if used is None:
         return Need(None, None, "KV use unknown")
-    parked, waiting = fresh(load.kv_parked, limits), fresh(load.kv_waiting, limits)
-    wanted = used - (parked or 0.0 if prefill_short else 0.0) + (waiting or 0.0)
-    wanted = max(wanted, 0.0) * growth
-    down = _ceil(wanted / limits.down_share) if waiting is not None else None
+    parked = load.kv_parked or 0.0 if prefill_short else 0.0
+    wanted = max(used - parked + (waiting or 0.0), 0.0)
+    down = _ceil(wanted / down_share(limits)) if waiting is not None else None
     return Need(_ceil(wanted / limits.decode_up_share), down, f"KV of {wanted:.2f} workers")
 
 
-def _sequence_need(
-    load: DecodeLoad, limits: PlannerOptions, requests: float | None, growth: float
-) -> Need:
+def _sequence_need(load: DecodeLoad, limits: PlannerOptions, requests: float | None) -> Need:
     if requests is None:
         return Need(None, None, "requests unknown")
-    if not load.max_num_seqs:
+    if not load.max_running:
         # Without the limit the KV blocks alone tell.
         return Need(0, 0, "limit of requests unknown")
-    share = requests * growth / load.max_num_seqs
+    share = requests / load.max_running
     return Need(
         _ceil(share / limits.decode_up_share),
-        _ceil(share / limits.down_share),
-        f"{requests:.0f} requests at {load.max_num_seqs} for each worker",
+        _ceil(share / down_share(limits)),
+        f"{requests:.0f} requests at {load.max_running} for each worker",
     )
-
-
-def _itl_need(
-    load: DecodeLoad,
-    limits: PlannerOptions,
-    count: int,
-    itl: Line,
-    young: bool,
-    requests: float | None,
-) -> Need:
-    """The least N with `a + b * requests / N <= target`; without a line, one more while the
-    measured time is too long."""
-    target = limits.itl_target_s
-    if requests == 0:
-        return Need(0, 0, "no requests")
-    measured = fresh(load.itl_s, limits)
-    if young or measured is None or requests is None:
-        return Need(None, None, "time between tokens unknown")
-    reason = f"{measured * 1e3:.1f} ms between tokens"
-    line = itl.fit()
-    if line is None:
-        # A removal assumes that it grows as fast as the requests of a worker.
-        down = _ceil(count * measured / (_ITL_DOWN_SHARE * target))
-        return Need(count + 1 if measured > target else 0, down, reason)
-    fixed, each = line
-    if fixed >= target:
-        return Need(0, None, f"{reason}, which more workers do not reduce")
-    up = _ceil(each * requests / (target - fixed))
-    room = _ITL_DOWN_SHARE * target - fixed
-    return Need(up, _ceil(each * requests / room) if room > 0 else None, reason)
 
 
 def _most(parts: Sequence[Need]) -> Need:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad
+from dynamo_lite.policy.scaling.inputs import DecodeLoad
 
 
 class ReportsLoad(Protocol):
@@ -26,6 +26,11 @@ class ReportsLoad(Protocol):
     @property
     def kv_tokens(self) -> int | None:
         """That its KV blocks hold."""
+        ...
+
+    @property
+    def max_running(self) -> int | None:
+        """Requests that it runs at a time, at most."""
         ...
 
 
@@ -46,8 +51,6 @@ class TokenRates:
     #: Output tokens per second, and the mean time between two of a request.
     tokens_per_s: float | None
     token_s: float | None
-    #: Median time between two tokens, over a longer time.
-    itl_s: float | None
 
 
 def decode_load(
@@ -74,20 +77,16 @@ def decode_load(
     each = used / running if running else 0.0
     complete = len(known) == len(workers)
     return DecodeLoad(
-        kv_used=Datum(used) if usages else None,
-        kv_parked=None if outstanding is None else Datum(min(parked, used)),
+        kv_used=used if usages else None,
+        kv_parked=None if outstanding is None else min(parked, used),
         kv_waiting=(
-            Datum(each * without_blocks) if waiting_known and len(usages) == len(workers) else None
+            each * without_blocks if waiting_known and len(usages) == len(workers) else None
         ),
-        running=Datum(running),
-        waiting=Datum(waiting) if complete else None,
-        queued=Datum(without_blocks) if waiting_known and complete else None,
-        admitted_per_s=_datum(rates.admitted_per_s),
-        tokens_per_s=_datum(rates.tokens_per_s),
-        token_s=_datum(rates.token_s),
-        itl_s=_datum(rates.itl_s),
+        running=running,
+        waiting=waiting if complete else None,
+        queued=without_blocks if waiting_known and complete else None,
+        admitted_per_s=rates.admitted_per_s,
+        tokens_per_s=rates.tokens_per_s,
+        token_s=rates.token_s,
+        max_running=min((w.max_running for w in workers if w.max_running), default=None),
     )
-
-
-def _datum(value: float | None) -> Datum | None:
-    return None if value is None else Datum(value)

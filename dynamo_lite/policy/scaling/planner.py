@@ -33,14 +33,7 @@ from dynamo_lite.policy.scaling.memory import (
     RolePlan,
     WithdrawStart,
 )
-from dynamo_lite.policy.scaling.needs import (
-    Need,
-    decode_need,
-    decode_requests,
-    fresh,
-    prefill_arrivals,
-    prefill_need,
-)
+from dynamo_lite.policy.scaling.needs import Need, decode_need, prefill_arrivals, prefill_need
 from dynamo_lite.policy.scaling.step import RoleStep, RoleWish, is_a_tick_later, start_s
 from dynamo_lite.policy.scaling.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
@@ -51,6 +44,8 @@ _MISSED_TICKS = 3
 _BUSY_S = 1.0
 #: Share of the difference to a lower rate that each tick believes, with and without a backlog.
 _BELIEVES, _FORGETS = 0.1, 0.005
+#: Workers that are younger than half the time of a start, or than this, teach nothing.
+_YOUNG_S = 30.0
 _START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 
 
@@ -89,34 +84,22 @@ def plan(
 
 def _learnt(memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float) -> PlannerMemory:
     """The memory with the rates that this tick shows."""
-    itl = memory.itl
     rate = _prefill_rate(memory.prefill_rate, seen, limits)
-    decode = seen.roles.get(Role.DECODE)
-    requests, itl_s = decode_requests(seen.decode, limits), fresh(seen.decode.itl_s, limits)
-    if decode is not None and decode.serving and _is_old(decode, limits) and requests and itl_s:
-        itl = itl.add(requests / decode.serving, itl_s)
-    roles = dict(memory.roles)
-    for role, value in (
-        (Role.PREFILL, prefill_arrivals(seen.prefill, limits)),
-        (Role.DECODE, decode_requests(seen.decode, limits)),
-    ):
-        remembered = memory.role(role)
-        if value is not None and is_a_tick_later(remembered.trend.at, now, limits):
-            roles[role] = replace(remembered, trend=remembered.trend.add(value, now))
+    roles = memory.roles
     if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
         roles = {role: _without_window(each) for role, each in roles.items()}
     work = _worked(memory.work, seen, limits, now)
-    return replace(memory, roles=roles, prefill_rate=rate, itl=itl, work=work)
+    return replace(memory, roles=roles, prefill_rate=rate, work=work)
 
 
 def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> float | None:
     """The rate of a prefill worker that has enough to do. One that has not looks slower: it counts
     as busy while a single job is on its way. So a lower rate is believed only under a backlog."""
     prefill = seen.roles.get(Role.PREFILL)
-    measured = fresh(seen.prefill.rate, limits)
+    measured = seen.prefill.rate
     if prefill is None or measured is None or not _is_old(prefill, limits):
         return known
-    backlog = fresh(seen.prefill.backlog, limits) or 0.0
+    backlog = seen.prefill.backlog or 0.0
     if known is None:
         return measured
     busy = measured > known or backlog > _BUSY_S * measured * prefill.serving
@@ -125,7 +108,7 @@ def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> fl
 
 def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     load, decode = seen.decode, seen.roles.get(Role.DECODE)
-    admitted, queued = fresh(load.admitted_per_s, limits), fresh(load.queued, limits)
+    admitted, queued = load.admitted_per_s, load.queued
     if admitted is None or queued is None:
         return replace(work, per_s=None)
     last = work.queued[-1][0] if work.queued else None
@@ -133,22 +116,25 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
         return work
     work = work.arrived(admitted, queued, now).served(
         admitted,
-        tokens_per_s=fresh(load.tokens_per_s, limits),
-        prefill_per_s=prefill_arrivals(seen.prefill, limits),
+        tokens_per_s=load.tokens_per_s,
+        prefill_per_s=prefill_arrivals(seen.prefill),
     )
-    running, used = fresh(load.running, limits), fresh(load.kv_used, limits)
+    running, used = load.running, load.kv_used
     if running and used is not None:
-        parked = fresh(load.kv_parked, limits) or 0.0
+        parked = load.kv_parked or 0.0
         work = work.held(max(used - parked, 0.0), running)
-    tokens_per_s, token_s = fresh(load.tokens_per_s, limits), fresh(load.token_s, limits)
+    tokens_per_s, token_s = load.tokens_per_s, load.token_s
     if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
         work = work.ran(tokens_per_s, token_s, decode.serving)
     return work
 
 
 def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
-    """Whether the workers are old enough that their rates mean something."""
-    return role is not None and (role.youngest_s is None or role.youngest_s >= limits.young_s)
+    """Whether the workers are old enough that their rates mean something: caches of younger ones
+    are cold, and their kernels compile."""
+    if role is None or role.youngest_s is None:
+        return role is not None
+    return role.youngest_s >= min(_YOUNG_S, start_s(role, limits) / 2)
 
 
 def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
@@ -160,7 +146,6 @@ def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping
             limits,
             count=prefill.count,
             rate=memory.prefill_rate,
-            trend=memory.role(Role.PREFILL).trend,
             work=memory.work,
             start_s=start_s(prefill, limits),
         )
@@ -170,10 +155,7 @@ def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping
             seen.decode,
             limits,
             count=decode.count,
-            itl=memory.itl,
-            young=not _is_old(decode, limits) or bool(decode.operations),
             prefill_short=short,
-            trend=memory.role(Role.DECODE).trend,
             work=memory.work,
             start_s=start_s(decode, limits),
         )
@@ -288,16 +270,10 @@ def _granted(
     return granted
 
 
-def begun(memory: PlannerMemory, action: Action, now: float) -> PlannerMemory:
+def begun(memory: PlannerMemory, action: Action) -> PlannerMemory:
     """With an action of the last proposal that was really begun; call it for each of them."""
     if isinstance(action, WithdrawStart):
         return memory
-    changed = replace(
-        memory.role(action.role),
-        # What ends before the next tick must not look like a change by another process.
-        busy=True,
-        changed_up=isinstance(action, AddWorkers),
-        changed_at=now,
-        up_ticks=0,
-    )
+    # What ends before the next tick must not look like a change by another process.
+    changed = replace(memory.role(action.role), busy=True, up_ticks=0)
     return replace(memory, roles={**memory.roles, action.role: changed})

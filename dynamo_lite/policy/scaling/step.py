@@ -104,11 +104,9 @@ class RoleStep:
         below = seen.count < self._least
         memory = self._memory
         if goal > seen.count:
-            first = memory.up_since if memory.up_ticks else now
             before = memory.up_at if memory.up_ticks else None
             if is_a_tick_later(before, now, self._limits):
-                ticks = memory.up_ticks + 1
-                memory = replace(memory, up_ticks=ticks, up_since=first, up_at=now)
+                memory = replace(memory, up_ticks=memory.up_ticks + 1, up_at=now)
         else:
             memory = replace(memory, up_ticks=0)
         under_way = self._under_way(wanted)
@@ -122,22 +120,19 @@ class RoleStep:
         return memory, wish, plan
 
     def _up(self, memory: RoleMemory, goal: int, below: bool) -> tuple[RoleWish, RolePlan]:
-        seen, now = self._seen, self._now
-        pending_s = now - memory.up_since
+        seen = self._seen
         missing = goal - seen.count
         reason = f"{missing} more: {self._need.reason}"
         if below:
             missing, reason = self._least - seen.count, f"fewer than the minimum, {self._least}"
         if wait := self._until_retry():
-            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}", pending_s)
+            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}")
         if not below and memory.up_ticks < UP_TICKS:
-            return RoleWish(), self._plan(
-                "pending", goal, f"{reason}; needed once so far", pending_s
-            )
+            return RoleWish(), self._plan("pending", goal, f"{reason}; needed once so far")
         if not below and (wait := self._until_reversal(up=True)):
-            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}", pending_s)
+            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}")
         step = max(_FREE_STEP, math.ceil(seen.count * _UP_STEP))
-        return RoleWish(add=min(missing, step)), self._plan("pending", goal, reason, pending_s)
+        return RoleWish(add=min(missing, step)), self._plan("pending", goal, reason)
 
     def _down(self, memory: RoleMemory, wanted: int | None) -> tuple[RoleWish, RolePlan]:
         """The window's maximum counts, so one busy moment keeps a worker for a whole window."""
@@ -158,11 +153,11 @@ class RoleStep:
         if since < limits.down_window_s:
             wait = f"{floor} were enough for {since:.0f} of {limits.down_window_s:.0f} s"
             gives = self._gives(memory)
-            return RoleWish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}", since)
+            return RoleWish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}")
         if wait := self._until_reversal(up=False):
-            return RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}", since)
+            return RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
         wish, why = self._removal(f"{floor} are enough: {reason}")
-        return replace(wish, gives=True), self._plan("pending", wanted, why, since)
+        return replace(wish, gives=True), self._plan("pending", wanted, why)
 
     def _gives(self, memory: RoleMemory) -> bool:
         """Whether one worker less was enough for the cooldown, though not for the down window."""
@@ -224,7 +219,7 @@ class RoleStep:
         state: PlanState = "settling" if first.confirmed else "acting"
         what = "a start" if first.kind == "add" else "a removal"
         reason = f"{what} is under way for {first.age_s:.0f} s"
-        return RoleWish(withdraw=late), self._plan(state, wanted, reason, first.age_s)
+        return RoleWish(withdraw=late), self._plan(state, wanted, reason)
 
     def _until_retry(self) -> str:
         """Why no worker may be started now; empty if one may."""
@@ -235,7 +230,7 @@ class RoleStep:
 
     def _until_reversal(self, *, up: bool) -> str:
         """Why a change in this direction has to wait for the last one; empty if it has not."""
-        last = self._memory.last_change(self._seen.changed, self._now)
+        last = self._seen.changed
         if last is None or last.up is up:
             return ""
         rest = max(self._limits.cooldown_s, start_s(self._seen, self._limits)) - last.age_s
@@ -243,13 +238,5 @@ class RoleStep:
             return ""
         return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
 
-    def _plan(
-        self, state: PlanState, wanted: int | None, reason: str, pending_s: float = 0.0
-    ) -> RolePlan:
-        return RolePlan(
-            state=state,
-            count=self._seen.count,
-            wanted=wanted,
-            reason=reason,
-            pending_s=round(pending_s, 1),
-        )
+    def _plan(self, state: PlanState, wanted: int | None, reason: str) -> RolePlan:
+        return RolePlan(state=state, count=self._seen.count, wanted=wanted, reason=reason)

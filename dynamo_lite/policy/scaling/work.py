@@ -8,8 +8,6 @@ multiplies that by the rate.
 import math
 from dataclasses import dataclass, field, replace
 
-from dynamo_lite.policy.scaling.forecast import Line, Trend
-
 #: Weights of the earlier ticks when one is added. Output tokens come some seconds after their
 #: requests, so their mean must not follow a sudden load.
 _FAST_FADE, _FADE, _SLOW_FADE = 0.95, 0.98, 0.99
@@ -31,6 +29,67 @@ _RISES, _RISING = 2.5, 1.0
 _FALLING = 4.0
 #: A slope says nothing of a time that is farther away, in seconds.
 _FARTHEST_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """Level and slope of the arrivals, which are sampled now and then."""
+
+    #: Time of the last sample; None before the first.
+    at: float | None = None
+    level: float = 0.0
+    #: Per second.
+    slope: float = 0.0
+
+    def add(self, value: float, now: float) -> "Trend":
+        """Returns the trend with one more sample. now: monotonic seconds, after the sample
+        before.
+
+        The gains are those of a steady Kalman filter with a constant slope (Kalata, "The tracking
+        index", 1984).
+        """
+        if self.at is None or now <= self.at:
+            return replace(self, at=now, level=value)
+        seconds = now - self.at
+        expected = max(self.level + self.slope * seconds, 0.0)
+        surprise = value - expected
+        return Trend(
+            at=now,
+            level=expected + _ALPHA * surprise,
+            slope=self.slope + _ALPHA**2 / (2 - _ALPHA) * surprise / seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A straight line through fading samples (x, y), by least squares."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float, fade: float = 0.98) -> "Line":
+        return Line(
+            weight=self.weight * fade + 1,
+            x=self.x * fade + x,
+            y=self.y * fade + y,
+            xx=self.xx * fade + x * x,
+            xy=self.xy * fade + x * y,
+        )
+
+    def fit(self) -> tuple[float, float] | None:
+        """Intercept and slope; None with fewer than five samples, with all of them at about the
+        same x, and when y falls with x: such a line is meaningless."""
+        if self.weight < 4.5:
+            return None
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance = self.xx / self.weight - mean_x**2
+        if variance <= (0.1 * mean_x) ** 2:
+            return None
+        slope = (self.xy / self.weight - mean_x * mean_y) / variance
+        return (mean_y - slope * mean_x, slope) if slope > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +128,7 @@ class Work:
     #: more than chance.
     chance: float = 0.0
     jump: int = 0
-    trend: Trend = field(default_factory=lambda: Trend(alpha=_ALPHA))
+    trend: Trend = field(default_factory=Trend)
 
     def arrived(self, admitted_per_s: float, queued: float, now: float) -> "Work":
         """With one tick more: what was admitted, and by how much the queue has changed."""
@@ -159,19 +218,16 @@ class Work:
         slope = self.trend.slope - _SURE * _SLOPE_CHANCE * self.chance
         return 1 + max(slope, 0.0) * min(seconds, _FARTHEST_S) / self.per_s
 
-    def tokens_of_one(self, max_num_seqs: int | None, itl_target_s: float) -> float | None:
+    def tokens_of_one(self, max_running: int | None) -> float | None:
         """Most output tokens per second of one decode worker; None: not known.
 
-        `n / (fixed + each n)`, n: the most requests that its KV, `max_num_seqs` and the target
-        allow.
+        `n / (fixed + each n)`, n: the most requests that its KV and `max_running` allow.
         """
         kv = self.kv.value
         if self.pace is None or kv is None:
             return None
         fixed, each = self.pace
         most = 1 / kv
-        if max_num_seqs:
-            most = min(most, max_num_seqs)
-        if itl_target_s > fixed:
-            most = min(most, (itl_target_s - fixed) / each)
+        if max_running:
+            most = min(most, max_running)
         return most / (fixed + each * most)

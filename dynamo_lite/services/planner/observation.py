@@ -12,7 +12,7 @@ from dynamo_lite.overview import compose
 from dynamo_lite.overview.metrics import CounterHistory, Samples, total
 from dynamo_lite.overview.model import LiveProcess, Overview
 from dynamo_lite.overview.observer import Observer
-from dynamo_lite.policy.scaling.inputs import Datum, DecodeLoad, PrefillLoad, Role
+from dynamo_lite.policy.scaling.inputs import DecodeLoad, PrefillLoad, Role
 from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host
@@ -91,21 +91,21 @@ class Observation:
         seconds, lately = self._history.window(_DEMAND_S)
         _, longer = self._history.window(_RATE_S)
         written, busy_s = total(longer, compose.WRITTEN_TOKENS), total(longer, compose.BUSY_S)
-        rate = Datum(written / busy_s) if written and busy_s else None
+        rate = written / busy_s if written and busy_s else None
         told = [page for page in decode if page is not None and (compose.ASKED, ()) in page]
         if not told:
             self._history = CounterHistory(_RATE_S)  # time without news is no time without load
             return PrefillLoad(rate=rate)
-        backlog = Datum(_sum(told, compose.OUTSTANDING_TOKENS))
+        backlog = _sum(told, compose.OUTSTANDING_TOKENS)
         if not seconds:
             return PrefillLoad(backlog=backlog, rate=rate)
         asked, refused = total(lately, compose.ASKED), total(lately, compose.OVERFLOW)
         if len(told) < len(decode):
-            both = Datum((asked + refused) / seconds)
+            both = (asked + refused) / seconds
             return PrefillLoad(asked_per_s=both, backlog=backlog, rate=rate)
         return PrefillLoad(
-            asked_per_s=Datum(asked / seconds),
-            refused_per_s=Datum(refused / seconds),
+            asked_per_s=asked / seconds,
+            refused_per_s=refused / seconds,
             backlog=backlog,
             rate=rate,
         )
@@ -118,7 +118,6 @@ def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview
         admitted_per_s=sum(admitted) if seen.rate_s else None,
         tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
         token_s=seen.tokens.mean_s,
-        itl_s=seen.itl.p50_s,
     )
     pages = [page for _, page in decode if page is not None]
     outstanding = None

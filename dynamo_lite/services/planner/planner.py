@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,10 @@ from dynamo_lite.services.planner.connector import (
 )
 from dynamo_lite.services.planner.history import History, PlannerMetrics, as_text, roles_of
 from dynamo_lite.services.planner.kubernetes import KubernetesConnector
-from dynamo_lite.services.planner.manual import Manual
 from dynamo_lite.services.planner.observation import Observation, Observed, until
 from dynamo_lite.services.planner.operations import Operations
 from dynamo_lite.services.planner.records import PlannerRecords
-from dynamo_lite.services.planner.roles import LastChanges, roles_seen
+from dynamo_lite.services.planner.roles import LastChanges, manual_counts, reached, roles_seen
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import UnderWay
 
@@ -100,7 +99,6 @@ class Planner:
         namespace, by = self._spec.namespace, f"{host.lease.id:x}"
         self._target = Target(host.store, namespace, by, host.clock, authentic)
         self._changes = LastChanges(host.clock.monotonic)
-        self._manual = Manual(self._records, self._target)
         self._under_way = UnderWay(host.store, namespace, host.clock, authentic)
         self._operations = Operations(
             self._under_way,
@@ -149,10 +147,10 @@ class Planner:
         }
 
     def _open_connector(self) -> Connector:
-        if self._config.connector == "local":
-            return LocalConnector(Path(self._spec.state_dir))
         options = self._config.kubernetes
-        api = KubernetesApi(options.url, Path(options.service_account), options.timeout_s)
+        if not options.scales:
+            return LocalConnector(Path(self._spec.state_dir))
+        api = KubernetesApi(options.url, Path(options.service_account))
         return KubernetesConnector(api, options)
 
     def _least(self, component: str) -> int:
@@ -192,9 +190,9 @@ class Planner:
         for action in proposal.actions:
             assert number is not None
             if await self._act(action, number):
-                self._memory = begun(self._memory, action, now)
-        if not seen.hold:
-            await self._manual.finish(seen, self._limits)
+                self._memory = begun(self._memory, action)
+        if not seen.hold and (done := reached(records.target, seen, self._limits)):
+            await self._target.reached(done)
 
     async def _follow_leadership(self, leads: bool) -> None:
         if leads and not self._led:
@@ -231,12 +229,12 @@ class Planner:
             self._changes.note(self._records.target)
             members = self._observation.members
             roles = roles_seen(observed, number, self._under_way, members, self._changes)
-        manual = self._manual.wanted(roles)
-        limit = self._limits.decode_max_num_seqs
+        records = self._records
+        manual = manual_counts(records.target, roles, paused=bool(records.paused))
         return Seen(
             roles=roles,
             prefill=observed.prefill,
-            decode=replace(observed.decode, max_num_seqs=limit or None),
+            decode=observed.decode,
             hold=self._hold(bool(manual)),
             manual=manual,
         )

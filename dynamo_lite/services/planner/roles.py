@@ -1,10 +1,12 @@
 """Numbers, members and operations put together, as what the policy sees of each role."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from dynamo_lite.policy.scaling.inputs import LastChange, Role, RoleSeen
+from dynamo_lite.policy.scaling.inputs import LastChange, Role, RoleSeen, Seen
+from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Change, RoleCounts, TargetRecord
 from dynamo_lite.services.planner.connector import COMPONENTS, Counted
 from dynamo_lite.services.planner.observation import Observed
@@ -71,3 +73,26 @@ def _without_leaving(counts: RoleCounts, leaving: int) -> RoleCounts:
         starting=counts.starting - starting,
         draining=counts.draining + leaving,
     )
+
+
+def manual_counts(
+    target: TargetRecord | None, roles: Mapping[Role, RoleSeen], *, paused: bool
+) -> dict[Role, int]:
+    """The numbers that an operator has set and that are not reached yet. While paused, they are
+    reached and nothing else is done."""
+    manual = {} if target is None else target.manual
+    wanted = {role: manual[COMPONENTS[role]] for role in roles if COMPONENTS[role] in manual}
+    if wanted and paused:
+        wanted = {role: one.count for role, one in roles.items()} | wanted
+    return wanted
+
+
+def reached(target: TargetRecord | None, seen: Seen, limits: PlannerOptions) -> dict[str, int]:
+    """Those of them that are, by component."""
+    found: dict[str, int] = {}
+    for role, wanted in manual_counts(target, seen.roles, paused=False).items():
+        one, (least, most) = seen.roles[role], bounds(limits, role)
+        settled = not one.operations and not one.counts.starting
+        if settled and one.count == min(max(wanted, least), most):
+            found[COMPONENTS[role]] = wanted
+    return found

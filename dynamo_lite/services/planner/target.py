@@ -1,6 +1,7 @@
 """The target record: each order of a planner gets its version here, by compare-and-swap."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import msgspec
 
@@ -40,16 +41,10 @@ class Target:
         if up is not None:
             changes[component] = Change(up=up, at=self._clock.wall())
         version = max(self._version(old, record), above) + 1
-        new = TargetRecord(
-            counts={**record.counts, component: count},
-            version=version,
-            by=self._by,
-            reason=reason[:1024],
-            at=self._clock.wall(),
-            manual=record.manual,
-            changes=changes,
+        counts = {**record.counts, component: count}
+        await self._put(
+            old, record, version=version, counts=counts, reason=reason[:1024], changes=changes
         )
-        await self._swap(old, new)
         return version
 
     async def new_id(self, above: int) -> int:
@@ -66,33 +61,15 @@ class Target:
         """These numbers of an operator are reached. Raises Unavailable."""
         old, record = await self._read()
         left = {c: n for c, n in record.manual.items() if manual.get(c) != n}
-        if old is None or left == record.manual:
-            return
-        new = TargetRecord(
-            counts=record.counts,
-            version=self._version(old, record) + 1,
-            by=record.by,
-            reason=record.reason,
-            at=record.at,
-            manual=left,
-            changes=record.changes,
-        )
-        await self._swap(old, new)
+        if old is not None and left != record.manual:
+            version = self._version(old, record) + 1
+            await self._swap(old, msgspec.structs.replace(record, version=version, manual=left))
 
     async def set_manual(self, manual: Mapping[str, int], reason: str) -> TargetRecord:
         """An operator wants these numbers. Raises Unavailable when another writer was faster."""
         old, record = await self._read()
-        new = TargetRecord(
-            counts={**record.counts, **manual},
-            version=self._version(old, record) + 1,
-            by=self._by,
-            reason=reason,
-            at=self._clock.wall(),
-            manual={**record.manual, **manual},
-            changes=record.changes,
-        )
-        await self._swap(old, new)
-        return new
+        counts, wanted = {**record.counts, **manual}, {**record.manual, **manual}
+        return await self._put(old, record, counts=counts, reason=reason, manual=wanted)
 
     async def unset(self, components: Collection[str]) -> TargetRecord:
         """The planner decides about these again. Raises Unavailable when another writer was
@@ -101,16 +78,7 @@ class Target:
         left = {c: n for c, n in record.manual.items() if c not in components}
         if left == record.manual:
             return record
-        new = msgspec.structs.replace(
-            record,
-            version=self._version(old, record) + 1,
-            by=self._by,
-            reason="unset by an operator",
-            at=self._clock.wall(),
-            manual=left,
-        )
-        await self._swap(old, new)
-        return new
+        return await self._put(old, record, reason="unset by an operator", manual=left)
 
     async def _read(self) -> tuple[bytes | None, TargetRecord]:
         """A record that cannot be read is replaced."""
@@ -121,6 +89,13 @@ class Target:
     def _version(self, old: bytes | None, record: TargetRecord) -> int:
         """The one that the next version has to exceed."""
         return max(record.version if old else 0, self._records.newest)
+
+    async def _put(self, old: bytes | None, record: TargetRecord, **changes: Any) -> TargetRecord:
+        """Writes `record` with these changes, as this process's and of now."""
+        changes = {"version": self._version(old, record) + 1, **changes}
+        new = msgspec.structs.replace(record, by=self._by, at=self._clock.wall(), **changes)
+        await self._swap(old, new)
+        return new
 
     async def _swap(self, old: bytes | None, new: TargetRecord) -> None:
         if not await self._store.swap(self._key, old, self._records.encoded(self._key, new)):

@@ -159,6 +159,7 @@ class VllmEngine:
                 kv_usage=stats.kv_cache_usage,
                 gave_tokens=self.load.gave_tokens
                 or any(output.new_token_ids for output in outputs.outputs),
+                max_running=self._config.scheduler_config.max_num_seqs if self._config else 0,
             )
             if stats.kv_connector_stats:
                 self._apply_counts(stats.kv_connector_stats)

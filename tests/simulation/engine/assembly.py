@@ -168,6 +168,7 @@ class SimCore:
             waiting=self.scheduler.waiting,
             kv_usage=1 - self.pool.get_num_free_blocks() / max(1, self.pool.num_gpu_blocks - 1),
             gave_tokens=self._gave_tokens,
+            max_running=self.config.max_running,
         )
 
     def _tell_load(self) -> None:
