@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Service
 from tests.null_engine import NullEngine
 
 #: A token that has a letter in the tiny model's vocabulary.

@@ -24,7 +24,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from benchmarks.null_worker import TOKEN_ID
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import HttpServer, url_of
+from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 

@@ -30,7 +30,7 @@ from benchmarks.capacity.run import Run, Setting
 from benchmarks.capacity.scaler import PlannerScaler
 from benchmarks.capacity.timing import GPU_LIKE
 from benchmarks.command import parser_of, write_json
-from dynamo_lite.policy.scaling.limits import contradictions
+from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.options import DecisionThresholds, PlannerOptions
 
 #: The targets: attainment, and ticks after a start.

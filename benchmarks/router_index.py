@@ -87,9 +87,9 @@ def _hashes(seed: str, count: int) -> list[int]:
 
 class Ours:
     def __init__(self) -> None:
-        from dynamo_lite.policy.routing.kv_chain import chain_hashes
-        from dynamo_lite.policy.routing.kv_index import KvIndex
         from dynamo_lite.protocol import codec, kv
+        from dynamo_lite.routing.kv_chain import chain_hashes
+        from dynamo_lite.routing.kv_index import KvIndex
 
         self._codec, self._kv, self._chain_hashes = codec, kv, chain_hashes
         self._index = KvIndex(4_000_000)

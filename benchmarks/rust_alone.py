@@ -25,7 +25,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from benchmarks.null_worker import TOKEN_ID
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import url_of
+from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.rust_edge import as_engine, rust_arguments
 from dynamo_lite.vllm.frontend.rust_process import RustProcess

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.command import parser_of, write_json
-from dynamo_lite.policy.routing.kv_chain import chain_hashes
-from dynamo_lite.policy.routing.kv_index import KvIndex
-from dynamo_lite.policy.routing.kv_routing import KvPicker, LoadReport, Shard
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.routing.kv_chain import chain_hashes
+from dynamo_lite.routing.kv_index import KvIndex
+from dynamo_lite.routing.kv_routing import KvPicker, LoadReport, Shard
 from tests.straightforward import StraightforwardPicker
 
 SIZES = (16, 64, 256, 512, 1000)

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import annotated_types as at
 
 from benchmarks.null_worker import BUSY_WORKER, TOKEN_ID
-from dynamo_lite.engine.base import DecodeEngine
+from dynamo_lite.disagg.engine import DecodeEngine
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.services.config import VllmWorkerConfig
-from dynamo_lite.services.decode_worker import VllmWorker
-from dynamo_lite.services.services import FRONTEND, PROCESSOR, Graph, Service
-from dynamo_lite.services.vllm_backend import VllmBackend
+from dynamo_lite.serve.services.config import VllmWorkerConfig
+from dynamo_lite.serve.services.decode_worker import VllmWorker
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.vllm_backend import VllmBackend
 from tests.null_engine import NullEngine
 
 

@@ -1,6 +1,6 @@
 """Aggregated serving with a KV-aware Router process."""
 
-from dynamo_lite.services.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
 
 Frontend = (
     FRONTEND.with_defaults(router="component")

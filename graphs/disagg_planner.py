@@ -1,6 +1,6 @@
 """Conditional disaggregation with a planner that changes the numbers of workers with the load."""
 
-from dynamo_lite.services.services import (
+from dynamo_lite.serve.services.services import (
     FRONTEND,
     PLANNER,
     PREFILL_WORKER,

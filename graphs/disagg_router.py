@@ -1,6 +1,6 @@
 """Conditional disaggregation with a KV-aware Router process."""
 
-from dynamo_lite.services.services import (
+from dynamo_lite.serve.services.services import (
     FRONTEND,
     PREFILL_WORKER,
     PROCESSOR,

@@ -1,5 +1,5 @@
 """Forwarding: an HTTP server in front of stock engines."""
 
-from dynamo_lite.services.services import FORWARDER, Graph
+from dynamo_lite.serve.services.services import FORWARDER, Graph
 
 Forwarder = Graph(services=(FORWARDER,))

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from dynamo_lite.engine.base import EngineLoad
+from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import EngineStatus, FirstToken

@@ -7,15 +7,15 @@ They follow the same rules and look at everything each time. Tests compare the a
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
 
-from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.policy.routing.kv_routing import Candidate, KvView, score
-from dynamo_lite.policy.routing.pending_requests import PendingRequests
-from dynamo_lite.policy.routing.pickers import Selection
-from dynamo_lite.policy.routing.worker_loads import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.routing.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.routing.kv_routing import Candidate, KvView, score
+from dynamo_lite.routing.pending_requests import PendingRequests
+from dynamo_lite.routing.pickers import Selection
+from dynamo_lite.routing.worker_loads import MAX_KV_USAGE, REQUEST_LOAD_TOKENS
 
 _MAX_SESSIONS = 65_536
 

@@ -9,12 +9,12 @@ from benchmarks.capacity.load import Request
 from benchmarks.capacity.phase import Sequence
 from benchmarks.capacity.queue import Job, JobQueue
 from benchmarks.capacity.timing import Timing
-from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, Local, decide
-from dynamo_lite.policy.routing.admission import Admission, Limits
-from dynamo_lite.policy.routing.kv_routing import LoadReport
+from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, Local, decide
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.options import DecisionThresholds
-from dynamo_lite.services.config import VllmWorkerConfig
+from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.routing.kv_routing import LoadReport
+from dynamo_lite.serve.services.config import VllmWorkerConfig
 
 _LIMITS = Limits(
     in_flight=VllmWorkerConfig.max_in_flight_requests,

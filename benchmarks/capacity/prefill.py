@@ -9,7 +9,7 @@ from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.phase import Sequence
 from benchmarks.capacity.queue import Job, JobQueue
 from benchmarks.capacity.timing import Timing
-from dynamo_lite.services.config import PrefillWorkerConfig
+from dynamo_lite.serve.services.config import PrefillWorkerConfig
 
 
 class PrefillWorkerModel:

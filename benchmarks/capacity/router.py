@@ -9,10 +9,10 @@ from collections.abc import Set
 from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.events import Events
 from benchmarks.capacity.load import Request
-from dynamo_lite.policy.routing.kv_routing import KvPicker, LoadReport
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.routing.kv_routing import KvPicker, LoadReport
 
 #: Time between two load reports of a worker.
 _REPORT_S = 1.0

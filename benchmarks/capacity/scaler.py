@@ -1,6 +1,6 @@
 """The shipped planner on the simulated graph.
 
-The decisions are those of `policy/scaling/planner.py`, the loads those of `observed.py` there. They
+The decisions are those of `planner/policy/planner.py`, the loads those of `observed.py` there. They
 are those of the tick's moment; in a graph they are up to a second older.
 """
 
@@ -12,7 +12,7 @@ from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
 from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
-from dynamo_lite.policy.scaling.inputs import (
+from dynamo_lite.planner.policy.inputs import (
     LastChange,
     Operation,
     PrefillLoad,
@@ -20,14 +20,14 @@ from dynamo_lite.policy.scaling.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker
-from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
-from dynamo_lite.policy.scaling.planner import begun, plan
-from dynamo_lite.policy.scaling.start_times import StartTimes
+from dynamo_lite.planner.policy.memory import AddWorkers, PlannerMemory, RemoveWorker
+from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
+from dynamo_lite.planner.policy.planner import begun, plan
+from dynamo_lite.planner.policy.start_times import StartTimes
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 
-#: Window of rates, as in `overview/compose.py`.
+#: Window of rates, as in `runtime/overview/compose.py`.
 _RATE_S = 10.0
 #: Windows of the demand for prefill workers and of their rate, as in `planner/observation.py`.
 _DEMAND_S, _PREFILL_S = 15.0, 60.0

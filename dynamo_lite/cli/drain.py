@@ -22,12 +22,12 @@ from dynamo_lite.cli.arguments import (
     interruptible,
 )
 from dynamo_lite.cli.listing import Place, find_place, members, open_store, table
-from dynamo_lite.overview.drains import ROLES, WorkerSeen, listens, look
-from dynamo_lite.policy.scaling.drain import NoVictim, Safe, Unsafe, victim
+from dynamo_lite.planner.departure import Departure
+from dynamo_lite.planner.drains import ROLES, WorkerSeen, listens, look
+from dynamo_lite.planner.policy.drain import NoVictim, Safe, Unsafe, victim
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.processes import is_alive
-from dynamo_lite.services.planner.departure import Departure
 
 #: The end of its work is no event that is seen here.
 _POLL_S = 0.2

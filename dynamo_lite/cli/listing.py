@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynamo_lite.overview.compose import state_of
-from dynamo_lite.overview.fetch import fetch_health
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.overview.compose import state_of
+from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.run_state import read_run

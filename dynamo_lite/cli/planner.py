@@ -19,8 +19,11 @@ from dynamo_lite.cli.listing import (
     open_broker,
 )
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
-from dynamo_lite.policy.scaling.inputs import Role
-from dynamo_lite.policy.scaling.limits import contradictions, refusals
+from dynamo_lite.planner.authentic import AuthenticRecords
+from dynamo_lite.planner.connector import COMPONENTS, by_role
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.planner.policy.limits import contradictions, refusals
+from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.errors import (
@@ -46,9 +49,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.planner.authentic import AuthenticRecords
-from dynamo_lite.services.planner.connector import COMPONENTS, by_role
-from dynamo_lite.services.planner.target import Target
 
 _TRIES = 20
 _ANSWER_S = 3.0

@@ -12,7 +12,7 @@ import typer
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say, pick
 from dynamo_lite.cli.listing import find_place
-from dynamo_lite.overview.drains import ROLES
+from dynamo_lite.planner.drains import ROLES
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Add, Counts, Remove, RoleCounts
 from dynamo_lite.runtime.supervisor_client import SupervisorClient

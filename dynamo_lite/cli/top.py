@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
-from dynamo_lite.overview.compose import ELSEWHERE
-from dynamo_lite.overview.model import Overview
-from dynamo_lite.overview.observer import Observer
+from dynamo_lite.runtime.overview.compose import ELSEWHERE
+from dynamo_lite.runtime.overview.model import Overview
+from dynamo_lite.runtime.overview.observer import Observer
 
 #: Width of a plain frame; only a failed link's long reason is wider.
 _PLAIN_WIDTH = 160

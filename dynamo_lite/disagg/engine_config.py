@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
 ENGINE_CONFIG_FILE = "dynamo_lite_engine_config"

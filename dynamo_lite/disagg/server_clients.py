@@ -4,8 +4,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.queue.jetstream import open_queue
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.open import open_messaging

@@ -1,6 +1,6 @@
 """Which engines take the legs of a forwarded request, and whether it needs a prefill leg at all.
 
-Filter and score are those of the KV-aware router (`policy/routing/kv_routing.py`). What differs is
+Filter and score are those of the KV-aware router (`routing/kv_routing.py`). What differs is
 what is known: stock engines do not say which blocks they hold, so an engine is assumed to hold the
 prompts that were sent to it. Prompts are text here, not tokens, so amounts are estimates.
 """
@@ -12,11 +12,11 @@ from typing import Literal
 from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
-from dynamo_lite.policy.routing.kv_chain import MAX_HASH, ChainHash
-from dynamo_lite.policy.routing.kv_index import KvIndex
-from dynamo_lite.policy.routing.worker_loads import MAX_KV_USAGE
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
+from dynamo_lite.routing.kv_chain import MAX_HASH, ChainHash
+from dynamo_lite.routing.kv_index import KvIndex
+from dynamo_lite.routing.worker_loads import MAX_KV_USAGE
 
 Strategy = Literal["round-robin", "random", "least-load", "prefix"]
 
@@ -134,7 +134,7 @@ def no_prefill_reason(
     *, prompt_tokens: int, cached_tokens: int, prefill_engines: int, max_local_prefill_length: int
 ) -> str:
     """Why the prompt gets no prefill leg; empty if it gets one. It is the decode workers' rule
-    (`policy/decision/disagg.py`) without a queue: stock engines do not say how long theirs is.
+    (`disagg/decision/rule.py`) without a queue: stock engines do not say how long theirs is.
 
     max_local_prefill_length: 0 sends every prompt to a prefill engine, however short.
     """

@@ -22,9 +22,9 @@ from dynamo_lite.forward.health import CHECK_S, check, read_load
 from dynamo_lite.forward.options import EngineOptions, EngineRole, ProtocolName
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import StockEngine
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dynamo_lite.forward.choosing import MAX_INDEX_BLOCKS
-from dynamo_lite.policy.routing.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.policy.routing.kv_index import KvIndex
 from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
+from dynamo_lite.routing.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.routing.kv_index import KvIndex
 
 
 class PromptTokens:

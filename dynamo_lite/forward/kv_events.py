@@ -18,8 +18,8 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.known_blocks import KnownBlocks
 from dynamo_lite.forward.tokenizer import Tokenizer
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.kv_events.engine_cache import EngineCache
 from dynamo_lite.protocol.kv import KvChange
+from dynamo_lite.routing.engine_cache import EngineCache
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks
 

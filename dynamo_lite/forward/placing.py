@@ -20,10 +20,10 @@ from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import ForwardProtocol
-from dynamo_lite.policy.routing.kv_chain import ChainHash
-from dynamo_lite.policy.routing.worker_loads import REQUEST_LOAD_TOKENS
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
+from dynamo_lite.routing.kv_chain import ChainHash
+from dynamo_lite.routing.worker_loads import REQUEST_LOAD_TOKENS
 
 
 class CannotServe(Exception):

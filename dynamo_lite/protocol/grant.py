@@ -2,7 +2,7 @@
 
 It names everything that the writer may do. So a writer can see when a grant is another worker's,
 is old, or is for other blocks. Its commits name it, so the decode engine can see under which grant
-blocks were written. `policy/attempts/grants.py` has the writer's check.
+blocks were written. `disagg/attempts/grants.py` has the writer's check.
 """
 
 import hashlib

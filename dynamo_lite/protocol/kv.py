@@ -1,7 +1,7 @@
 """Messages of decode workers to routers: which prefixes they hold, and their load.
 
 Every worker publishes notices, numbered from 1 on, and answers snapshot requests. Blocks are named
-by their chain hash (`policy/routing/kv_chain.py`), never by tokens. Changes that are applied in
+by their chain hash (`routing/kv_chain.py`), never by tokens. Changes that are applied in
 order may be repeated from any point on: a snapshot, with all the notices that arrived while it was
 fetched, is what the worker holds.
 """

@@ -181,7 +181,7 @@ class ExplainPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One component in a decision; see `policy/scaling/memory.py: RolePlan`."""
+    """One component in a decision; see `planner/policy/memory.py: RolePlan`."""
 
     component: ComponentName
     state: Annotated[str, msgspec.Meta(max_length=16)]

@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import Natural
 
 
 class Lane(Enum):
-    """The sub-queue of a job, in the order of service; see `policy/decision/lanes.py`."""
+    """The sub-queue of a job, in the order of service; see `disagg/decision/lanes.py`."""
 
     URGENT = "urgent"
     SHORT = "short"

@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
-from dynamo_lite.policy.routing.migration import MigrationPlan
-from dynamo_lite.policy.routing.pickers import Picker
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -26,7 +24,9 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.request_plane.placement import LocalSelector, Placement, WorkerSelector
+from dynamo_lite.routing.pickers import Picker
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.routing.migration import MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.migration import MigrationPlan, Replay, Stay
 
 #: Finish reasons of an answer that the engine has completed.
 _COMPLETE = frozenset({"stop", "length", "repetition"})

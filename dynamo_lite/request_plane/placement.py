@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 
-from dynamo_lite.policy.routing.pickers import Picker, Selection
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -19,6 +18,7 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.routing.pickers import Picker, Selection
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
 from dynamo_lite.protocol.generate import (
@@ -21,6 +20,7 @@ from dynamo_lite.protocol.generate import (
     decode_generate_request,
 )
 from dynamo_lite.protocol.versions import unsupported
+from dynamo_lite.request_plane.admission import Limits
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.listener import Listener
 from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
@@ -41,7 +41,7 @@ _CLOSE_TIMEOUT_S = 5.0
 class GenerateServer:
     """Async context manager; listens for connections while it lasts.
 
-    max_in_flight, max_prompt_tokens: limits, see `policy/routing/admission.py`. Requests beyond
+    max_in_flight, max_prompt_tokens: limits, see `request_plane/admission.py`. Requests beyond
     them are refused as busy, and go to another worker. on_drop: called with "generate" for a
     malformed request, and as by `Listener`. secret: the graph's, which clients must have.
     certificate: for connections over TLS.

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo_lite.policy.routing.admission import Admission, Limits
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.request_plane.admission import Admission, Limits
 
 #: Upper limit of a request's timeout.
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0

@@ -13,12 +13,12 @@ from collections.abc import Awaitable
 
 import msgspec
 
+from dynamo_lite.disagg.queue.base import QueueOptions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
-from dynamo_lite.queue.base import QueueOptions
 from dynamo_lite.runtime.store import Store
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -38,7 +38,7 @@ class ServersToCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 async def problems(servers: ServersToCheck) -> list[str]:
     """One sentence for each server that cannot be used."""
-    from dynamo_lite.queue.jetstream import check_queue
+    from dynamo_lite.disagg.queue.jetstream import check_queue
     from dynamo_lite.runtime.etcd.store import EtcdStore
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 

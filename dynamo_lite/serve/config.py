@@ -20,7 +20,7 @@ from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.server_urls import check_document
-from dynamo_lite.services.services import Graph, Service
+from dynamo_lite.serve.services.services import Graph, Service
 
 #: Sections and keys that are not a service or its options.
 _SHARED_SECTIONS = ("Graph", "Common")

@@ -8,7 +8,7 @@ from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
-from dynamo_lite.services.config import FrontendConfig, VllmWorkerConfig
+from dynamo_lite.serve.services.config import FrontendConfig, VllmWorkerConfig
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import (
     Obstacle,

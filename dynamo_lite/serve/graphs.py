@@ -15,7 +15,7 @@ from types import ModuleType
 
 import dynamo_lite
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.services.services import Graph
+from dynamo_lite.serve.services.services import Graph
 
 GRAPHS, CONFIGS = "graphs", "configs"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.serve.child_process import ChildProcess, Launch
 from dynamo_lite.serve.forking import SERVER_LOST
 from dynamo_lite.serve.lease_revoker import LeaseRevoker

@@ -14,7 +14,7 @@ from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.forking import start_fork_server
 from dynamo_lite.serve.run_state import RunState, write_private
-from dynamo_lite.services.services import Graph
+from dynamo_lite.serve.services.services import Graph
 from dynamo_lite.vllm.args import engine_flags
 
 

@@ -18,4 +18,4 @@ os.dup2(nowhere, sys.stderr.fileno())
 os.close(nowhere)
 
 import_large("vllm.v1.engine.core")
-import_large("dynamo_lite.services.vllm_backend")
+import_large("dynamo_lite.serve.services.vllm_backend")

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ServerState

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_lite.policy.scaling.limits import contradictions, occupied
+from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
+from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
+from dynamo_lite.planner.connector import COMPONENTS, by_role
+from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.queue.base import QueueOptions, single_server_text
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
@@ -33,9 +35,7 @@ from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import can_listen, output_of
-from dynamo_lite.services.config import KubernetesOptions, PlannerConfig
-from dynamo_lite.services.planner.connector import COMPONENTS, by_role
-from dynamo_lite.services.services import PLANNER
+from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
 
 _REACH_TIMEOUT_S = 3.0

@@ -4,9 +4,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
 from dynamo_lite.serve.config import GraphOptions

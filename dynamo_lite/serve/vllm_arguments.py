@@ -20,7 +20,7 @@ from dynamo_lite.serve.config import GraphConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.run_state import write_private
-from dynamo_lite.services.services import Service
+from dynamo_lite.serve.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
 
 _VLLM_TIMEOUT_S = 180.0

@@ -8,7 +8,7 @@ state of a request (a generator, counts over the output only, a grammar's state)
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
-from dynamo_lite.policy.routing.migration import MigrationPlan, SamplingFacts, plan
+from dynamo_lite.request_plane.migration import MigrationPlan, SamplingFacts, plan
 
 #: Architectures whose prompt tokens attend to all of the prompt (prefix LM). This is known only
 #: to vLLM's layers, in the engine's process.

@@ -18,12 +18,12 @@ from dynamo_lite.disagg.transfer_params import (
     time_limit,
     with_first_token,
 )
-from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
+from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.vllm.first_token import first_token_params
 from dynamo_lite.vllm.migratable import is_causal, migration_plan

@@ -9,6 +9,10 @@ from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.planner.authentic import AuthenticRecords
+from dynamo_lite.planner.connector import Connector, Counted, Order
+from dynamo_lite.planner.planner import Planner
+from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused
@@ -24,10 +28,6 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.sealed_records import RecordSeals
-from dynamo_lite.services.planner.authentic import AuthenticRecords
-from dynamo_lite.services.planner.connector import Connector, Counted, Order
-from dynamo_lite.services.planner.planner import Planner
-from dynamo_lite.services.planner.target import Target
 from tests.builders import endpoint_record, eventually, process_spec, register
 from tests.process.prefill_reports import Period, PrefillReports
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded, Unavailable
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, parse_address

@@ -13,9 +13,9 @@ import nkeys
 import pytest
 import uvloop
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.run_state import write_private
 from tests.builders import eventually

@@ -9,8 +9,6 @@ from functools import partial
 import msgspec
 import pytest
 
-from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay
-from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import (
@@ -25,7 +23,9 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
+from dynamo_lite.request_plane.migration import Continue, MigrationPlan, Replay
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.routing.pickers import RoundRobin
 from tests.builders import endpoint_record, generate_request, loop_time
 from tests.null_engine import NullEngine
 

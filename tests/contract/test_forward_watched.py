@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from benchmarks.browser import find_chromium, open_page
-from dynamo_lite.overview.model import Overview, RoleEngines
-from dynamo_lite.overview.observer import Observer
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.dashboard.app import Dashboard
-from dynamo_lite.services.frontend.http import HttpServer, url_of
+from dynamo_lite.runtime.overview.model import Overview, RoleEngines
+from dynamo_lite.runtime.overview.observer import Observer
+from dynamo_lite.serve.services.frontend.dashboard.app import Dashboard
+from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
 from tests.builders import eventually
 from tests.joining import PATIENCE_S, Cluster, Running, cluster

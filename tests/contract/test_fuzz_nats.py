@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.hostile import Spoiler

@@ -29,8 +29,8 @@ from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import endpoint_record, engine_metadata, key_of
 from tests.hostile import Spoiler
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.mover import MemoryFabric, MemoryMover
+from tests.twins.servers import MemoryStore
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=100)
 RNG = st.integers(0, (1 << 32) - 1).map(Random)

@@ -44,7 +44,7 @@ from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
-from tests.simulation.servers.memory_queue import MemoryQueue
+from tests.twins.queue import MemoryQueue
 
 FUZZ = settings(deadline=None, derandomize=True)
 

@@ -23,7 +23,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import endpoint_record, eventually, register
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -13,7 +13,7 @@ from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import eventually
 from tests.joining import Cluster, cluster
 from tests.servers import PrivateServer
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

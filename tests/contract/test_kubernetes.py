@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dynamo_lite.planner.config import KubernetesOptions
+from dynamo_lite.planner.connector import Order
+from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -21,9 +24,6 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.startup_checks import check_service_account
-from dynamo_lite.services.config import KubernetesOptions
-from dynamo_lite.services.planner.connector import Order
-from dynamo_lite.services.planner.kubernetes import KubernetesConnector
 from tests.builders import eventually
 from tests.contract.planning import Bench, D, FakeSupervisor, P
 from tests.external import Certificates

@@ -10,11 +10,6 @@ from typing import Self, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.kv_events import publisher
-from dynamo_lite.kv_events.follower import LOAD_AGE_S, KvFollower
-from dynamo_lite.kv_events.publisher import KvPublisher
-from dynamo_lite.policy.routing.kv_chain import BlockHashes, chain_hashes, root_hash
-from dynamo_lite.policy.routing.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BrokerUnavailable
@@ -27,12 +22,17 @@ from dynamo_lite.protocol.kv import (
     Load,
     decode_kv_notice,
 )
+from dynamo_lite.routing import kv_publisher as publisher
+from dynamo_lite.routing.kv_chain import BlockHashes, chain_hashes, root_hash
+from dynamo_lite.routing.kv_follower import LOAD_AGE_S, KvFollower
+from dynamo_lite.routing.kv_publisher import KvPublisher
+from dynamo_lite.routing.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import endpoint_record, eventually, generate_request, loop_time, register
 from tests.servers import PrivateServer
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

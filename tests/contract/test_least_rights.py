@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from dynamo_lite.cli.access import user_of
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DeadlineExceeded, StoreUnavailable
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Put, Snapshot

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
+from dynamo_lite.disagg.queue import jetstream
+from dynamo_lite.disagg.queue.base import QueueConfig, QueueOptions
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue, check_queue
+from dynamo_lite.disagg.queue.topology import shared_settings
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, StartupError
-from dynamo_lite.queue import jetstream
-from dynamo_lite.queue.base import QueueConfig, QueueOptions
-from dynamo_lite.queue.jetstream import JetStreamQueue, check_queue
-from dynamo_lite.queue.topology import shared_settings
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.serve.embedded import EmbeddedNats

@@ -24,7 +24,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import eventually, graph_secret, loop_time
 from tests.servers import PrivateServer
-from tests.simulation.servers.memory import MemoryMessaging
+from tests.twins.servers import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -20,7 +20,7 @@ from dynamo_lite.transfer.polled import PolledMover
 from tests.builders import graph_secret
 from tests.contract.peers import PeerProcess
 from tests.hostile import MESSAGES, listening_ports, tell
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 
 SIZE = 4096
 WAIT_S = 20.0

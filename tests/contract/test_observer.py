@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from dynamo_lite.overview.model import Overview
-from dynamo_lite.overview.observer import Observer
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.overview.model import Overview
+from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import endpoint_record, eventually, register
 from tests.hostile import answering
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

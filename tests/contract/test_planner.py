@@ -8,6 +8,7 @@ import pytest
 
 from dynamo_lite.cli import planner, planner_view
 from dynamo_lite.cli.listing import Place
+from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -16,7 +17,6 @@ from dynamo_lite.protocol.planner import (
     PauseRecord,
     decode_planner_report,
 )
-from dynamo_lite.services.planner.observation import Observation, Observed
 from tests.builders import eventually
 from tests.contract.planning import TICK_S, Bench, D, FakeSupervisor, P
 from tests.servers import PrivateServer

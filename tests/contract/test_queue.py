@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from dynamo_lite.policy.decision.lanes import PATIENCE
+from dynamo_lite.disagg.decision.lanes import PATIENCE
+from dynamo_lite.disagg.queue import puller
+from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
@@ -23,13 +26,10 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.protocol.queue import Lane
-from dynamo_lite.queue import puller
-from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
 from tests.builders import eventually, graph_secret, loop_time
 from tests.servers import PrivateServer, Server, jetstream_of, private_server
-from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.twins.queue import MemoryBroker, MemoryQueue
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -610,7 +610,7 @@ async def test_what_is_missing_is_looked_for_once_while_the_broker_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """And again when it is back, not after each pause of repairs until then."""
-    monkeypatch.setattr("dynamo_lite.queue.jetstream._REPAIR_INTERVAL_S", 0.01)
+    monkeypatch.setattr("dynamo_lite.disagg.queue.jetstream._REPAIR_INTERVAL_S", 0.01)
     async with jetstream(nats_server, namespace) as queue:
         await nats_server.kill()
 

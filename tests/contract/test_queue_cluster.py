@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
@@ -18,8 +20,6 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.protocol.queue import Lane
-from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.tasks import running as owned
 from tests.builders import eventually
 from tests.clusters import NatsCluster, nats_cluster

@@ -17,7 +17,7 @@ from dynamo_lite.runtime import request_head
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.status import StatusServer
-from dynamo_lite.services.frontend.http import HttpServer
+from dynamo_lite.serve.services.frontend.http import HttpServer
 from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions
 from tests.external import Certificates
 from tests.forwarding import rig

@@ -13,7 +13,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Store
 from tests.builders import endpoint_record, key_of
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

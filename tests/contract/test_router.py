@@ -9,19 +9,19 @@ from typing import Any, Self
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
+from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
-from dynamo_lite.services.frontend import router_client
-from dynamo_lite.services.frontend.router_client import ANSWER_S, RemoteRouter
-from dynamo_lite.services.router import Router
+from dynamo_lite.serve.services.frontend import router_client
+from dynamo_lite.serve.services.frontend.router_client import ANSWER_S, RemoteRouter
+from dynamo_lite.serve.services.router import Router
 from tests.builders import (
     endpoint_record,
     eventually,
@@ -32,7 +32,7 @@ from tests.builders import (
 )
 from tests.contract.test_kv import COMPONENT, PROMPTS, Worker
 from tests.servers import PrivateServer
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

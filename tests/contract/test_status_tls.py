@@ -7,9 +7,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.overview import fetch as fetching
-from dynamo_lite.overview.fetch import fetch_health
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.overview import fetch as fetching
+from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.serve.config import GraphOptions
 from dynamo_lite.serve.startup_checks import check_status_tls

@@ -17,8 +17,8 @@ from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from tests.builders import endpoint_record, eventually, register
 from tests.servers import PrivateServer, private_server
-from tests.simulation.servers.memory import MemoryStore
 from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import ClaimRefused
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.permits import Permits
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
@@ -23,7 +23,7 @@ from tests.builders import (
     eventually,
     rank_metadata,
 )
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 from tests.unit.decode_engine import POOL, WRITER, Decode
 from tests.unit.prefill_rig import ScriptedEngine, ScriptedLinks
 from tests.unit.test_taking_back import LIMIT_S, LONG_S

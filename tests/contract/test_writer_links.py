@@ -8,7 +8,7 @@ from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import endpoint_record, eventually
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import eventually

@@ -8,10 +8,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from dynamo_lite.disagg.queue.base import QueueConfig, QueueOptions
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
-from dynamo_lite.queue.base import QueueConfig, QueueOptions
-from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.config import resolve

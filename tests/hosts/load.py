@@ -7,10 +7,10 @@ from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Self
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
 from tests.chaos.client import Answer

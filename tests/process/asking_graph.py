@@ -9,19 +9,19 @@ from typing import Self
 
 from prometheus_client import Counter
 
-from dynamo_lite.engine.base import DecodeEngine
-from dynamo_lite.policy.decision.disagg import Remote, decide
+from dynamo_lite.disagg.decision.rule import Remote, decide
+from dynamo_lite.disagg.engine import DecodeEngine
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DecisionThresholds, subset
 from dynamo_lite.protocol.prefill import WriterDone
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.services.config import VllmWorkerConfig
-from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
+from dynamo_lite.serve.services.config import VllmWorkerConfig
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Service
 from tests.builders import prefill_job
 from tests.process import null_graph, rights_graph
 from tests.process.null_decode import PUSH_TIMEOUT_S, decode_engine

@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from dynamo_lite.policy.routing.migration import Continue
-from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
@@ -17,6 +15,8 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from tests.builders import generate_request

@@ -18,8 +18,8 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.services.frontend.rotation import Rotation
-from dynamo_lite.services.services import Graph, Service
+from dynamo_lite.serve.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.services import Graph, Service
 from tests.process.dispatcher import Requests
 from tests.process.null_graph import NullBackend, NullWorker, NullWorkerConfig
 

@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import (
@@ -19,8 +21,6 @@ from dynamo_lite.protocol.prefill import (
     decode_writer_stays,
 )
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.secret import GraphSecret

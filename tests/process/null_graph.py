@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
+from dynamo_lite.disagg.engine import DecodeEngine, PrefillEngine
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueOptions
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.queue.base import PrefillQueue, QueueOptions
 from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
-from dynamo_lite.services.decode_worker import VllmWorker
-from dynamo_lite.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
+from dynamo_lite.serve.services.decode_worker import VllmWorker
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
 from tests.null_engine import NullEngine
 
 #: Tokens that are letters in the tiny model's vocabulary: `b` to `u`, by position.

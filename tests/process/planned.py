@@ -10,7 +10,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.services.services import PLANNER, Graph, Service
+from dynamo_lite.serve.services.services import PLANNER, Graph, Service
 from tests.process.prefill_reports import PERIOD_S, Period, report_prefills
 
 #: Of a prefill worker, in tokens per second.

@@ -4,9 +4,9 @@ import asyncio
 import itertools
 from collections import defaultdict
 
+from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import WriterDone
-from dynamo_lite.queue.base import PrefillQueue
 from tests.builders import eventually, prefill_job
 from tests.process.null_decode import ENGINE
 

@@ -6,17 +6,17 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
+from dynamo_lite.disagg.engine import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.fence import Fence, FenceHolder, FenceReader
 from dynamo_lite.runtime.permits import Permit, PermitVerdict
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.services.config import PrefillWorkerConfig
-from dynamo_lite.services.prefill_worker import PrefillWorker
-from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, ROUTER, Graph, Service
-from dynamo_lite.services.vllm_backend import VllmBackend
+from dynamo_lite.serve.services.config import PrefillWorkerConfig
+from dynamo_lite.serve.services.prefill_worker import PrefillWorker
+from dynamo_lite.serve.services.services import FRONTEND, PLANNER, PROCESSOR, ROUTER, Graph, Service
+from dynamo_lite.serve.services.vllm_backend import VllmBackend
 from tests.process import null_graph
 
 _LOOK_S = 0.002

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
 from tests.process import null_graph
 from tests.process.fleet_graph import PACED, CallerConfig, FleetWorker
 from tests.process.prefill_reports import Period, report_prefills

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.services.services import Graph, Service
+from dynamo_lite.serve.services.services import Graph, Service
 
 
 @dataclass(frozen=True, kw_only=True)

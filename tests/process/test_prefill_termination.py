@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually, graph_secret
 from tests.process.command import VLLM_PATIENCE_S

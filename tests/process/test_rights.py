@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from dynamo_lite.cli.access import user_of
+from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.protocol.prefill import WriterDone
-from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.serve.run_state import RunState, read_run
 from tests.builders import eventually, graph_secret, prefill_job
 from tests.foreign import Heard, Try, subjects, tries

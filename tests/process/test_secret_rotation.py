@@ -13,9 +13,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import open_queue
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually, graph_secret, prefill_job
 from tests.process.command import VLLM_PATIENCE_S, run

@@ -16,11 +16,11 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
 )
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
@@ -35,9 +35,9 @@ from tests.simulation.engine.model import (
 )
 from tests.simulation.engine.mover import Fabric, Wire
 from tests.simulation.loop.loop import VirtualLoop
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.simulation.shipped import Shipped
+from tests.twins.queue import MemoryBroker, MemoryQueue
+from tests.twins.servers import MemoryMessaging, MemoryStore
 
 QUEUE = QueueConfig(ack_wait_s=5.0)
 

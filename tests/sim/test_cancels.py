@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.attempts.attempt import AttemptState
+from dynamo_lite.disagg.attempts.attempt import AttemptState
 from tests.simulation.draw import draw
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.play import Tally, play_scenario

@@ -8,7 +8,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.contract import test_kv
 from tests.sim import contract
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     PushAmbiguous,
     StartupError,
 )
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot

@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from tests.contract import test_queue
 from tests.sim import contract
 from tests.sim.servers import SimNats

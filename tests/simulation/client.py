@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dynamo_lite.policy.attempts.attempt import AttemptState
-from dynamo_lite.policy.routing.migration import SamplingFacts, plan
-from dynamo_lite.policy.routing.pickers import RoundRobin
+from dynamo_lite.disagg.attempts.attempt import AttemptState
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import decode_cancel_attempt
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.migration import SamplingFacts, plan
+from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import Rotation
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.engine.model import (

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.disagg.attempts.attempt import Attempt, AttemptState, Refusal, Terms
+from dynamo_lite.disagg.attempts.instructions import Hold, Instruction, Outcome
+from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.attempts.attempt import Attempt, AttemptState, Refusal, Terms
-from dynamo_lite.policy.attempts.instructions import Hold, Instruction, Outcome
-from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import decode_notice

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from dynamo_lite.planner.connector import Counted, Order
 from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
 from dynamo_lite.protocol.planner import (
     SUPERVISOR_SOCKET,
@@ -19,7 +20,6 @@ from dynamo_lite.protocol.planner import (
 )
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.serve.supervisor_socket import Orders
-from dynamo_lite.services.planner.connector import Counted, Order
 from tests.simulation.network.network import Network
 from tests.simulation.supervisor import Slot
 

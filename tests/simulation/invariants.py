@@ -12,11 +12,11 @@ from typing import Any
 
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
+from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
-from dynamo_lite.queue.base import Job
-from dynamo_lite.services.config import PrefillWorkerConfig
-from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.serve.services.config import PrefillWorkerConfig
+from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.client import CancelWatch, RequestJudge
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves, PrefillHalves

@@ -17,9 +17,9 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
 )
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
+from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
-from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence
@@ -36,8 +36,8 @@ from dynamo_lite.runtime.permits import (
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
-from dynamo_lite.services.vllm_backend import decode_role, prefill_role
+from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
+from dynamo_lite.serve.services.vllm_backend import decode_role, prefill_role
 from tests.simulation.engine.assembly import EngineSetup, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
 from tests.simulation.loop.process import SimProcess

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamo_lite.policy.scaling.inputs import Role
-from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.planner.connector import COMPONENTS
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.services.planner.connector import COMPONENTS
 from tests.simulation.engine.model import VOCABULARY, Sampling
 from tests.simulation.scenario import (
     LOAD_FROM_S,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from aetcd import rpc
 
-from dynamo_lite.policy.scaling.inputs import Role
-from dynamo_lite.policy.scaling.limits import bounds
+from dynamo_lite.planner.connector import COMPONENTS
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import Change, LeaderRecord, OperationRecord, TargetRecord
-from dynamo_lite.services.planner.connector import COMPONENTS
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.graph_supervisor import SimSupervisor, Worker

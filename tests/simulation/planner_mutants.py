@@ -6,18 +6,18 @@ from typing import Any
 
 from msgspec import structs
 
-from dynamo_lite.overview.metrics import Samples
-from dynamo_lite.policy.scaling.drain import Safe, Unsafe
-from dynamo_lite.policy.scaling.inputs import PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.planner.connector import COMPONENTS, Counted
+from dynamo_lite.planner.departure import Departure, worker_of
+from dynamo_lite.planner.observation import Observed
+from dynamo_lite.planner.planner import Planner
+from dynamo_lite.planner.policy.drain import Safe, Unsafe
+from dynamo_lite.planner.policy.inputs import PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.planner.records import PlannerRecords
+from dynamo_lite.planner.under_way import RunningOperation
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.services.planner.connector import COMPONENTS, Counted
-from dynamo_lite.services.planner.departure import Departure, worker_of
-from dynamo_lite.services.planner.observation import Observed
-from dynamo_lite.services.planner.planner import Planner
-from dynamo_lite.services.planner.records import PlannerRecords
-from dynamo_lite.services.planner.under_way import RunningOperation
 from tests.simulation.loop.process import PROCESS
 from tests.simulation.shipped import Mutant, Shipped
 

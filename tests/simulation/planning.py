@@ -5,16 +5,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dynamo_lite.policy.scaling.inputs import Role
-from dynamo_lite.policy.scaling.limits import refusals
+from dynamo_lite.planner.connector import COMPONENTS
+from dynamo_lite.planner.planner import Planner
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.planner.policy.limits import refusals
+from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.protocol.planner import OperationRecord, TargetRecord
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
-from dynamo_lite.services.planner.connector import COMPONENTS
-from dynamo_lite.services.planner.planner import Planner
-from dynamo_lite.services.planner.target import Target
 from tests.simulation.graph_supervisor import SLOTS, SimPods, SimSupervisor
 from tests.simulation.planner_invariants import PlannerJudge
 from tests.simulation.scenario import PlannerScenario, Step, Wish

@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.disagg.attempts.grants import GrantWanted
 from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.policy.attempts.grants import GrantWanted
+from dynamo_lite.disagg.queue.base import Job
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
+from dynamo_lite.disagg.queue.puller import JetStreamJob
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
-from dynamo_lite.queue.base import Job
-from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.queue.puller import JetStreamJob
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
@@ -29,7 +29,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.permits import always_granted
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Lease, Store
-from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.simulation.loop.process import PROCESS
 from tests.simulation.shipped import Mutant, Shipped

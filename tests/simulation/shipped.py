@@ -3,19 +3,19 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.policy.attempts.ledger import Ledger
-from dynamo_lite.queue.base import Job
-from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.disagg.queue.base import Job
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
+from dynamo_lite.planner.planner import Planner
 from dynamo_lite.request_plane.base import MakeTransport
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.services.planner.planner import Planner
-from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 
 
 async def _as_it_is(job: Job) -> Job | None:

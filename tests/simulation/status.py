@@ -7,7 +7,7 @@ from typing import Any, Self
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo_lite.overview.compose import WANTED
+from dynamo_lite.runtime.overview.compose import WANTED
 
 
 class SimStatus:

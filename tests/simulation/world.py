@@ -14,8 +14,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
-from dynamo_lite.services.decode_worker import VllmWorker
-from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.serve.services.decode_worker import VllmWorker
+from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.client import SimFrontend, Story
 from tests.simulation.engine.mover import Fabric, Wire
 from tests.simulation.graph_supervisor import STATE_DIR

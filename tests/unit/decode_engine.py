@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import RankResults
-from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
@@ -36,10 +37,9 @@ from dynamo_lite.protocol.prefill import (
     decode_job,
     decode_stay_reply,
 )
-from dynamo_lite.queue.base import QueueConfig
 from tests.builders import ENGINE, NAMESPACE, ManualClock
-from tests.simulation.servers.memory import MemoryMessaging
-from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.twins.queue import MemoryBroker, MemoryQueue
+from tests.twins.servers import MemoryMessaging
 
 WRITER = 0xA
 BLOCK, POOL = 4, 256

@@ -5,16 +5,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.prefill import Granted
 from dynamo_lite.protocol.queue import QueueReading
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
-from tests.simulation.servers.memory import MemoryStore
-from tests.simulation.servers.memory_queue import MemoryQueue
+from tests.twins.queue import MemoryQueue
+from tests.twins.servers import MemoryStore
 from tests.unit.decode_engine import Decode, prompt
 
 OTHER = 0xB

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.errors import (
     DynamoLiteError,
     NoResponders,
@@ -21,6 +20,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillC
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.routing.pickers import RoundRobin
 from tests.builders import endpoint_record, generate_request
 
 STEP_S = 1.0

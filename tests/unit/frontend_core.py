@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from dynamo_lite.policy.routing.admission import Admission, Limits
-from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
 from tests.builders import endpoint_record

@@ -5,6 +5,9 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_lite.planner.authentic import AuthenticRecords
+from dynamo_lite.planner.records import PlannerRecords
+from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.planner import PauseRecord
@@ -12,9 +15,6 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.drops import uncounted
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.planner.authentic import AuthenticRecords
-from dynamo_lite.services.planner.records import PlannerRecords
-from dynamo_lite.services.planner.target import Target
 from tests.builders import eventually
 
 

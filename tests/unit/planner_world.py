@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dynamo_lite.policy.scaling.inputs import (
+from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     LastChange,
     Operation,
@@ -11,14 +11,14 @@ from dynamo_lite.policy.scaling.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.policy.scaling.memory import (
+from dynamo_lite.planner.policy.memory import (
     Action,
     AddWorkers,
     Proposal,
     RemoveWorker,
     WithdrawStart,
 )
-from dynamo_lite.policy.scaling.planner import PlannerMemory, begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.disagg.engine import AttemptOutcome, OnFirstToken
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import AttemptOutcome, OnFirstToken
+from dynamo_lite.disagg.queue.base import Job, QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -31,7 +32,6 @@ from dynamo_lite.protocol.records import (
     EngineMetadata,
     encode_engine,
 )
-from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permit, Permits, PermitVerdict, verdict
 from dynamo_lite.runtime.tracing.tracer import Tracer
@@ -44,8 +44,8 @@ from tests.builders import (
     grant_for,
     rank_metadata,
 )
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.twins.queue import MemoryBroker, MemoryQueue
+from tests.twins.servers import MemoryMessaging, MemoryStore
 
 LEASE = 0xBEEF
 BLOCK, POOL = 4, 16

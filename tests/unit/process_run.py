@@ -11,7 +11,7 @@ from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.store import Lease
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 
 
 class Worker:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.routing.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission, Limits
 
 
 def test_without_limits_everything_is_admitted():

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.runtime.backoff import Backoff
 
 BACKOFF = Backoff(first_s=0.5, factor=2.0, longest_s=8.0, calm_s=60.0)
 

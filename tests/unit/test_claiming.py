@@ -9,7 +9,7 @@ from dynamo_lite.disagg.prefill.claims import TRIES, ask_claim
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders
 from dynamo_lite.protocol.prefill import Claim, ClaimRefused, Granted, decode_claim
-from tests.simulation.servers.memory import MemoryMessaging
+from tests.twins.servers import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

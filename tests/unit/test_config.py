@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import yaml
 
+from dynamo_lite.disagg.decision.rule import DecisionReason, Remote, decide
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.policy.decision.disagg import DecisionReason, Remote, decide
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
@@ -19,7 +19,7 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
 from graphs import agg, agg_router, disagg, disagg_planner, disagg_router, forward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -294,7 +294,7 @@ def test_a_graph_is_complete_and_without_doubles():
         ("graphs.disag:Frontend", "modules in graphs: agg, agg_router, disagg, disagg_planner, "),
         ("nowhere.at.all:Frontend", "no module"),
         ("graphs.disagg:Nothing", "graphs there: Frontend"),
-        ("dynamo_lite.services.services:FRONTEND", "has no graph"),
+        ("dynamo_lite.serve.services.services:FRONTEND", "has no graph"),
     ],
 )
 def test_unknown_graphs(name: str, message: str):

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_lite.overview.model import Overview
 from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.dashboard.app import OVERVIEW, Dashboard
-from dynamo_lite.services.frontend.http import HttpServer, url_of
+from dynamo_lite.runtime.overview.model import Overview
+from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
+from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

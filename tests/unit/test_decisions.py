@@ -7,11 +7,11 @@ import pytest
 
 from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.decision.rule import DecisionReason, Local
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
-from dynamo_lite.policy.decision.disagg import DecisionReason, Local
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,

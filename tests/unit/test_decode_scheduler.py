@@ -12,6 +12,7 @@ import pytest
 from dynamo_lite.disagg.decode import queue_watch
 from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep
+from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
@@ -25,7 +26,6 @@ from dynamo_lite.protocol.prefill import (
     Leave,
     StayRefused,
 )
-from dynamo_lite.queue.base import QueueDepth
 from tests.builders import ENGINE, NAMESPACE, ManualClock, engine_metadata, eventually
 from tests.unit.decode_engine import (
     DEPTH,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.disagg.attempts.instructions import DeleteJob
 from dynamo_lite.disagg.transfer_params import time_limit
-from dynamo_lite.policy.attempts.instructions import DeleteJob
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explained

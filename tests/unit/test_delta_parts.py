@@ -4,7 +4,6 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol.generate import (
     LogprobRows,
     PrefillCounts,
@@ -12,6 +11,7 @@ from dynamo_lite.protocol.generate import (
     halves,
 )
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.request_plane.migration import Continue
 from tests.builders import endpoint_record, generate_request
 
 

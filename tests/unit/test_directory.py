@@ -10,7 +10,7 @@ from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import engine_metadata, rank_metadata
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 
 class SlowStore(MemoryStore):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.decision.disagg import DecisionReason, Local, Remote, decide
+from dynamo_lite.disagg.decision.rule import DecisionReason, Local, Remote, decide
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.options import DecisionThresholds
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.scaling.drain import (
+from dynamo_lite.planner.policy.drain import (
     DrainCandidate,
     Leaving,
     NoVictim,
@@ -16,7 +16,7 @@ from dynamo_lite.policy.scaling.drain import (
     victim,
     written_s,
 )
-from dynamo_lite.policy.scaling.inputs import Role
+from dynamo_lite.planner.policy.inputs import Role
 
 
 def candidate(lease_id: int, in_flight: int | None = 0, **changes: Any) -> DrainCandidate:

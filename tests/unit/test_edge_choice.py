@@ -16,7 +16,7 @@ from dynamo_lite.serve.config import GraphConfig, resolve
 from dynamo_lite.serve.document import Document, read_document
 from dynamo_lite.serve.edge import settle_edge
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.services.config import FrontendConfig
+from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
 

@@ -5,13 +5,13 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.engine.base import EngineLoad
+from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol.errors import EngineDied, StartupError
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.services.engine_probe import EngineProbe
+from dynamo_lite.serve.services.engine_probe import EngineProbe
 from tests.builders import engine_metadata, loop_time
-from tests.simulation.servers.memory import MemoryMessaging
+from tests.twins.servers import MemoryMessaging
 from tests.unit.virtual import virtual
 
 

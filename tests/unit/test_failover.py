@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import NoResponders, Refused
 from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.request_plane.migration import Continue, MigrationPlan, Replay, Stay
 from tests.unit.fake_workers import (
     ANSWER_TOKENS,
     answer_to,

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     NoWorkers,
@@ -14,6 +13,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
+from dynamo_lite.request_plane.migration import Continue
 from tests.builders import loop_time
 from tests.unit.fake_workers import answer_to, cluster, request_of, steps, to_the_end
 from tests.unit.virtual import virtual

@@ -6,8 +6,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.routing.migration import Continue, MigrationPlan, Replay, Stay
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused
+from dynamo_lite.request_plane.migration import Continue, MigrationPlan, Replay, Stay
 from tests.builders import endpoint_record
 from tests.unit.fake_workers import (
     ANSWER_TOKENS,

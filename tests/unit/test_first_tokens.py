@@ -8,18 +8,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.request_plane.migration import Continue
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.services.config import VllmWorkerConfig
-from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.serve.services.config import VllmWorkerConfig
+from dynamo_lite.serve.services.decode_worker import VllmWorker
 from tests.builders import ENGINE, NAMESPACE, ManualClock, endpoint_record, eventually
-from tests.simulation.servers.memory import MemoryMessaging
+from tests.twins.servers import MemoryMessaging
 
 VOCABULARY, STOP = 100, 9
 COUNTS = PrefillCounts(5, 0, 4, 0.5, 0.25)

@@ -7,9 +7,9 @@ import pytest
 
 from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.kv_events import Batches
-from dynamo_lite.kv_events.engine_cache import BlockRemoved, BlockStored, KvBatch
-from dynamo_lite.policy.routing.kv_chain import chain_hashes
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
+from dynamo_lite.routing.engine_cache import BlockRemoved, BlockStored, KvBatch
+from dynamo_lite.routing.kv_chain import chain_hashes
 
 TOKENS = list(range(100, 112))
 CHAIN = chain_hashes(TOKENS, 4)

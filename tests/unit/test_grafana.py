@@ -12,16 +12,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
-from dynamo_lite.policy.routing.admission import Admission, Limits
+from dynamo_lite.planner.history import PlannerMetrics
+from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.runtime.process.host import add_gauges
-from dynamo_lite.services.metrics import (
+from dynamo_lite.serve.services.metrics import (
     DECODE_GAUGES,
     RequestMetrics,
     RouterMetrics,
     StatusGauges,
 )
-from dynamo_lite.services.planner.history import PlannerMetrics
 from tests.builders import process_spec
 from tests.unit.prefill_rig import Rig
 

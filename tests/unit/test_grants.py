@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dynamo_lite.disagg.attempts.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.disagg.counters import DROPPED, LATE
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.policy.attempts.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.grant import Grant, blocks_digest
@@ -33,7 +33,7 @@ from tests.builders import (
     graph_secret,
     prefill_job,
 )
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode
 from tests.unit.prefill_rig import LEASE, Rig, working
 from tests.unit.virtual import virtual

@@ -21,7 +21,7 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment
 from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 from tests.unit.process_run import RefusingStore, Run, get
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_lite.services.frontend.http_relay import ask_server
-from dynamo_lite.services.frontend.processor import Processor, ask_app
+from dynamo_lite.serve.services.frontend.http_relay import ask_server
+from dynamo_lite.serve.services.frontend.processor import Processor, ask_app
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

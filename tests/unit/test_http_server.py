@@ -18,8 +18,8 @@ import trustme
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.listening import bind
+from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.serve.supervisor import _example
-from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions, tls_options
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import pytest
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.serve import instance_supervisor
 from dynamo_lite.serve.child_process import ChildProcess, Launch
 from dynamo_lite.serve.embedded import EmbeddedServer

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from dynamo_lite.policy.routing.kv_chain import BlockHashes, chain_hashes, extend, root_hash
-from dynamo_lite.policy.routing.kv_index import KvIndex
+from dynamo_lite.routing.kv_chain import BlockHashes, chain_hashes, extend, root_hash
+from dynamo_lite.routing.kv_index import KvIndex
 
 BLOCK = 2
 DEPTH = 5

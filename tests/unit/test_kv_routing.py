@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.routing.kv_chain import chain_hashes
-from dynamo_lite.policy.routing.kv_index import KvIndex
-from dynamo_lite.policy.routing.kv_routing import (
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.routing.kv_chain import chain_hashes
+from dynamo_lite.routing.kv_index import KvIndex
+from dynamo_lite.routing.kv_routing import (
     REASONS,
     Candidate,
     KvPicker,
@@ -18,9 +20,7 @@ from dynamo_lite.policy.routing.kv_routing import (
     Shard,
     score,
 )
-from dynamo_lite.policy.routing.pending_requests import LINGER_S, PendingRequests
-from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.routing.pending_requests import LINGER_S, PendingRequests
 from tests.builders import endpoint_record
 
 BLOCK = 4

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.routing.kv_chain import chain_hashes
-from dynamo_lite.policy.routing.kv_index import KvIndex
-from dynamo_lite.policy.routing.kv_routing import KvPicker, LoadReport, Shard
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.routing.kv_chain import chain_hashes
+from dynamo_lite.routing.kv_index import KvIndex
+from dynamo_lite.routing.kv_routing import KvPicker, LoadReport, Shard
 from tests.builders import endpoint_record, generate_request
 from tests.straightforward import StraightforwardPicker
 

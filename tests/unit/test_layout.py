@@ -16,7 +16,7 @@ from dynamo_lite.transfer.layout import (
     regions_of_tensor,
 )
 from dynamo_lite.transfer.sharding import join
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 
 HEADS, SIZE, HEAD = 2, 4, 3
 

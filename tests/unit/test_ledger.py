@@ -7,8 +7,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dynamo_lite.policy.attempts.attempt import AttemptState, Refusal, Terms
-from dynamo_lite.policy.attempts.instructions import (
+from dynamo_lite.disagg.attempts.attempt import AttemptState, Refusal, Terms
+from dynamo_lite.disagg.attempts.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
@@ -17,7 +17,7 @@ from dynamo_lite.policy.attempts.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.disagg.attempts.ledger import Ledger
 
 GRACE, LEAVING = 10.0, 1.0
 BLOCKS = (4, 5, 6)

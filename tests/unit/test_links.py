@@ -7,17 +7,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, encode_engine
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import engine_metadata, eventually, rank_metadata
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

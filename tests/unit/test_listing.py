@@ -12,10 +12,10 @@ from dynamo_lite.cli.listing import (
     as_table,
     states,
 )
-from dynamo_lite.overview import fetch
 from dynamo_lite.protocol.records import (
     LinkRecord,
 )
+from dynamo_lite.runtime.overview import fetch
 from dynamo_lite.runtime.process.status import StatusServer
 from tests.builders import endpoint_record, engine_metadata
 from tests.hostile import answering

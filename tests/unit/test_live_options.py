@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from dynamo_lite.cli import live_options
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.live_options import (
@@ -18,14 +19,9 @@ from dynamo_lite.protocol.live_options import (
 from dynamo_lite.protocol.options import DisaggOptions, KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED
-from dynamo_lite.services.config import (
-    FrontendConfig,
-    PlannerConfig,
-    RouterConfig,
-    VllmWorkerConfig,
-)
+from dynamo_lite.serve.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 from tests.builders import endpoint_record
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 WORKER = "VllmWorker"
 

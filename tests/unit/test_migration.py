@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo_lite.policy.routing.migration import Continue, Replay, SamplingFacts, Stay, plan
+from dynamo_lite.request_plane.migration import Continue, Replay, SamplingFacts, Stay, plan
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.policy.scaling.drain import Safe, Unsafe
+from dynamo_lite.planner.authentic import AuthenticRecords
+from dynamo_lite.planner.connector import LocalConnector, Order
+from dynamo_lite.planner.departure import Departure
+from dynamo_lite.planner.operations import Operations
+from dynamo_lite.planner.policy.drain import Safe, Unsafe
+from dynamo_lite.planner.target import Target
+from dynamo_lite.planner.under_way import UnderWay
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused, StoreUnavailable, Unavailable, UnknownWorker
@@ -17,15 +23,9 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Lease
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
-from dynamo_lite.services.planner.authentic import AuthenticRecords
-from dynamo_lite.services.planner.connector import LocalConnector, Order
-from dynamo_lite.services.planner.departure import Departure
-from dynamo_lite.services.planner.operations import Operations
-from dynamo_lite.services.planner.target import Target
-from dynamo_lite.services.planner.under_way import UnderWay
 from tests.builders import endpoint_record, graph_secret
 from tests.contract.planning import D, FakeSupervisor, P
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 from tests.unit.planner_heir import Heir
 
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from dynamo_lite.cli.listing import as_next_try
 from dynamo_lite.cli.top import as_frame
-from dynamo_lite.overview.compose import WANTED, compose, processes
-from dynamo_lite.overview.drains import GraphSeen
-from dynamo_lite.overview.metrics import CounterHistory, Samples, parse, quantile
-from dynamo_lite.overview.model import Overview
+from dynamo_lite.planner.drains import GraphSeen
 from dynamo_lite.protocol.records import LinkRecord
+from dynamo_lite.runtime.overview.compose import WANTED, compose, processes
+from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, parse, quantile
+from dynamo_lite.runtime.overview.model import Overview
 from tests.builders import endpoint_record
 
 DECODE, PREFILL, FRONTEND = 0xD, 0xE, 0xF

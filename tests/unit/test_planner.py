@@ -8,7 +8,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.scaling.inputs import (
+from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
+from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     LastChange,
     Operation,
@@ -16,13 +17,12 @@ from dynamo_lite.policy.scaling.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.policy.scaling.limits import bounds, contradictions, refusals
-from dynamo_lite.policy.scaling.memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
-from dynamo_lite.policy.scaling.planner import plan
-from dynamo_lite.policy.scaling.work import Line
+from dynamo_lite.planner.policy.limits import bounds, contradictions, refusals
+from dynamo_lite.planner.policy.memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
+from dynamo_lite.planner.policy.planner import plan
+from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
-from dynamo_lite.services.config import KubernetesOptions, PlannerConfig
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 
 LIMITS = PlannerOptions(budget_devices=64, prefill_max=32, decode_max=32, down_window_s=300.0)

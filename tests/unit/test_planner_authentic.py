@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.planner import (
@@ -15,7 +16,6 @@ from dynamo_lite.protocol.planner import (
     TargetRecord,
 )
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
-from dynamo_lite.services.planner.authentic import AuthenticRecords
 from tests.builders import graph_secret
 
 TARGET, PAUSE = names.planner_target_key("n"), names.planner_pause_key("n")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo_lite.policy.scaling.observed import Outstanding, TokenRates, decode_load
+from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
 
 RATES = TokenRates(admitted_per_s=3.0, tokens_per_s=900.0, token_s=0.02)
 REMOTE = Outstanding(jobs=2, tokens=2000)

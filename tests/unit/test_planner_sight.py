@@ -6,18 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_lite.overview.metrics import Samples
-from dynamo_lite.overview.model import Latency, LiveProcess, Overview
-from dynamo_lite.overview.observer import Observer
-from dynamo_lite.policy.scaling.drain import Safe, Unsafe
+from dynamo_lite.planner import departure
+from dynamo_lite.planner.departure import Departure, worker_of
+from dynamo_lite.planner.observation import Observation, Observed
+from dynamo_lite.planner.policy.drain import Safe, Unsafe
+from dynamo_lite.planner.roles import LastChanges
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.services.planner import departure
-from dynamo_lite.services.planner.departure import Departure, worker_of
-from dynamo_lite.services.planner.observation import Observation, Observed
-from dynamo_lite.services.planner.roles import LastChanges
+from dynamo_lite.runtime.overview.metrics import Samples
+from dynamo_lite.runtime.overview.model import Latency, LiveProcess, Overview
+from dynamo_lite.runtime.overview.observer import Observer
 from tests.contract.planning import D, P
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 SEEN = Overview(at=0.0, namespace="n", rate_s=1.0, latency_s=1.0, itl=Latency())
 

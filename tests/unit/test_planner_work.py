@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.scaling.inputs import Role, RoleSeen, Seen
-from dynamo_lite.policy.scaling.memory import PlannerMemory, RoleMemory
-from dynamo_lite.policy.scaling.needs import Need
-from dynamo_lite.policy.scaling.planner import plan
-from dynamo_lite.policy.scaling.step import RoleStep
-from dynamo_lite.policy.scaling.work import Work
+from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
+from dynamo_lite.planner.policy.memory import PlannerMemory, RoleMemory
+from dynamo_lite.planner.policy.needs import Need
+from dynamo_lite.planner.policy.planner import plan
+from dynamo_lite.planner.policy.step import RoleStep
+from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 from tests.unit.planner_world import D, P, World, decode_load, prefill_load

@@ -23,7 +23,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.runtime.clock import Clock, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from tests.builders import eventually, prefill_job
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -26,7 +26,7 @@ from dynamo_lite.protocol.prefill import (
     decode_first_token,
 )
 from dynamo_lite.runtime.permits import PermitVerdict
-from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.builders import (
     ENGINE,
     NAMESPACE,
@@ -34,8 +34,8 @@ from tests.builders import (
     prefill_job,
     process_spec,
 )
-from tests.simulation.servers.memory import MemoryMessaging
-from tests.simulation.servers.memory_queue import MemoryQueue
+from tests.twins.queue import MemoryQueue
+from tests.twins.servers import MemoryMessaging
 from tests.unit import prefill_rig
 from tests.unit.prefill_rig import LEASE, POOL, Rig, ScriptedLinks
 from tests.unit.virtual import virtual

@@ -19,16 +19,16 @@ from dynamo_lite.disagg.messages import (
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.permits import Permit, Permits
 from tests.builders import engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
-from tests.simulation.servers.memory import MemoryMessaging
+from tests.twins.mover import MemoryFabric, MemoryMover
+from tests.twins.servers import MemoryMessaging
 from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
+from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
@@ -18,10 +19,9 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.queue import QueueReading
-from dynamo_lite.queue.base import QueueDepth
 from tests.builders import NAMESPACE, loop_time
-from tests.simulation.servers.memory import MemoryMessaging
-from tests.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.twins.queue import MemoryBroker, MemoryQueue
+from tests.twins.servers import MemoryMessaging
 from tests.unit.decode_engine import QUEUE_SIZE, WRITER, prompt
 from tests.unit.decode_session import OtherEngine, Scene
 from tests.unit.virtual import virtual

@@ -24,7 +24,7 @@ from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
 from tests.builders import ManualClock, expecting
 from tests.shards import Shape, ShardedEngine, expected
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
 from tests.unit.decode_engine import Decode as Engine
 

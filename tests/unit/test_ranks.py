@@ -37,7 +37,7 @@ from dynamo_lite.runtime.permits import (
     verdict,
 )
 from tests.builders import expecting
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover, MemoryTransfer
+from tests.twins.mover import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES = 32, 64
 

@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 from dynamo_lite.protocol.errors import EngineDied
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
-from dynamo_lite.services.engine_probe import NOT_LOADED
-from dynamo_lite.services.frontend.frontend import Frontend
-from dynamo_lite.services.frontend.http import Probed
-from tests.simulation.servers.memory import MemoryMessaging
+from dynamo_lite.serve.services.engine_probe import NOT_LOADED
+from dynamo_lite.serve.services.frontend.frontend import Frontend
+from dynamo_lite.serve.services.frontend.http import Probed
+from tests.twins.servers import MemoryMessaging
 from tests.unit.process_run import Run, get
 from tests.unit.test_engine_probe import Engine
 from tests.unit.test_engine_probe import Worker as Probing

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.protocol.options import KvRoutingOptions
-from dynamo_lite.services.config import (
+from dynamo_lite.serve.services.config import (
     FrontendConfig,
     PrefillWorkerConfig,
     QueueOptions,

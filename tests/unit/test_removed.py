@@ -11,7 +11,13 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve import removed
 from dynamo_lite.serve.config import accepted_keys, resolve
 from dynamo_lite.serve.document import read_document
-from dynamo_lite.services.services import FRONTEND, PLANNER, PREFILL_WORKER, PROCESSOR, VLLM_WORKER
+from dynamo_lite.serve.services.services import (
+    FRONTEND,
+    PLANNER,
+    PREFILL_WORKER,
+    PROCESSOR,
+    VLLM_WORKER,
+)
 
 GRAPH = FRONTEND.link(PROCESSOR).link(VLLM_WORKER).link(PREFILL_WORKER).link(PLANNER)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_lite.engine.request_ids import RequestIds, is_of
+from dynamo_lite.disagg.request_ids import RequestIds, is_of
 
 
 def test_an_id_that_comes_again_gets_another_name():

@@ -13,7 +13,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenD
 from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
 from dynamo_lite.runtime.tracing.tracer import record_notes
-from dynamo_lite.services.generation_trace import TracedGeneration
+from dynamo_lite.serve.services.generation_trace import TracedGeneration
 from tests.builders import ManualClock, eventually, prefill_job
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, encode_sealed, prompt
 from tests.unit.prefill_rig import working

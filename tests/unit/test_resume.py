@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
+from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.decode.resume import ResumeReason, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
-from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
 from tests.builders import ManualClock
-from tests.simulation.engine.memory_mover import MemoryFabric
+from tests.twins.mover import MemoryFabric
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_engine import Decode as Engine
 from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets

@@ -12,9 +12,9 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import Rotation
 from tests.builders import endpoint_record, loop_time, register
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 A, B = 0xA, 0xB

@@ -4,14 +4,14 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo_lite.policy.routing.pickers import RoundRobin
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, RequestOutcomes, decode_fates
+from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from tests.builders import endpoint_record, eventually, generate_request
 
 ROUTER, WORKER = endpoint_record(9, "Router", "pick"), endpoint_record(1)

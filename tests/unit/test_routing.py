@@ -3,8 +3,8 @@ from collections import Counter
 
 import pytest
 
-from dynamo_lite.policy.routing.pickers import Random, RoundRobin
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.routing.pickers import Random, RoundRobin
 from tests.builders import endpoint_record, generate_request
 
 REQUEST = generate_request()

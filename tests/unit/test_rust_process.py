@@ -15,7 +15,7 @@ import pytest
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.processes import is_alive
-from dynamo_lite.services.frontend.http import url_of
+from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
 from tests.builders import eventually
 

@@ -13,7 +13,7 @@ from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals, is_sealed
 from dynamo_lite.serve.run_state import RunFile, RunState
 from tests.builders import endpoint_record, graph_secret
-from tests.simulation.servers.memory import MemoryStore
+from tests.twins.servers import MemoryStore
 
 KEY, OTHER = "ns/config/VllmWorker", "ns/config/Frontend"
 RECORD = b'{"values":{"a":1},"version":3}'

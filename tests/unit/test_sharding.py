@@ -12,7 +12,7 @@ from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.transfer.sharding import heads_of, hole, join, parts_of, writers
 from tests.shards import Shape, ShardedEngine, expected
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 
 BLOCKS = 6
 SIZES = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]

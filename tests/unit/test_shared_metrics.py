@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.process.status import StatusServer
-from dynamo_lite.services.frontend.shared_metrics import SharedMetrics, merged
+from dynamo_lite.serve.services.frontend.shared_metrics import SharedMetrics, merged
 
 
 def page(answers: int, latency_s: float) -> str:

@@ -9,8 +9,8 @@ import pytest
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.config import ServiceConfig
+from dynamo_lite.serve.services.services import FRONTEND
 from dynamo_lite.serve.startup_checks import shared_port
-from dynamo_lite.services.services import FRONTEND
 
 HOST = "127.0.0.1"
 

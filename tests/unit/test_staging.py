@@ -26,7 +26,7 @@ from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
 from tests.builders import engine_metadata, expecting
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 
 BLOCKS = 8
 HERE, THERE = 8, 16

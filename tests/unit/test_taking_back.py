@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from dynamo_lite.cli import decision_view
+from dynamo_lite.disagg.attempts.attempt import AttemptState
 from dynamo_lite.disagg.counters import SPAN
-from dynamo_lite.policy.attempts.attempt import AttemptState
+from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.protocol.prefill import ClaimRefused, Granted
 from dynamo_lite.protocol.trace import new_trace
-from dynamo_lite.queue.base import QueueDepth
 from tests.builders import ManualClock
 from tests.unit.decode_engine import WRITER, Decode, prompt
 from tests.unit.test_decisions import taken

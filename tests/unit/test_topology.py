@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from nats.js.errors import ServiceUnavailableError
 
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.topology import Topology, consumer_name
 from dynamo_lite.protocol.queue import Lane
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.topology import Topology, consumer_name
 
 
 class Client:

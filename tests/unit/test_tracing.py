@@ -232,8 +232,9 @@ def test_a_bad_endpoint_is_named(url: str, said: str):
 def test_who_does_not_trace_loads_no_tracing_library():
     code = (
         "import sys\n"
-        "import dynamo_lite.services.decode_worker, dynamo_lite.services.prefill_worker\n"
-        "import dynamo_lite.services.frontend.frontend, dynamo_lite.runtime.process.host\n"
+        "import dynamo_lite.serve.services.decode_worker\n"
+        "import dynamo_lite.serve.services.prefill_worker\n"
+        "import dynamo_lite.serve.services.frontend.frontend, dynamo_lite.runtime.process.host\n"
         "import dynamo_lite.disagg.decode.scheduler\n"
         "import dynamo_lite.disagg.prefill.scheduler\n"
         "print([m for m in sys.modules if m.startswith('opentelemetry')])"

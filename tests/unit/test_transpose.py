@@ -18,7 +18,7 @@ from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 
 BLOCKS = 6
 SIZES = [(32, 64), (64, 32), (16, 48), (48, 32), (6, 4), (8, 8), (5, 7)]

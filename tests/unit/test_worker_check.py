@@ -10,9 +10,9 @@ from dynamo_lite.protocol.names import endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import SECOND_LOOK_S, SILENT_S, HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.services.frontend.dispatcher import WorkerCheck, check_workers
+from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck, check_workers
 from tests.builders import endpoint_record, register
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 A, B = 0xA, 0xB

@@ -13,9 +13,7 @@ from typing import Self
 
 import httpx
 
-from dynamo_lite.policy.decision.lanes import ClientPriority
-from dynamo_lite.policy.routing.admission import Admission, Limits
-from dynamo_lite.policy.routing.pickers import RoundRobin
+from dynamo_lite.disagg.decision.lanes import ClientPriority
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.generate import (
     GenerateRequest,
@@ -24,10 +22,12 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import HttpServer, url_of
+from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore

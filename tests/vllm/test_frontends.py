@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from dynamo_lite.overview.model import Overview
+from dynamo_lite.runtime.overview.model import Overview
 from tests.unit.test_shared_metrics import samples
 from tests.vllm.asking import Stream, prompt_ids
 from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together

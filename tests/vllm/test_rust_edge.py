@@ -18,7 +18,7 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import url_of
+from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge

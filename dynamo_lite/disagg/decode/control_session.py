@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.decode.granting import Granting
 from dynamo_lite.disagg.decode.ledger_events import LedgerEvents
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
@@ -20,8 +21,8 @@ from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.writer_events import WriterEvents
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -32,7 +33,6 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.grant import blocks_digest
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_leave
-from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.live_options import LiveOptions

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
+from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.disagg.transfer_params import time_left_s
-from dynamo_lite.policy.decision.disagg import decide
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 
 

@@ -12,7 +12,7 @@ import msgspec
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.stages import stages_s
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.engine.request_ids import is_of
+from dynamo_lite.disagg.request_ids import is_of
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Asked,

@@ -6,14 +6,7 @@ The twin of `ledger_events.py` on the engine's thread.
 import logging
 from collections.abc import Callable, Iterable
 
-from dynamo_lite.disagg.bridge import Bridge
-from dynamo_lite.disagg.counters import REMOTE, Counters
-from dynamo_lite.disagg.decode.control_session import ControlSession
-from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
-from dynamo_lite.disagg.decode.shared_state import LockedLedger
-from dynamo_lite.disagg.engine_api import Block, BlockPool
-from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.policy.attempts.instructions import (
+from dynamo_lite.disagg.attempts.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
@@ -23,7 +16,14 @@ from dynamo_lite.policy.attempts.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.disagg.attempts.ledger import Ledger
+from dynamo_lite.disagg.bridge import Bridge
+from dynamo_lite.disagg.counters import REMOTE, Counters
+from dynamo_lite.disagg.decode.control_session import ControlSession
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
+from dynamo_lite.disagg.decode.shared_state import LockedLedger
+from dynamo_lite.disagg.engine_api import Block, BlockPool
+from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)

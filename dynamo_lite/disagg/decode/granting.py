@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from dynamo_lite.disagg.attempts.attempt import Refusal
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.grant_seals import GrantSeals
-from dynamo_lite.policy.attempts.attempt import Refusal
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import Claim
 

@@ -6,15 +6,15 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+from dynamo_lite.disagg.attempts.instructions import CancelWriter, DeleteJob, Instruction
+from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.policy.attempts.instructions import CancelWriter, DeleteJob, Instruction
-from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import CancelAttempt
-from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OnFailure, OwnedTasks, log_failure
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.engine_config import EngineConfig
+from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.queue import QueueReading, decode_queue_reading
-from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running

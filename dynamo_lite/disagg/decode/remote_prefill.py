@@ -4,9 +4,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.decision.rule import Remote, Verdict
 from dynamo_lite.disagg.engine_api import Block, Prompt
-from dynamo_lite.policy.attempts.instructions import Outcome
-from dynamo_lite.policy.decision.disagg import Remote, Verdict
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.trace import TraceContext

@@ -8,14 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from dynamo_lite.disagg.attempts.instructions import Ended, Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
+from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
-from dynamo_lite.policy.attempts.instructions import Ended, Outcome
-from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM
 from dynamo_lite.protocol.trace import TraceContext, traced
 
 

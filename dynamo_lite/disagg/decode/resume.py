@@ -14,9 +14,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
-from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.runtime.members.roster import Members
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
@@ -28,7 +29,6 @@ from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.attempts.ledger import Ledger
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock

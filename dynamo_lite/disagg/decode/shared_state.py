@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Iterable
 
-from dynamo_lite.policy.attempts.attempt import AttemptState
-from dynamo_lite.policy.attempts.instructions import FOR_ENGINE, Instruction
-from dynamo_lite.policy.attempts.ledger import Ledger
+from dynamo_lite.disagg.attempts.attempt import AttemptState
+from dynamo_lite.disagg.attempts.instructions import FOR_ENGINE, Instruction
+from dynamo_lite.disagg.attempts.ledger import Ledger
 
 
 class LockedLedger:

@@ -17,10 +17,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counters
+from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, DecisionReason
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.decision.disagg import WANT_OF_ROOM, DecisionReason
 from dynamo_lite.protocol.options import DisaggOptions
 
 logger = logging.getLogger(__name__)

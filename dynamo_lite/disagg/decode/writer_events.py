@@ -8,14 +8,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
+from dynamo_lite.disagg.attempts.attempt import Refusal
+from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.decode.granting import Granting
 from dynamo_lite.disagg.decode.ledger_events import LedgerEvents
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.policy.attempts.attempt import Refusal
-from dynamo_lite.policy.attempts.instructions import Outcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, NoResponders, ProtocolError

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
+from dynamo_lite.disagg.attempts.grants import GrantFault, GrantWanted, check_grant
+from dynamo_lite.disagg.engine import AttemptOutcome
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.job_waits import JobWaits
-from dynamo_lite.engine.base import AttemptOutcome
-from dynamo_lite.policy.attempts.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import BadGrant, DeadlineExceeded, ProtocolError, Unavailable

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from dynamo_lite.engine.base import AttemptOutcome, OnFirstToken, PrefillEngine
+from dynamo_lite.disagg.engine import AttemptOutcome, OnFirstToken, PrefillEngine
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata

@@ -11,11 +11,12 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
 
+from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
 from dynamo_lite.disagg.prefill.claims import Claims, HeldGrant
 from dynamo_lite.disagg.prefill.computation import Computation
 from dynamo_lite.disagg.prefill.job_trace import JobTrace
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import AttemptOutcome, PrefillEngine
+from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import (
     BadGrant,
@@ -26,7 +27,6 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.prefill import CancelAttempt, ClaimRefused, RemotePrefillRequest
 from dynamo_lite.protocol.versions import unsupported
-from dynamo_lite.queue.base import Job
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import Permits
 from dynamo_lite.transfer.directory import MetadataDirectory

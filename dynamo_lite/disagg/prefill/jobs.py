@@ -13,17 +13,17 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
+from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.claims import Claims
 from dynamo_lite.disagg.prefill.job_runner import JobRunner
 from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.disagg.queue.base import Job, PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, decode_cancel_attempt, decode_job
 from dynamo_lite.protocol.queue import Lane
-from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging

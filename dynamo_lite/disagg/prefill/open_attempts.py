@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dynamo_lite.disagg.counters import ENDED, WRITTEN
-from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.disagg.engine import AttemptOutcome
 
 
 class OpenAttempt:

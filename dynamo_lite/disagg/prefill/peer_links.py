@@ -12,12 +12,12 @@ import contextlib
 import logging
 import math
 
-from dynamo_lite.engine.base import PrefillEngine
-from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import IncompatiblePeer, LeaseLost, ProtocolError
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 from dynamo_lite.transfer.directory import MetadataDirectory

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.engine.request_ids import RequestIds
+from dynamo_lite.disagg.request_ids import RequestIds
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken

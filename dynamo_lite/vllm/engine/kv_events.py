@@ -15,8 +15,8 @@ import zmq.asyncio
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from dynamo_lite.kv_events.engine_cache import EngineCache
 from dynamo_lite.protocol.kv import KvChange
+from dynamo_lite.routing.engine_cache import EngineCache
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo_lite.disagg.counters import BROKEN_LINK
+from dynamo_lite.disagg.engine import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
-from dynamo_lite.engine.base import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.protocol.errors import EngineDied
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from dynamo_lite.disagg.decision.lanes import BEFORE_LONG, lane_of
 from dynamo_lite.disagg.engine_config import (
     ENGINE_CONFIG_FILE,
     EngineConfig,
@@ -20,7 +21,6 @@ from dynamo_lite.disagg.engine_config import (
     read_engine_config,
 )
 from dynamo_lite.disagg.transfer_params import PrefillLength, unpack
-from dynamo_lite.policy.decision.lanes import BEFORE_LONG, lane_of
 
 #: Long prompts skip at most this many steps in a row. If skipping did not help, none is skipped
 #: for the second number of steps.

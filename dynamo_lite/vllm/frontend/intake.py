@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from vllm.v1.engine import EngineCoreRequest
 
-from dynamo_lite.policy.decision.lanes import ClientPriority, granted_priority
-from dynamo_lite.policy.routing.admission import Admission
+from dynamo_lite.disagg.decision.lanes import ClientPriority, granted_priority
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -21,6 +20,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.request_context import RequestContext

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.disagg.decode.resume import CacheBlocks
+from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
@@ -19,7 +20,6 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.prefill.running_job import BlockIds
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock

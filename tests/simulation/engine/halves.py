@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
+from dynamo_lite.disagg.attempts.attempt import AttemptState
 from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.rank import DecodeRank
@@ -21,7 +22,6 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.policy.attempts.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.transfer.base import Transfer

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from dynamo_lite.serve.document import field_keys
-from dynamo_lite.services.services import FRONTEND, PREFILL_WORKER, VLLM_WORKER
+from dynamo_lite.serve.services.services import FRONTEND, PREFILL_WORKER, VLLM_WORKER
 from dynamo_lite.vllm.accepted_args import SectionKind, groups_of, refusal
 from dynamo_lite.vllm.args import _parser, check
 from dynamo_lite.vllm.frontend import openai_app

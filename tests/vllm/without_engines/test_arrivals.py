@@ -12,8 +12,8 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
 )
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import arrivals
 from dynamo_lite.vllm.engine.arrivals import (
     ArrivalScheduler,

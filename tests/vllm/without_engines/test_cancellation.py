@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.policy.routing.admission import Admission, Limits
-from dynamo_lite.policy.routing.migration import Continue
-from dynamo_lite.policy.routing.pickers import RoundRobin, Selection
+from dynamo_lite.disagg.queue.base import Job, PrefillQueue
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
@@ -31,18 +30,19 @@ from dynamo_lite.protocol.records import (
     encode_engine,
 )
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
-from dynamo_lite.queue.base import Job, PrefillQueue
-from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.framing import frame, parse_address
+from dynamo_lite.request_plane.migration import Continue
 from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.routing.pickers import RoundRobin, Selection
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     NAMESPACE,
@@ -61,8 +61,8 @@ from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore, MemoryWatch
-from tests.simulation.servers.memory_queue import MemoryQueue
+from tests.twins.queue import MemoryQueue
+from tests.twins.servers import MemoryMessaging, MemoryStore, MemoryWatch
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene, Twins

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from starlette.routing import Route
 
-from dynamo_lite.policy.decision.lanes import ClientPriority
+from dynamo_lite.disagg.decision.lanes import ClientPriority
 from dynamo_lite.protocol.generate import LogprobRows
 from dynamo_lite.vllm.frontend.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.openai_app import OPEN_PATHS

@@ -8,8 +8,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 
 LINK = EngineConfig(

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import PrefillStats
 
 from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
-from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.disagg.engine import AttemptOutcome
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
@@ -28,7 +28,7 @@ from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 from dynamo_lite.vllm.first_token import FirstTokenRules
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 from tests.builders import engine_metadata, eventually, prefill_job
-from tests.simulation.servers.memory import MemoryMessaging
+from tests.twins.servers import MemoryMessaging
 from tests.vllm.without_engines.test_requests import MODEL, message
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

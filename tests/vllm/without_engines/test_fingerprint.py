@@ -15,7 +15,7 @@ from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
 from tests.shards import Shape, ShardedEngine
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.vllm.front_half import write_model
 
 ONE = Shape()

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.services.frontend.processor import Processor, ask_app
+from dynamo_lite.serve.services.frontend.processor import Processor, ask_app
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.vllm.front_half import (

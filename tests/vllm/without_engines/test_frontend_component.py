@@ -23,9 +23,9 @@ from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
-from dynamo_lite.services.frontend.frontend import Frontend
+from dynamo_lite.serve.services.frontend.frontend import Frontend
 from tests.null_engine import NullEngine
-from tests.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.vllm.front_half import flags
 
 IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.policy.routing.admission import Limits
 from dynamo_lite.protocol.errors import Refused
+from dynamo_lite.request_plane.admission import Limits
 from tests.vllm.front_half import (
     CHAT,
     TEXT,

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from dynamo_lite.policy.routing.kv_chain import chain_hashes, extend, root_hash
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
+from dynamo_lite.routing.kv_chain import chain_hashes, extend, root_hash
 from dynamo_lite.vllm.engine.kv_events import followed, kv_events_config
 
 BLOCK = 4

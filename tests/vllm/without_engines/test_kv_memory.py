@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.vllm.engine import kv_memory
 from dynamo_lite.vllm.engine.kv_memory import KvMemory, first_head, register
-from tests.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric, MemoryMover
 
 
 def config(ranks: int, total: int) -> Any:

@@ -14,7 +14,7 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 
-from dynamo_lite.policy.routing.migration import Continue, Replay, Stay
+from dynamo_lite.request_plane.migration import Continue, Replay, Stay
 from dynamo_lite.vllm.migratable import facts, is_causal, migration_plan
 
 GRAMMAR = StructuredOutputsParams(json={"type": "object"})

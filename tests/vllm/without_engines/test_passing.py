@@ -23,8 +23,8 @@ from dynamo_lite.disagg.engine_config import (
     EngineConfig,
     write_engine_config,
 )
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import connector
 from dynamo_lite.vllm.engine.engine_config import transfer_config
 from dynamo_lite.vllm.engine.free_blocks import FreeRuns

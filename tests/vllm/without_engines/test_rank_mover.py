@@ -10,8 +10,8 @@ from dynamo_lite.disagg.engine_config import (
     EngineConfig,
     PrefillEngineConfig,
 )
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.vllm.engine import opened_rank

@@ -16,9 +16,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from dynamo_lite.disagg.transfer_params import time_left_s
-from dynamo_lite.policy.routing.migration import Continue
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.request_plane.migration import Continue
 from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.vllm.requests import generate_request, generation, prefill
 from dynamo_lite.vllm.wire import sampling_to_bytes

@@ -18,7 +18,6 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynamo_lite.policy.routing.migration import Continue, MigrationPlan
 from dynamo_lite.protocol.errors import NoWorkers, WorkerLost
 from dynamo_lite.protocol.generate import (
     GenerateRequest,
@@ -27,6 +26,7 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.trace import TraceContext, new_trace
+from dynamo_lite.request_plane.migration import Continue, MigrationPlan
 from dynamo_lite.vllm.frontend.rust_core import CheckGrammar, RustCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.builders import eventually

@@ -8,13 +8,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from dynamo_lite.policy.routing.migration import MigrationPlan
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
+from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.services.frontend.http import url_of
+from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.unit.frontend_core import CoreScene, RecordingFailover

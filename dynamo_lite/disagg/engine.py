@@ -1,0 +1,150 @@
+"""The engine seam: what a component needs from its engine.
+
+Implementations: `vllm/` (stock vLLM), `simulation/engine/` (virtual compute) and `null.py` (no
+compute, for measuring the runtime). An engine is an async context manager: entering loads it,
+leaving frees it.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.kv import KvChange
+from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.request_plane.base import GenerateHandler
+from dynamo_lite.routing.kv_publisher import Holdings
+from dynamo_lite.runtime.permits import Permit
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What the engine's scheduler last reported."""
+
+    running: int = 0
+    waiting: int = 0
+    #: 0 to 1; share of the blocks that cannot be given to a new request.
+    kv_usage: float = 0.0
+    #: Whether it has produced any token since its start. Its first steps may compile kernels.
+    gave_tokens: bool = False
+    #: Most requests that it runs at a time; 0: not known.
+    max_running: int = 0
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """How a prefill engine's work on one attempt ended. Unless it died, no write is in flight any
+    more."""
+
+    attempt: str
+    #: "written", "failed", "abandoned", or "died": the engine's process ended, and writes that it
+    #: had started may still land.
+    outcome: str
+    detail: str = ""
+    #: End of its last write, by this host's monotonic clock; None if not known.
+    written_at: float | None = None
+
+
+#: Takes the token that follows a job's prompt.
+OnFirstToken = Callable[[int], Awaitable[None]]
+
+#: Takes the id of a decode engine, and why a transfer with it failed.
+OnBrokenLink = Callable[[str, str], None]
+
+
+class KvEvents(Holdings, Protocol):
+    """Which blocks an engine holds, by their chain hashes (`routing/kv_chain.py`)."""
+
+    def changes(self) -> AsyncIterator[list[KvChange]]:
+        """One list per engine step that changed anything, without end. Only one reader."""
+        ...
+
+
+class Engine(Protocol):
+    """What both kinds of engines have."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """A new object after each step that the component has received."""
+        ...
+
+    @property
+    def metadata(self) -> EngineMetadata | None:
+        """The KV pool as other engines see it; None if it exchanges no KV with others."""
+        ...
+
+    async def describe(self) -> EngineStatus:
+        """Asks the engine's own process. Only with metadata.
+
+        Raises Unavailable, DeadlineExceeded or ProtocolError.
+        """
+        ...
+
+
+class DecodeEngine(Engine, GenerateHandler, Protocol):
+    """Generates tokens, and decides which prompts are prefilled remotely."""
+
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """None if the engine does not publish its blocks."""
+        ...
+
+    def first_token(self, first: FirstToken) -> TokenDelta | None:
+        """A prefill worker has sampled a request's first token. Returns what is to be sent to the
+        client now; `steps` leaves that out then. Only with metadata.
+
+        Raises ProtocolError for a request that does not run, or a token that does not fit.
+        """
+        ...
+
+    def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        """One list per engine step, until the engine is closed. Only one reader.
+
+        Raises EngineDied when the engine process is gone.
+        """
+        ...
+
+
+class PrefillEngine(Engine, Protocol):
+    """Computes prompts and writes their KV into other engines' blocks."""
+
+    async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
+        """Drives the engine; must run while `prefill` is awaited. Raises EngineDied.
+
+        on_broken_link: called when the first contact with a decode engine, a write or a read has
+        failed, before the attempts end for which it did.
+        """
+        ...
+
+    async def prefill(
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
+    ) -> AttemptOutcome:
+        """Computes and writes one attempt. Returns when no write is in flight.
+
+        permit: says whether the attempt's claim was granted. Before that nothing is written, and
+        nothing is read from the decode engine; if it is refused, nothing ever is.
+        on_first_token: awaited with the first token of the answer, if the job asks for it and
+        this engine can sample it. Raises Refused or IncompatiblePeer when nothing was begun.
+        """
+        ...
+
+    def check_peer(self, target: EngineMetadata) -> None:
+        """Raises IncompatiblePeer, with both sides named, for a decode engine that it must not
+        write to."""
+        ...
+
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        """These decode engines have left, so their state may be dropped."""
+        ...
+
+    async def abandon(self, attempt: str) -> None:
+        """Stops an attempt early; its `prefill` returns "abandoned" (or "written")."""
+        ...

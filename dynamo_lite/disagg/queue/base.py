@@ -1,0 +1,214 @@
+"""The interface of the prefill queue.
+
+`jetstream.py` implements it on JetStream. The simulation has others; all pass
+`tests/contract/test_queue.py`.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self
+
+from dynamo_lite.disagg.decision.lanes import lane_of
+from dynamo_lite.protocol.options import NaturalOption, PositiveOption, SecondsOption
+from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.runtime.listeners import Listeners
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions:
+    """The prefill queue; every service of a graph must agree on all of them (use Common)."""
+
+    #: Hard cap on jobs, waiting and in flight together; the broker enforces it.
+    max_jobs: PositiveOption = 64
+    #: A job that is neither acknowledged nor extended for this long is delivered again.
+    ack_wait_s: SecondsOption = 10.0
+    #: Deliveries before a job is used up; see `Job.deliveries_left`.
+    max_deliver: PositiveOption = 3
+    #: A job with at most this many tokens to compute is short, and goes before others
+    #: (`disagg/decision/lanes.py`).
+    short_length: NaturalOption = 2048
+    #: At least this many servers of a NATS cluster store the queue. With 3 it survives the loss of
+    #: one server, with 5 the loss of two.
+    replicas: Literal[1, 3, 5] = 1
+    #: Where the servers store the queue. In a file it survives a restart of all servers.
+    storage: Literal["memory", "file"] = "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueConfig(QueueOptions):
+    """The options and what users cannot change."""
+
+    #: How long a push waits for the broker's answer. Only this value may differ between users.
+    push_timeout_s: float = 0.5
+    #: The broker drops older jobs, pulled or not. Otherwise jobs of dead engines, and jobs with an
+    #: ambiguous push, would count against `max_jobs` forever.
+    max_age_s: float = 600.0
+
+    @classmethod
+    def of(cls, options: QueueOptions) -> Self:
+        return cls(**vars(options))
+
+    def lane_of(self, tokens: int, priority: int) -> Lane:
+        """The lane of a job with this many tokens to compute."""
+        return lane_of(tokens, priority, self.short_length)
+
+
+def single_server_text(replicas: int) -> str:
+    """Why that many replicas are refused by a NATS server that is not in a cluster."""
+    return (
+        f"queue.replicas is {replicas}, and NATS is a single server, not a cluster; name the"
+        f" servers of a cluster of at least {replicas} with --nats-url, or set queue.replicas to 1"
+    )
+
+
+@dataclass(frozen=True)
+class QueueDepth:
+    """How many jobs wait to be pulled, how many are pulled but not acknowledged, and their size."""
+
+    waiting: int
+    in_flight: int
+    #: Bytes of all these jobs, as the broker stores them.
+    size: int = 0
+    #: Which queue it was, as text that all its users agree on. Empty while the broker has lost the
+    #: queue, or a part of it.
+    identity: str = ""
+
+    @property
+    def total(self) -> int:
+        return self.waiting + self.in_flight
+
+
+class Job(Protocol):
+    """A pulled job. The first of ack, nak, term ends it; later ones do nothing.
+
+    All raise BrokerUnavailable and nothing else. Then the broker may not have received the
+    reply, and delivers the job again after ack_wait (unless it has lost the job).
+    """
+
+    @property
+    def payload(self) -> bytes: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def deliveries(self) -> int:
+        """How often the job was delivered: 1 at the first delivery."""
+        ...
+
+    @property
+    def deliveries_left(self) -> int:
+        """How many deliveries may follow this one.
+
+        Below 0 the job is used up: the worker that pulls it does not run it, but reports its end
+        to the decode engine, and terminates it. Until it is terminated, the job is delivered
+        again.
+        """
+        ...
+
+    async def ack(self) -> None:
+        """The job is done: removes it from the queue."""
+        ...
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        """The job is not done: the broker delivers it again, to any worker."""
+        ...
+
+    async def term(self) -> None:
+        """Removes the job; it is not delivered again."""
+        ...
+
+    async def extend(self) -> None:
+        """The job is still running: restarts ack_wait."""
+        ...
+
+
+class PrefillQueue(Protocol):
+    """An async context manager; leaving it naks the pulled jobs that were not answered.
+
+    Entering raises StartupError when the broker cannot be used, or has the queue with another
+    configuration. Sequences are never reused, even when the broker has lost the queue.
+    """
+
+    @property
+    def incarnation(self) -> int:
+        """Increases when the broker is found to have lost the queue with its jobs; at the latest
+        when it is connected again after an outage."""
+        ...
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        """Calls `callback` in the event loop after `incarnation` has increased, while the context
+        lasts. A push may be in progress then, and may go into the new queue."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+        """Returns the job's sequence. A repeated `message_id` queues nothing new.
+
+        Raises QueueFull or BrokerUnavailable if it is certainly not queued, and PushAmbiguous
+        if it may be queued.
+        """
+        ...
+
+    async def delete(self, sequence: int) -> bool:
+        """Removes a job, pulled or not. Returns whether it existed.
+
+        Raises BrokerUnavailable.
+        """
+        ...
+
+    async def depth(self) -> QueueDepth:
+        """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable.
+
+        A push is counted a moment after its answer: the consumers count, on the servers that lead
+        them, and the stream's leader answers the push.
+
+        It also shows whether the broker has lost the queue.
+        """
+        ...
+
+    def heard(self, identity: str) -> None:
+        """Another user has read the depth of the queue with this identity. If that is another queue
+        than was known here, the broker is asked soon, as by `depth`."""
+        ...
+
+    async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
+        """Returns the next job, or None after `timeout_s`.
+
+        lanes: the lanes to pull from; earlier ones first, see `disagg/decision/lanes.py`. With
+        replicas each lane shows a job some milliseconds after its push was confirmed, so that one
+        of a later lane may come before it.
+        May be cancelled: a job that is being delivered is kept for the next pull.
+        """
+        ...
+
+    async def stop_pulling(self) -> None:
+        """Pulls no further job; a waiting `pull` returns None."""
+        ...
+
+
+class Incarnations:
+    """Counts how often the broker had another queue than at the check before."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        #: Identity of the queue that the broker had at the last check; None before the first
+        #: check.
+        self.identity: Hashable = None
+        self._listeners = Listeners[[]]("the queue")
+
+    def seen(self, identity: Hashable) -> None:
+        """identity: identifies the queue that the broker has now; not None."""
+        before, self.identity = self.identity, identity
+        if before in (None, identity):
+            return
+        self.number += 1
+        self._listeners.notify()
+
+    def watch(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        """Calls `callback` after each increase of `number` while the context lasts."""
+        return self._listeners.add(callback)

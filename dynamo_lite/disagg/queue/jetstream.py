@@ -1,0 +1,325 @@
+"""The prefill queue on JetStream: one stream, a consumer per lane, and an own connection.
+
+Its jobs may be authenticated with the graph's secret.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Self
+
+from nats import errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+from dynamo_lite.disagg.queue.base import Incarnations, QueueConfig, QueueDepth, QueueOptions
+from dynamo_lite.disagg.queue.puller import JetStreamJob, Puller, loop_time
+from dynamo_lite.disagg.queue.topology import (
+    API_TIMEOUT_S,
+    MALFORMED,
+    Topology,
+    identity_of,
+    readable,
+)
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    ProtocolError,
+    PushAmbiguous,
+    QueueFull,
+    StartupError,
+)
+from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.runtime.tasks import running
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 10077
+_NO_SUCH_MESSAGE = (10037, 10043, 10057)
+_REPAIR_INTERVAL_S = 0.1
+
+
+class JetStreamQueue:
+    """Implements PrefillQueue.
+
+    stream, subject: see `protocol.names`. secret: the graph's. Each job is bound to the subject, so
+    the queue of another namespace rejects it; one that is not authentic is removed from the queue,
+    and counted as `unauthentic`. None: jobs are not authenticated. wall: seconds since
+    the epoch.
+    When the broker has lost the stream, it is created again, empty.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stream: str,
+        subject: str,
+        config: QueueConfig | None = None,
+        secret: GraphSecret | None = None,
+        on_drop: OnDrop = uncounted,
+        wall: Callable[[], float] = time.time,
+    ):
+        self._secret, self._context = secret, job_context(subject)
+        self._on_drop, self._log_limit = on_drop, LogLimit()
+        self._config = config or QueueConfig()
+        self._topology = Topology(stream, subject, self._config, wall)
+        self._connection = NatsMessaging(url)
+        self._incarnations = Incarnations()
+        self._newest = 0  # the greatest sequence known
+        self._counts_again = False  # whether a sequence was given twice
+        self._delivered = 0  # the last job that was delivered to anybody, at the last reading
+        self._consumers = ""  # their identity
+        self._missing = asyncio.Event()
+        self._ensuring = asyncio.Lock()
+        self._resources = contextlib.AsyncExitStack()
+        self._puller: Puller | None = None
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnations.number
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._incarnations.watch(callback)
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._connection)
+            stack.enter_context(self._connection.watch_connection(self._on_connection))
+            client = self._connection.client
+            try:
+                await retry_while_unavailable(self._ensure)
+            except BrokerUnavailable as exc:
+                raise StartupError(f"JetStream cannot be used: {exc}") from exc
+            self._puller = Puller(client, self._topology, self._missing.set, self._on_drop)
+            await stack.enter_async_context(self._puller)
+            keeper = running(self._keep(), name=f"keep {self._topology.stream}")
+            await stack.enter_async_context(keeper)
+            self._resources = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._resources.aclose()
+
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+        subject = self._topology.subject_of(lane)
+        if self._secret is not None:
+            payload = self._secret.protect(self._context, payload)
+        try:
+            return await self._publish(subject, payload, message_id)
+        except NoStreamResponseError:
+            await self._ensure()
+        try:
+            return await self._publish(subject, payload, message_id)
+        except NoStreamResponseError as exc:
+            raise BrokerUnavailable(f"no stream accepts {subject}") from exc
+
+    async def _publish(self, subject: str, payload: bytes, message_id: str) -> int:
+        """As `push`, but raises NoStreamResponseError when no stream has the subject."""
+        js = self._js()
+        timeout_s, newest = self._config.push_timeout_s, self._newest
+        try:
+            answer = await js.publish(
+                subject,
+                payload,
+                timeout=timeout_s,
+                headers={"Nats-Msg-Id": message_id},
+            )
+            if not isinstance(answer.seq, int):  # nats-py does not check
+                raise TypeError(f"the sequence {answer.seq!r}")
+        except NoStreamResponseError:
+            raise
+        except errors.TimeoutError as exc:
+            raise PushAmbiguous(f"timeout: no reply to the push within {timeout_s:g} s") from exc
+        except APIError as exc:
+            if exc.err_code == _MAX_MESSAGES:
+                raise QueueFull(f"the queue holds {self._config.max_jobs} jobs") from exc
+            raise BrokerUnavailable(f"push refused: {exc.description}") from exc
+        except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
+            raise BrokerUnavailable(f"push not sent: {exc}") from exc
+        except (errors.Error, OSError, *MALFORMED) as exc:
+            raise PushAmbiguous(f"push failed, the job may be queued: {exc!r}") from exc
+        if answer.seq <= newest and not answer.duplicate:
+            self._counts_again = True
+            self._missing.set()
+        self._newest = max(self._newest, answer.seq)
+        return answer.seq
+
+    async def delete(self, sequence: int) -> bool:
+        with self._errors("delete"):
+            try:
+                async with asyncio.timeout(API_TIMEOUT_S):
+                    return await self._js().delete_msg(self._topology.stream, sequence)
+            except NotFoundError:
+                return False
+            except APIError as exc:
+                if exc.err_code in _NO_SUCH_MESSAGE:
+                    return False
+                raise
+
+    async def depth(self) -> QueueDepth:
+        with self._errors("depth"):
+            client = self._connected_client()
+            consumers = await self._topology.consumers(client)
+            size = await self._topology.size(client)
+        incomplete = len(consumers) < len(Lane)
+        before = self._delivered
+        self._delivered = max(
+            (found.delivered.stream_seq for found in consumers.values()), default=0
+        )
+        identity = identity_of(consumers)
+        if incomplete or identity != self._consumers or self._delivered < before:
+            self._missing.set()  # a consumer was lost, and maybe created again
+        if incomplete:
+            return QueueDepth(waiting=0, in_flight=0)
+        return QueueDepth(
+            waiting=sum(consumer.num_pending for consumer in consumers.values()),
+            in_flight=sum(consumer.num_ack_pending for consumer in consumers.values()),
+            size=size,
+            identity=identity,
+        )
+
+    def heard(self, identity: str) -> None:
+        if identity != self._consumers:
+            self._missing.set()
+
+    async def pull(
+        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
+    ) -> JetStreamJob | None:
+        if self._puller is None:
+            raise BrokerUnavailable("the queue is closed")
+        until = loop_time() + timeout_s
+        while True:
+            job = await self._puller.pull(max(0.0, until - loop_time()), lanes)
+            if job is None or self._opened(job):
+                return job
+            with contextlib.suppress(BrokerUnavailable):  # it is delivered again
+                await job.term()
+
+    async def stop_pulling(self) -> None:
+        if self._puller is not None:
+            await self._puller.stop()
+
+    def _opened(self, job: JetStreamJob) -> bool:
+        """Opens the job's payload. Returns whether it was authentic."""
+        if self._secret is None:
+            return True
+        try:
+            job.payload = self._secret.open(self._context, job.payload)
+        except ProtocolError as exc:
+            self._on_drop("unauthentic")
+            if (more := self._log_limit.allow()) is not None:
+                logger.warning(
+                    "removed job %d (and %d before it) from the queue: %s", job.sequence, more, exc
+                )
+            return False
+        return True
+
+    # The broker's side of the queue
+
+    def _on_connection(self, connected: bool) -> None:
+        if connected:
+            self._missing.set()
+        elif self._puller is not None:
+            self._puller.pause()
+
+    async def _keep(self) -> None:
+        """Creates what the broker has lost again, then resumes pulls."""
+        while True:
+            await self._missing.wait()
+            self._missing.clear()
+            try:
+                await self._ensure()
+            except BrokerUnavailable as exc:
+                logger.warning("queue %s is unavailable, retrying: %s", self._topology.stream, exc)
+                if self._connection.connected:  # otherwise the reconnect sets it
+                    self._missing.set()
+            except StartupError as exc:
+                logger.error("queue %s, retrying: %s", self._topology.stream, exc)
+                self._missing.set()
+            else:
+                assert self._puller is not None
+                self._puller.resume()
+            await asyncio.sleep(_REPAIR_INTERVAL_S)
+
+    async def _ensure(self) -> None:
+        async with self._ensuring:
+            with self._errors("creating the queue"):
+                found = await self._topology.ensure(
+                    self._connected_client(),
+                    known=self._incarnations.identity,
+                    newest=self._newest,
+                    counts_again=self._counts_again,
+                )
+        if found.stream != self._incarnations.identity:
+            self._newest, self._delivered, self._counts_again = 0, 0, False
+        self._newest = max(self._newest, found.newest)
+        self._consumers = found.consumers
+        self._incarnations.seen(found.stream)
+
+    def _connected_client(self) -> Client:
+        if not self._connection.connected:
+            raise BrokerUnavailable("NATS is disconnected")
+        return self._connection.client
+
+    def _js(self) -> JetStreamContext:
+        return self._connected_client().jetstream(timeout=API_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            with readable(what):
+                yield
+        except (errors.Error, OSError, TimeoutError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise BrokerUnavailable(f"{what}: {reason}") from exc
+
+
+def job_context(subject: str) -> bytes:
+    """The context for the tag of a job on this subject."""
+    return b"message " + subject.encode()
+
+
+def open_queue(
+    url: str,
+    namespace: str,
+    config: QueueConfig,
+    secret_file: str | Path | None,
+    on_drop: OnDrop = uncounted,
+) -> JetStreamQueue:
+    """The prefill queue of a graph, a context. secret_file: None if jobs are not authenticated.
+
+    Raises StartupError for a secret file that cannot be used.
+    """
+    return JetStreamQueue(
+        url,
+        stream=names.prefill_stream(namespace),
+        subject=names.prefill_jobs_subject(namespace),
+        config=config,
+        secret=None if secret_file is None else GraphSecret(Path(secret_file)),
+        on_drop=on_drop,
+    )
+
+
+async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOptions) -> None:
+    """Raises StartupError when a queue with these options could not be opened. Changes nothing.
+
+    Problems that the broker does not report now appear when the queue is opened.
+    """
+    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    topology = Topology(stream, subject, QueueConfig.of(options))
+    with (
+        contextlib.suppress(errors.Error, BrokerUnavailable),
+        readable("checking the queue"),
+    ):
+        await topology.check(messaging.client, clustered=messaging.clustered)

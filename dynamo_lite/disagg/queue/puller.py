@@ -1,0 +1,327 @@
+"""Pulls from JetStream consumers, earlier lanes first, without losing jobs.
+
+A pull first checks one lane after the other for a waiting job, then waits for all of them. A
+lane with an unanswered pull request is empty.
+
+A pull request stays on the server until a job or its timeout answers it. So each one is kept
+here until it is answered, also when its caller stops waiting, and a job that arrives without
+a waiting caller is kept for the next one.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+from nats import errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from dynamo_lite.disagg.decision.lanes import LaneTurns
+from dynamo_lite.disagg.queue.topology import Topology, consumer_name
+from dynamo_lite.protocol.errors import BrokerUnavailable
+from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.runtime.drops import OnDrop
+
+logger = logging.getLogger(__name__)
+
+#: Timeout of one pull request on the server. A lost one is replaced after it.
+_REQUEST_S = 5.0
+#: How much later than its timeout a pull request may be answered.
+GRACE_S = 0.25
+_CLOSE_TIMEOUT_S = 1.0
+#: How long the answer to a job waits for the broker's confirmation.
+_CONFIRM_S = 1.0
+
+
+class JetStreamJob:
+    """Implements Job.
+
+    max_deliver: see `QueueConfig`. on_end: called after ack, nak or term, also if the broker did
+    not get it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        message: Msg,
+        max_deliver: int,
+        on_end: "Callable[[JetStreamJob], None]",
+    ):
+        self._client = client
+        self._reply = message.reply
+        self._on_end = on_end
+        self._ended = False
+        self.arrived_at = loop_time()
+        self.payload = message.data
+        self.sequence: int = message.metadata.sequence.stream
+        self.deliveries: int = message.metadata.num_delivered or 1
+        self.deliveries_left = max_deliver - self.deliveries
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else "held"
+        return f"<JetStreamJob {state} sequence={self.sequence} deliveries={self.deliveries}>"
+
+    async def ack(self) -> None:
+        await self._end(b"+ACK", confirmed=True)
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        delay = msgspec.json.encode({"delay": int(delay_s * 1e9)}) if delay_s > 0 else b""
+        await self._end(b"-NAK " + delay if delay else b"-NAK", confirmed=False)
+
+    async def term(self) -> None:
+        await self._end(b"+TERM", confirmed=True)
+
+    async def extend(self) -> None:
+        if not self._ended:
+            await self._send(b"+WPI", confirmed=False)
+
+    async def _end(self, verdict: bytes, *, confirmed: bool) -> None:
+        if self._ended:
+            return
+        try:
+            await self._send(verdict, confirmed=confirmed)
+        except BrokerUnavailable:
+            self._on_end(self)
+            raise
+        self._ended = True
+        self._on_end(self)
+
+    async def _send(self, text: bytes, *, confirmed: bool) -> None:
+        if not self._client.is_connected:
+            raise BrokerUnavailable(f"job {self.sequence}: NATS is disconnected")
+        try:
+            if confirmed:
+                await self._client.request(self._reply, text, timeout=_CONFIRM_S)
+            else:
+                await self._client.publish(self._reply, text)
+        except (errors.Error, OSError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise BrokerUnavailable(f"job {self.sequence}: {reason}") from exc
+
+
+@dataclass(eq=False)
+class PullRequest:
+    """A pull request that the server has not answered yet."""
+
+    #: Event loop time after which it counts as lost.
+    until: float
+
+
+class LanePull:
+    """The pull requests and the delivered jobs of one lane."""
+
+    def __init__(self, client: Client, topology: Topology, lane: Lane, owner: "Puller"):
+        self._client, self._owner = client, owner
+        self._max_deliver = topology.config.max_deliver
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{topology.stream}.{consumer_name(lane)}"
+        self._inbox = client.new_inbox()
+        self._subscription: Subscription | None = None
+        #: Unanswered requests, oldest first.
+        self.requests: deque[PullRequest] = deque()
+        #: Delivered jobs that no `pull` has returned yet, oldest first.
+        self.arrived: deque[JetStreamJob] = deque()
+
+    async def open(self) -> None:
+        self._subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
+
+    async def close(self) -> None:
+        """Unsubscribes, and naks the jobs that no `pull` has returned. Idempotent."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            with contextlib.suppress(errors.Error, OSError, TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    if self._client.is_connected:
+                        # Jobs that the server has sent before it unsubscribes still arrive.
+                        await subscription.drain()
+                    else:
+                        await subscription.unsubscribe()
+        while self.arrived:
+            await give_back(self.arrived.popleft())
+
+    async def ask(self, timeout_s: float) -> PullRequest | None:
+        """Requests one job from the broker, with a timeout. None: the broker is unavailable."""
+        life_s = min(timeout_s, _REQUEST_S)
+        ask: dict[str, int | bool] = {"batch": 1}
+        if life_s > 0.001:
+            ask["expires"] = int(life_s * 1e9)
+        else:
+            ask["no_wait"] = True
+        request = PullRequest(loop_time() + max(life_s, 0.0) + GRACE_S)
+        self.requests.append(request)
+        try:
+            await self._client.publish(self._next, msgspec.json.encode(ask), self._inbox)
+        except (errors.Error, OSError) as exc:
+            logger.debug("cannot send a pull request: %r", exc)
+            self._owner.on_gone()
+            return None
+        return request
+
+    def drop_unanswered(self, now: float) -> None:
+        while self.requests and self.requests[0].until <= now:
+            self.requests.popleft()
+
+    async def _on_message(self, message: Msg) -> None:
+        if self.requests:
+            self.requests.popleft()
+        status = message.headers.get("Status") if message.headers else None
+        # The headers alone prove nothing, because the sender of a job chooses them. Only the
+        # broker's own messages have no reply subject.
+        if message.reply or status is None:
+            self._add_job(message)
+        elif status not in ("404", "408"):
+            logger.debug("the pull request was refused with %s", message.headers)
+            self._owner.on_gone()
+        self._owner.notify()
+
+    def _add_job(self, message: Msg) -> None:
+        try:
+            job = JetStreamJob(self._client, message, self._max_deliver, self._owner.on_end)
+        except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
+            logger.warning("dropped an unexpected message on the pull inbox: %r", exc)
+            self._owner.on_drop("job")
+        else:
+            self.arrived.append(job)
+
+
+class Puller:
+    """Async context manager; leaving it naks the pulled jobs that were not answered.
+
+    on_missing: called when the broker reports that a consumer is gone.
+    """
+
+    def __init__(
+        self, client: Client, topology: Topology, on_missing: Callable[[], None], on_drop: OnDrop
+    ):
+        self._ack_wait_s = topology.config.ack_wait_s
+        self._on_missing, self.on_drop = on_missing, on_drop
+        self._held: dict[JetStreamJob, None] = {}  # pulled, not answered, oldest first
+        self._lanes = {lane: LanePull(client, topology, lane, self) for lane in Lane}
+        self._turns = LaneTurns()
+        self._ready = True
+        self._stopped = False
+        self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Self:
+        for asking in self._lanes.values():
+            await asking.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+        for job in list(self._held):
+            await give_back(job)
+        self._held.clear()
+
+    async def pull(self, timeout_s: float, lanes: Sequence[Lane]) -> JetStreamJob | None:
+        """lanes: the lanes to pull from."""
+        deadline = loop_time() + timeout_s
+        chosen = [self._lanes[lane] for lane in lanes]
+        if (job := self._pop_arrived(chosen)) is not None:
+            return job
+        if (job := await self._check_lanes(lanes)) is not None:
+            return job
+        return await self._wait_for_one(chosen, deadline)
+
+    async def _check_lanes(self, lanes: Sequence[Lane]) -> JetStreamJob | None:
+        """Returns a waiting job of the first lane that has one."""
+        order = self._turns.order(lanes)
+        for lane in order:
+            asking = self._lanes[lane]
+            request = None if asking.requests or not self._ready else await asking.ask(0.0)
+            while request in asking.requests and not self._stopped:
+                change, now = self._change, loop_time()
+                asking.drop_unanswered(now)
+                await asyncio.wait({change}, timeout=max(request.until - now, 0.0))
+            if (job := self._pop_arrived([asking])) is not None:
+                self._turns.took(lane, order)
+                return job
+        return None
+
+    async def _wait_for_one(self, chosen: list[LanePull], deadline: float) -> JetStreamJob | None:
+        """Asks each lane for one job, unless another pull does: it returns one job, and a job of
+        another lane must wait for the next pull.
+
+        After the deadline it waits for the answers to its own requests only. Those of other pulls
+        may last longer, and a lane that none of them asks would be forgotten meanwhile.
+        """
+        own: dict[LanePull, PullRequest] = {}
+        while not self._stopped:
+            change = self._change
+            if (job := self._pop_arrived(chosen)) is not None:
+                return job
+            now = loop_time()
+            for asking in chosen:
+                asking.drop_unanswered(now)
+            own = {asking: mine for asking, mine in own.items() if mine in asking.requests}
+            if now >= deadline + GRACE_S or (now >= deadline and not own):
+                return None
+            if now < deadline:
+                for asking in chosen:
+                    if self._ready and not asking.requests:
+                        if (request := await asking.ask(deadline - now)) is not None:
+                            own[asking] = request
+                ends = [asking.requests[0].until for asking in chosen if asking.requests]
+                ends.append(deadline)
+            else:
+                ends = [mine.until for mine in own.values()]
+            await asyncio.wait({change}, timeout=max(min(ends) - loop_time(), 0.0))
+        return None
+
+    def pause(self) -> None:
+        """To be called when the connection or a consumer is gone, and all pull requests with it."""
+        self._ready = False
+        for asking in self._lanes.values():
+            asking.requests.clear()
+        self.notify()
+
+    def resume(self) -> None:
+        self._ready = True
+        self.notify()
+
+    async def stop(self) -> None:
+        """Ends every `pull`, and naks the jobs that none has returned. Idempotent."""
+        self._stopped = True
+        self.notify()
+        for asking in self._lanes.values():
+            await asking.close()
+
+    def on_end(self, job: JetStreamJob) -> None:
+        """See `JetStreamJob`."""
+        self._held.pop(job, None)
+
+    def on_gone(self) -> None:
+        """A lane's consumer is gone, or the broker unavailable."""
+        self.pause()
+        self._on_missing()
+
+    def _pop_arrived(self, chosen: Iterable[LanePull]) -> JetStreamJob | None:
+        """Removes and returns the oldest delivered job whose ack_wait has not ended."""
+        for asking in chosen:
+            while asking.arrived:
+                job = asking.arrived.popleft()
+                if loop_time() - job.arrived_at >= self._ack_wait_s:
+                    continue  # the broker has delivered it to another worker
+                self._held[job] = None
+                return job
+        return None
+
+    def notify(self) -> None:
+        """Something has changed that a `pull` may wait for."""
+        if not self._change.done():
+            self._change.set_result(None)
+        self._change = asyncio.get_running_loop().create_future()
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def give_back(job: JetStreamJob) -> None:
+    with contextlib.suppress(BrokerUnavailable):
+        await job.nak()

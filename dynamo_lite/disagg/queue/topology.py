@@ -1,0 +1,361 @@
+"""The stream of a queue and its consumers, one per lane: created if absent, else checked."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+    StreamInfo,
+)
+from nats.js.errors import (
+    APIError,
+    BadRequestError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
+
+from dynamo_lite.disagg.queue.base import QueueConfig, single_server_text
+from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
+from dynamo_lite.protocol.queue import Lane
+
+logger = logging.getLogger(__name__)
+
+_NAME_IN_USE = 10058
+_NOT_CLUSTERED = 10074
+_NO_PEERS = 10005
+#: How long the new leader of a stream may take until it has what was acknowledged before.
+_CATCH_UP_S = 1.0
+_DUPLICATE_WINDOW_S = 120.0
+#: More jobs than can be pushed between two answers that one process gets about the stream.
+_MOST_UNSEEN = 1_000_000_000
+#: Timeout of one request to JetStream's API.
+API_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The stream and the consumers that the broker has. They are identified by their creation
+    times, so the values change when the broker has lost them."""
+
+    stream: Hashable
+    consumers: str
+    #: The last sequence that the stream has given.
+    newest: int
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far a consumer is."""
+
+    stream_seq: int = 0
+
+
+class ConsumerState(msgspec.Struct, frozen=True):
+    """One consumer in the broker's answer to CONSUMER.LIST."""
+
+    name: str
+    #: When it was created, which identifies it. The broker's text is kept, because it has
+    #: nanoseconds.
+    created: str
+    #: Jobs that were never delivered.
+    num_pending: int = 0
+    #: Jobs that were delivered and not answered.
+    num_ack_pending: int = 0
+    #: The last job that was delivered.
+    delivered: Position = Position()
+
+
+class _ConsumerList(msgspec.Struct, frozen=True):
+    """`consumers` is null in the answer of a stream without consumers."""
+
+    consumers: list[ConsumerState] | None = None
+    #: Names of consumers whose servers did not respond, in a cluster.
+    missing: list[str] | None = None
+    error: dict[str, Any] | None = None
+
+
+_decode_list = msgspec.json.Decoder(_ConsumerList).decode
+
+
+#: What reading an answer raises that is no JSON, lacks a field, or has one of another type. JSON
+#: that is nested too deeply is a RecursionError.
+MALFORMED = (
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    msgspec.DecodeError,
+)
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Raises BrokerUnavailable instead of what `MALFORMED` names, for code that only requests and
+    reads answers."""
+    try:
+        yield
+    except MALFORMED as exc:
+        raise BrokerUnavailable(f"{what}: malformed answer of JetStream: {exc!r}") from exc
+
+
+class Topology:
+    """The stream and the consumers of one queue.
+
+    The stream's metadata contains the shared settings. So the process that creates the stream
+    sets them atomically, and others can detect a difference.
+    wall: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        subject: str,
+        config: QueueConfig,
+        wall: Callable[[], float] = time.time,
+    ):
+        self.stream = stream
+        self.subject = subject
+        self.config = config
+        self._wall = wall
+
+    async def ensure(
+        self,
+        client: Client,
+        *,
+        known: Hashable = None,
+        newest: int = 0,
+        counts_again: bool = False,
+    ) -> "Found":
+        """Creates or checks stream and consumers; idempotent. known: the stream that was found
+        before. newest: a sequence that this stream had assigned. counts_again: whether the stream
+        has assigned a sequence twice since. If the broker has lost the jobs, the stream is created
+        again.
+
+        Raises StartupError if the queue exists with another configuration, or needs a cluster.
+        Errors of the client pass through, and what `MALFORMED` names.
+        """
+        js = client.jetstream(timeout=API_TIMEOUT_S)
+        stream = await self._stream(js)
+        if stream is not None and _identity(stream) == known:
+            stream = await self._unless_lost(js, stream, newest, counts_again)
+        if stream is None:
+            stream = await self._create(js, newest)
+        self._check(stream.config)
+        if (stream.config.num_replicas or 1) < self.config.replicas:
+            stream = await self._replicate(js, stream.config)
+        for lane in Lane:
+            await js.add_consumer(self.stream, self._consumer_config(lane))
+        consumers = await self.consumers(client)
+        return Found(_identity(stream), identity_of(consumers), _last_sequence(stream))
+
+    async def check(self, client: Client, *, clustered: bool) -> None:
+        """Raises StartupError if `ensure` would; changes nothing.
+
+        clustered: whether the server is one of a cluster. Errors pass through as from `ensure`.
+        """
+        if self.config.replicas > 1 and not clustered:
+            raise StartupError(single_server_text(self.config.replicas))
+        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
+        if stream is not None:
+            self._check(stream.config)
+
+    async def consumers(self, client: Client) -> dict[Lane, ConsumerState]:
+        """The queue's consumers that the broker has; none if it does not have the stream.
+
+        One request for all lanes. The answer has no second page: the consumers of a work queue
+        have disjoint subjects, so there are no more of them than lanes. Errors of the client
+        pass through, and what `MALFORMED` names; raises ServiceUnavailableError if the state
+        of a consumer is unknown.
+        """
+        subject = f"$JS.API.CONSUMER.LIST.{self.stream}"
+        answer = _decode_list((await client.request(subject, timeout=API_TIMEOUT_S)).data)
+        if answer.error is not None:
+            try:
+                APIError.from_error(answer.error)
+            except NotFoundError:
+                return {}
+        if answer.missing:
+            raise ServiceUnavailableError(
+                description=f"no state of consumers {', '.join(answer.missing)}"
+            )
+        by_name = {consumer.name: consumer for consumer in answer.consumers or ()}
+        names = ((lane, consumer_name(lane)) for lane in Lane)
+        return {lane: by_name[name] for lane, name in names if name in by_name}
+
+    async def size(self, client: Client) -> int:
+        """Bytes of the stream's jobs; 0 if the broker does not have it. Errors pass through as from
+        `ensure`."""
+        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
+        return 0 if stream is None else _number(stream.state.bytes)
+
+    def subject_of(self, lane: Lane) -> str:
+        return self.subject if lane is Lane.LONG else f"{self.subject}.{lane.value}"
+
+    async def _stream(self, js: JetStreamContext) -> StreamInfo | None:
+        try:
+            return await js.stream_info(self.stream)
+        except NotFoundError:
+            return None
+
+    async def _create(self, js: JetStreamContext, newest: int) -> StreamInfo:
+        try:
+            with self._placement():
+                return await js.add_stream(self._stream_config(newest))
+        except BadRequestError as exc:
+            if exc.err_code != _NAME_IN_USE:
+                raise
+            return await js.stream_info(self.stream)
+
+    async def _replicate(self, js: JetStreamContext, found: StreamConfig) -> StreamInfo:
+        """Adds replicas to a stream that has too few; its jobs stay."""
+        wanted = self.config.replicas
+        with self._placement():
+            changed = await js.update_stream(dataclasses.replace(found, num_replicas=wanted))
+        before = found.num_replicas or 1
+        logger.info("replicas of the queue %s: %d before, %d now", self.stream, before, wanted)
+        return changed
+
+    async def _unless_lost(
+        self, js: JetStreamContext, stream: StreamInfo, newest: int, counts_again: bool
+    ) -> StreamInfo | None:
+        """Returns the stream. If the broker has lost its jobs, deletes the stream and returns
+        None.
+
+        A cluster recreates a stream that was in the memory of a killed server. The new stream
+        looks like the old one, and counts from the same first sequence.
+        """
+        if not counts_again:
+            if _last_sequence(stream) >= newest:
+                return stream
+            await asyncio.sleep(_CATCH_UP_S)
+            again = await self._stream(js)
+            if again is None or _last_sequence(again) >= newest:
+                return again
+            if not _in_step(again):
+                raise BrokerUnavailable(f"the replicas of the queue {self.stream} differ")
+        logger.warning("the broker has lost the jobs of queue %s; creating it again", self.stream)
+        await js.delete_stream(self.stream)
+        return None
+
+    @contextlib.contextmanager
+    def _placement(self) -> Iterator[None]:
+        """Turns JetStream's errors into errors that say what is missing to place the replicas."""
+        wanted = self.config.replicas
+        try:
+            yield
+        except APIError as exc:
+            if exc.err_code == _NOT_CLUSTERED:
+                raise StartupError(single_server_text(wanted)) from exc
+            if exc.err_code != _NO_PEERS:
+                raise
+            raise BrokerUnavailable(
+                f"the NATS cluster has no {wanted} servers with JetStream that are up for the"
+                f" queue {self.stream}: {exc.description}; start them, or lower queue.replicas"
+            ) from exc
+
+    def _check(self, stream: StreamConfig) -> None:
+        found = {**(stream.metadata or {}), "storage": stream.storage or ""}
+        expected = {**shared_settings(self.config), "storage": self.config.storage}
+        wrong = [
+            f"{name} is {found.get(name, 'unknown')} there and {value} here"
+            for name, value in expected.items()
+            if found.get(name) != value
+        ]
+        if wrong:
+            raise StartupError(
+                f"the queue {self.stream} exists with another configuration: {', '.join(wrong)};"
+                " give every service the same queue options, or delete the stream if it is a"
+                " left-over"
+            )
+
+    def _stream_config(self, newest: int) -> StreamConfig:
+        config = self.config
+        return StreamConfig(
+            name=self.stream,
+            subjects=[self.subject_of(lane) for lane in Lane],
+            retention=RetentionPolicy.WORK_QUEUE,
+            storage=StorageType(config.storage),
+            num_replicas=config.replicas,
+            discard=DiscardPolicy.NEW,
+            max_msgs=config.max_jobs,
+            max_age=config.max_age_s,
+            duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
+            # A broker that lost its memory would count from 1 again, and the end of a lost job
+            # would hit a new one. Others may have pushed since, or begun by a clock that is ahead.
+            first_seq=max(int(self._wall() * 1e6), newest + _MOST_UNSEEN),
+            metadata=shared_settings(config),
+        )
+
+    def _consumer_config(self, lane: Lane) -> ConsumerConfig:
+        return ConsumerConfig(
+            durable_name=consumer_name(lane),
+            filter_subject=self.subject_of(lane),
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=self.config.ack_wait_s,
+            # With a limit the broker would keep a used-up job in the stream, where it counts
+            # against the cap. So it is delivered until a worker has reported its end to the
+            # decode engine and terminated it.
+            max_deliver=-1,
+            max_ack_pending=-1,
+        )
+
+
+def identity_of(consumers: Mapping[Lane, ConsumerState]) -> str:
+    """As in `Found`."""
+    return " ".join(consumers[lane].created for lane in Lane if lane in consumers)
+
+
+def _in_step(stream: StreamInfo) -> bool:
+    """Whether all replicas that are up have what the leader has."""
+    peers = (stream.cluster.replicas if stream.cluster else None) or []
+    return all(peer.current or peer.offline for peer in peers)
+
+
+def _last_sequence(stream: StreamInfo) -> int:
+    return _number(stream.state.last_seq)
+
+
+def _number(found: object) -> int:
+    """nats-py takes any type."""
+    if not isinstance(found, int):
+        raise TypeError(f"{found!r} in the state of a stream")
+    return found
+
+
+def _identity(stream: StreamInfo) -> Hashable:
+    return stream.created, stream.config.first_seq
+
+
+def consumer_name(lane: Lane) -> str:
+    return "prefill_workers" if lane is Lane.LONG else f"prefill_workers_{lane.value}"
+
+
+def shared_settings(config: QueueConfig) -> dict[str, str]:
+    """The settings that all users of a queue must share, as text; JetStream's configuration has
+    the others."""
+    return {
+        "max_depth": str(config.max_jobs),
+        "ack_wait_s": f"{config.ack_wait_s:g}",
+        "max_deliver": str(config.max_deliver),
+        "max_age_s": f"{config.max_age_s:g}",
+        # How its lanes are served: a queue of another release may have a single one.
+        "order": "short-first",
+        "short_length_tokens": str(config.short_length),
+    }

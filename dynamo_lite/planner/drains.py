@@ -1,0 +1,109 @@
+"""What a graph's workers have in flight, and whom they wait for, from their /health."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from dynamo_lite.planner.policy.drain import DrainCandidate, Writers
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.overview.compose import processes, state_of
+from dynamo_lite.runtime.overview.fetch import TIMEOUT_S, fetch_health
+
+ROLES: Mapping[str, Role] = {"VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL}
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSeen:
+    """One live worker."""
+
+    record: EndpointRecord
+    #: See `compose.state_of`.
+    state: str
+    candidate: DrainCandidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSeen:
+    """All live processes at one moment."""
+
+    #: By lease id.
+    records: Mapping[int, EndpointRecord]
+    #: Facts at /health; empty for a process that did not respond.
+    facts: Mapping[int, Facts]
+
+    def workers(self, component: str) -> list[WorkerSeen]:
+        """Sorted by the time of their start."""
+        found = [r for r in self.records.values() if r.component == component]
+        return [self._worker(record) for record in sorted(found, key=lambda r: r.started_at)]
+
+    def writers(self, asked_at: float) -> Writers:
+        """What each decode worker reported about its writers. asked_at: time of these facts, by
+        the clock that `planner/policy/drain.py` gets."""
+        return {
+            lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
+            for lease_id, record in self.records.items()
+            if ROLES.get(record.component) is Role.DECODE
+        }
+
+    def _worker(self, record: EndpointRecord) -> WorkerSeen:
+        facts = self.facts.get(record.lease_id, {})
+        state = state_of(facts)
+        candidate = DrainCandidate(
+            lease_id=record.lease_id,
+            in_flight=in_flight(facts),
+            serves=state == "ready",
+            started_at=record.started_at,
+        )
+        return WorkerSeen(record=record, state=state, candidate=candidate)
+
+
+async def look(records: Iterable[EndpointRecord]) -> GraphSeen:
+    """Asks all processes. Takes 1 s at most."""
+    found = processes(records)
+    reports = await asyncio.gather(*(fetch_health(r.status_url) for r in found.values()))
+    return GraphSeen(records=found, facts=dict(zip(found, reports, strict=True)))
+
+
+def in_flight(facts: Facts) -> int | None:
+    """Requests of a decode worker, jobs of a prefill worker; None if it does not report them."""
+    number = _number(facts, "in_flight")
+    number = _number(facts, "jobs") if number is None else number
+    return None if number is None else int(number)
+
+
+async def listens(record: EndpointRecord) -> bool:
+    """Whether the process's status server is there, or may be: only a refused connection means
+    no."""
+    parts = urlsplit(record.status_url)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError, TimeoutError):
+        return True
+    writer.transport.abort()
+    return True
+
+
+def _writers(facts: Facts, asked_at: float) -> tuple[frozenset[int], float] | None:
+    age_s, listed = _number(facts, "writers_age_s"), facts.get("writers")
+    if age_s is None or not isinstance(listed, list):
+        return None
+    try:
+        return frozenset(int(lease, 16) for lease in listed), asked_at - age_s
+    except (TypeError, ValueError):
+        return None
+
+
+def _number(facts: Facts, name: str) -> float | None:
+    value = facts.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # JSON has integers that no float can have.
+    return value if 0 <= value < 2**63 else None

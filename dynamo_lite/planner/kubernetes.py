@@ -1,0 +1,136 @@
+"""Deployments and StatefulSets as the place where workers are started and removed.
+
+A number of replicas is set through the `scale` subresource with the resource version that was
+read, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses which
+pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`, told to leave
+by its lease, and only when it has drained are the replicas lowered.
+https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.planner.config import KubernetesOptions
+from dynamo_lite.planner.connector import COMPONENTS, Counted, Order
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.protocol.errors import ProtocolError, Refused, UnknownWorker
+from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.runtime.kubernetes import KubernetesApi
+
+#: Pods with a lower cost are ended first.
+_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+_LOWEST_COST = "-2147483647"
+_SUBJECT = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+
+
+class _Spec(msgspec.Struct):
+    replicas: int = 1
+
+
+class _Status(msgspec.Struct):
+    replicas: int = 0
+    readyReplicas: int = 0
+
+
+class _Metadata(msgspec.Struct):
+    resourceVersion: str
+
+
+class _Workload(msgspec.Struct):
+    metadata: _Metadata
+    spec: _Spec
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+class KubernetesConnector:
+    """Implements Connector."""
+
+    chooses_victim = False
+
+    def __init__(self, api: KubernetesApi, options: KubernetesOptions):
+        self._api = api
+        found = {
+            COMPONENTS[Role.DECODE]: (options.decode, options.decode_devices),
+            COMPONENTS[Role.PREFILL]: (options.prefill, options.prefill_devices),
+        }
+        #: Component to its workload and the devices of one worker.
+        self._workloads = {name: each for name, each in found.items() if each[0]}
+
+    async def counts(self) -> Counted:
+        return Counted({name: await self._counts(name) for name in self._workloads})
+
+    async def add(self, order: Order) -> None:
+        await self._scale(order, up=True)
+
+    async def prefer(self, order: Order) -> None:
+        if not re.fullmatch(_SUBJECT, order.host):
+            raise ProtocolError(f"{order.host!r} is not the name of a pod")
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{order.host}"
+        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
+        try:
+            await self._api.patch(path, change)
+        except Refused as exc:
+            raise UnknownWorker(exc.reason) from exc
+
+    async def remove(self, order: Order) -> None:
+        await self._scale(order, up=False)
+
+    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
+        """A StatefulSet removes the pod with the highest number and no other."""
+        kind, _, name = self._workloads[component][0].partition("/")
+        own = [host for host in hosts if host.startswith(f"{name}-")]
+        if kind == "deployments":
+            return own
+        numbers = {host: _ordinal(host, name) for host in own}
+        return [max(numbers, key=lambda host: numbers[host])] if numbers else []
+
+    def ends_unready_first(self, component: str) -> bool:
+        """A ReplicaSet does so, before it looks at any cost."""
+        return self._workloads[component][0].startswith("deployments/")
+
+    async def _counts(self, component: str) -> RoleCounts:
+        found = _workload(await self._api.get(self._path(component)))
+        ready = min(found.status.readyReplicas, found.spec.replicas)
+        return RoleCounts(
+            starting=found.spec.replicas - ready,
+            ready=ready,
+            draining=max(found.status.replicas - found.spec.replicas, 0),
+            devices_each=self._workloads[component][1],
+            # The scheduler of Kubernetes knows; a pod without a device stays pending.
+            devices_free=100_000,
+        )
+
+    async def _scale(self, order: Order, *, up: bool) -> None:
+        """Sets the replicas to the order's count, unless they have it or are beyond."""
+        path = f"{self._path(order.component)}/scale"
+        found = _workload(await self._api.get(path))
+        if found.spec.replicas >= order.count if up else found.spec.replicas <= order.count:
+            return
+        change: Mapping[str, Any] = {
+            "metadata": {"resourceVersion": found.metadata.resourceVersion},
+            "spec": {"replicas": order.count},
+        }
+        await self._api.patch(path, change)
+
+    def _path(self, component: str) -> str:
+        workload = self._workloads[component][0]
+        return f"/apis/apps/v1/namespaces/{self._api.namespace}/{workload}"
+
+
+def _workload(answer: dict[str, Any]) -> _Workload:
+    try:
+        found = msgspec.convert(answer, _Workload)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"Kubernetes: not a workload: {exc}") from exc
+    numbers = (found.spec.replicas, found.status.replicas, found.status.readyReplicas)
+    if min(numbers) < 0 or max(numbers) > 100_000:
+        raise ProtocolError(f"Kubernetes: impossible numbers of replicas: {numbers}")
+    return found
+
+
+def _ordinal(host: str, name: str) -> int:
+    number = host.removeprefix(f"{name}-")
+    return int(number) if number.isdecimal() else -1

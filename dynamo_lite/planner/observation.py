@@ -1,0 +1,145 @@
+"""What the planner sees of the load: metrics as the load of each role.
+
+The sums over decode workers are made in `planner/policy/observed.py`.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Self
+
+from dynamo_lite.planner.connector import COMPONENTS
+from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
+from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.overview import compose
+from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, total
+from dynamo_lite.runtime.overview.model import LiveProcess, Overview
+from dynamo_lite.runtime.overview.observer import Observer
+from dynamo_lite.runtime.process.component import Host
+
+#: Every prompt has one of them once it has KV blocks.
+_VERDICTS = ("local", "remote")
+#: Windows of the rates of demand, and of the rate of a prefill worker.
+_DEMAND_S, _RATE_S = 15.0, 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """One look."""
+
+    prefill: PrefillLoad
+    decode: DecodeLoad
+    #: The live workers of each role.
+    workers: Mapping[Role, Sequence[LiveProcess]]
+
+    def serving(self, role: Role, without: Set[int]) -> int:
+        """without: leases that do not count."""
+        return sum(
+            worker.state in ("ready", "unwell") and int(worker.lease, 16) not in without
+            for worker in self.workers[role]
+        )
+
+    def youngest_s(self, role: Role) -> float | None:
+        """Age of the youngest one; None if none is known."""
+        return min((w.age_s for w in self.workers[role] if w.age_s > 0), default=None)
+
+
+class Observation:
+    """Async context manager. Raises StoreUnavailable without a first list of members."""
+
+    def __init__(self, host: Host):
+        self._now = host.clock.monotonic
+        self._observer = Observer(host.store, host.spec.namespace, host.drops, host.clock.wall)
+        self._history = CounterHistory(_RATE_S)
+
+    async def __aenter__(self) -> Self:
+        await self._observer.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._observer.__aexit__(*exc_info)
+
+    @property
+    def members(self) -> Mapping[int, EndpointRecord]:
+        """The main record of each live process, by its lease."""
+        return self._observer.members
+
+    async def look(self) -> Observed:
+        """The load now. Takes as long as the slowest process needs to respond, 1 s at most."""
+        seen = await self._observer.look()
+        workers = {
+            role: tuple(w for w in seen.workers if w.component == component)
+            for role, component in COMPONENTS.items()
+        }
+        pages = {
+            worker.lease: page
+            for worker in (*workers[Role.PREFILL], *workers[Role.DECODE])
+            if (page := self._observer.pages.get(str(int(worker.lease, 16)))) is not None
+        }
+        # What a process counted while it did not respond belongs to no time: it begins anew.
+        self._history.add(self._now(), pages)
+        decode = [(worker, pages.get(worker.lease)) for worker in workers[Role.DECODE]]
+        return Observed(
+            prefill=self._prefill([page for _, page in decode]),
+            decode=_decode(decode, seen),
+            workers=workers,
+        )
+
+    def _prefill(self, decode: Sequence[Samples | None]) -> PrefillLoad:
+        """Demand is known if every decode worker has told of it. decode: their pages."""
+        seconds, lately = self._history.window(_DEMAND_S)
+        _, longer = self._history.window(_RATE_S)
+        written, busy_s = total(longer, compose.WRITTEN_TOKENS), total(longer, compose.BUSY_S)
+        rate = written / busy_s if written and busy_s else None
+        told = [page for page in decode if page is not None and (compose.ASKED, ()) in page]
+        if not told:
+            self._history = CounterHistory(_RATE_S)  # time without news is no time without load
+            return PrefillLoad(rate=rate)
+        backlog = _sum(told, compose.OUTSTANDING_TOKENS)
+        if not seconds:
+            return PrefillLoad(backlog=backlog, rate=rate)
+        asked, refused = total(lately, compose.ASKED), total(lately, compose.OVERFLOW)
+        if len(told) < len(decode):
+            both = (asked + refused) / seconds
+            return PrefillLoad(asked_per_s=both, backlog=backlog, rate=rate)
+        return PrefillLoad(
+            asked_per_s=asked / seconds,
+            refused_per_s=refused / seconds,
+            backlog=backlog,
+            rate=rate,
+        )
+
+
+def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview) -> DecodeLoad:
+    """decode: the workers with their pages."""
+    admitted = [one.per_s for one in seen.decisions if one.verdict in _VERDICTS]
+    rates = TokenRates(
+        admitted_per_s=sum(admitted) if seen.rate_s else None,
+        tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
+        token_s=seen.tokens.mean_s,
+    )
+    pages = [page for _, page in decode if page is not None]
+    outstanding = None
+    # A page without these metrics is that of a worker without remote prefills.
+    if all(page is not None or worker.waiting is None for worker, page in decode):
+        outstanding = Outstanding(
+            jobs=round(_sum(pages, compose.OUTSTANDING_JOBS)),
+            tokens=round(_sum(pages, compose.OUTSTANDING_TOKENS)),
+        )
+    return decode_load([worker for worker, _ in decode], outstanding, rates)
+
+
+def _sum(pages: Sequence[Samples], gauge: str) -> float:
+    return sum(page.get((gauge, ()), 0.0) for page in pages)
+
+
+async def until(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for the event, `timeout_s` at most, and clears it."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+    finally:
+        event.clear()

@@ -1,0 +1,307 @@
+"""The planner as a process: every tick it looks at the load, decides, and acts if it leads."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.planner import drains
+from dynamo_lite.planner.authentic import AuthenticRecords
+from dynamo_lite.planner.config import PlannerConfig
+from dynamo_lite.planner.connector import (
+    COMPONENTS,
+    Connector,
+    Counted,
+    LocalConnector,
+    by_role,
+)
+from dynamo_lite.planner.history import History, PlannerMetrics, as_text, roles_of
+from dynamo_lite.planner.kubernetes import KubernetesConnector
+from dynamo_lite.planner.observation import Observation, Observed, until
+from dynamo_lite.planner.operations import Operations
+from dynamo_lite.planner.policy.drain import NoVictim, victim
+from dynamo_lite.planner.policy.inputs import Role, Seen
+from dynamo_lite.planner.policy.limits import bounds, contradictions
+from dynamo_lite.planner.policy.memory import (
+    Action,
+    AddWorkers,
+    PlannerMemory,
+    Proposal,
+    WithdrawStart,
+)
+from dynamo_lite.planner.policy.planner import begun, plan
+from dynamo_lite.planner.records import PlannerRecords
+from dynamo_lite.planner.roles import LastChanges, manual_counts, reached, roles_seen
+from dynamo_lite.planner.target import Target
+from dynamo_lite.planner.under_way import UnderWay
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
+from dynamo_lite.protocol.live_options import Values, applied
+from dynamo_lite.protocol.options import PlannerOptions, subset
+from dynamo_lite.protocol.planner import (
+    PlannerReport,
+    decode_explain_plan,
+)
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component_options import ComponentOptions
+from dynamo_lite.runtime.sealed_records import RecordSeals
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """Component. config: the fields of `PlannerConfig`. connector: None takes the configured."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | PlannerConfig,
+        spec: ProcessSpec,
+        connector: Connector | None = None,
+    ):
+        self._config = msgspec.convert(config, PlannerConfig)
+        self._spec = spec
+        self._connector = connector
+        self._limits = subset(PlannerOptions, self._config)
+        self._stack = AsyncExitStack()
+        self._wake = asyncio.Event()
+        self._memory = PlannerMemory()
+        self._proposal = Proposal(hold="it has not looked yet")
+        self._history = History()
+        self._led = False
+        #: Devices of one worker, by component.
+        self._devices: dict[str, int] = {}
+        self._records: PlannerRecords | None = None
+        self._options: ComponentOptions | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        """Registered last."""
+        self._host = host
+        self._metrics = PlannerMetrics(host.registry)
+        enter = self._stack.enter_async_context
+        self._connected = connector = self._connector or self._open_connector()
+        self._options = ComponentOptions(host, self._config, self._apply)
+        await enter(self._options.following())
+        self._observation = await enter(Observation(host))
+        # In a dry run it must not keep another planner from acting.
+        elects = not self._config.dry_run
+        self._authentic = authentic = AuthenticRecords(RecordSeals(host.secret), host.drops)
+        records = PlannerRecords(host, self._wake.set, authentic, elects=elects)
+        self._records = await enter(records)
+        namespace, by = self._spec.namespace, f"{host.lease.id:x}"
+        self._target = Target(host.store, namespace, by, host.clock, authentic)
+        self._changes = LastChanges(host.clock.monotonic)
+        self._under_way = UnderWay(host.store, namespace, host.clock, authentic)
+        self._operations = Operations(
+            self._under_way,
+            host.store,
+            namespace,
+            connector,
+            self._target,
+            self._records.may_act,
+            host.clock,
+            lambda: self._observation.members.values(),
+            self._least,
+        )
+        explain = names.endpoint_subject(namespace, self._spec.component, "explain", host.lease.id)
+        handler = counted(self._on_explain, "explain", host.drops)
+        await enter(host.messaging.serve(explain, handler))
+        host.spawn(self._run(connector), "planner")
+        await host.register("explain")
+        return {}
+
+    async def drain(self, grace_s: float) -> None:
+        """What is under way stays recorded: the next planner goes on with it."""
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> Mapping[str, Any]:
+        records = self._records
+        if records is None or self._options is None:
+            return {"ok": False, "checks": {"planner": "not started yet: wait"}}
+        target = records.target
+        return {
+            "ok": True,
+            "planner": {
+                "leads": records.leads,
+                "hold": self._proposal.hold,
+                "roles": [msgspec.to_builtins(role) for role in roles_of(self._proposal)],
+                "operations": len(self._under_way),
+                "manual": dict(target.manual) if target else {},
+                "limits": asdict(self._limits),
+                "devices": self._devices,
+                "dry_run": self._config.dry_run,
+                "newest": self._authentic.newest,
+                "refused": self._authentic.refused,
+            },
+            "options": self._options.facts(),
+        }
+
+    def _open_connector(self) -> Connector:
+        options = self._config.kubernetes
+        if not options.scales:
+            return LocalConnector(Path(self._spec.state_dir))
+        api = KubernetesApi(options.url, Path(options.service_account))
+        return KubernetesConnector(api, options)
+
+    def _least(self, component: str) -> int:
+        role = next(role for role, name in COMPONENTS.items() if name == component)
+        return bounds(self._limits, role)[0]
+
+    def _apply(self, values: Values) -> None:
+        limits = applied(values, subset(PlannerOptions, self._config))
+        if mistakes := contradictions(limits, by_role(self._devices)):
+            logger.warning("live options that contradict each other: %s", "; ".join(mistakes))
+        self._limits = limits
+        self._wake.set()
+
+    async def _run(self, connector: Connector) -> None:
+        while True:
+            try:
+                await self._tick(connector)
+            except DynamoLiteError as exc:
+                self._metrics.failures.labels("store").inc()
+                logger.warning("the planner's tick failed: %s", exc)
+            await until(self._wake, self._limits.tick_s)
+
+    async def _tick(self, connector: Connector) -> None:
+        records, operations = self._records, self._operations
+        assert records is not None
+        await self._follow_leadership(records.leads)
+        observed = await self._observation.look()
+        number = await self._count(connector)
+        if self._led and number is not None:
+            await operations.advance(number)
+            # What has just been ordered is not in these numbers.
+            number = await self._count(connector)
+        seen = self._seen(observed, number)
+        now = self._host.clock.monotonic()
+        self._memory, proposal = plan(self._memory, seen, self._limits, now)
+        self._show(proposal, now)
+        for action in proposal.actions:
+            assert number is not None
+            if await self._act(action, number):
+                self._memory = begun(self._memory, action)
+        if not seen.hold and (done := reached(records.target, seen, self._limits)):
+            await self._target.reached(done)
+
+    async def _follow_leadership(self, leads: bool) -> None:
+        if leads and not self._led:
+            await self._under_way.load()
+            logger.info("leads")
+        elif self._led and not leads:
+            self._under_way.forget()
+        self._led = leads
+        self._metrics.leads.set(leads)
+
+    async def _count(self, connector: Connector) -> Counted | None:
+        try:
+            number = await connector.counts()
+            self._devices = {name: each.devices_each for name, each in number.roles.items()}
+            return number
+        except DynamoLiteError as exc:
+            self._metrics.failures.labels("counts").inc()
+            logger.warning("the numbers of workers are not known: %s", exc)
+            return None
+
+    def _show(self, proposal: Proposal, now: float) -> None:
+        self._proposal = proposal
+        self._metrics.decided(proposal)
+        self._metrics.ended(self._under_way.ended)
+        if self._history.add(proposal, now):
+            texts = [as_text(action) for action in (*proposal.actions, *proposal.held)]
+            said = f" ({'would do' if proposal.hold else 'does'}: {'; '.join(texts)})"
+            logger.info("%s%s", proposal.reason, said if texts else "")
+
+    def _seen(self, observed: Observed, number: Counted | None) -> Seen:
+        assert self._records is not None
+        roles = {}
+        if number is not None:
+            self._changes.note(self._records.target)
+            members = self._observation.members
+            roles = roles_seen(observed, number, self._under_way, members, self._changes)
+        records = self._records
+        manual = manual_counts(records.target, roles, paused=bool(records.paused))
+        return Seen(
+            roles=roles,
+            prefill=observed.prefill,
+            decode=observed.decode,
+            hold=self._hold(bool(manual)),
+            manual=manual,
+        )
+
+    def _hold(self, manual: bool) -> str:
+        assert self._records is not None
+        if self._config.dry_run:
+            return "dry run"
+        if why := self._records.why_not:
+            return why
+        if not self._led:
+            # It was elected during this tick, and has not looked for what is under way.
+            return "it has just been elected"
+        return "" if manual else self._records.paused
+
+    # What is done
+
+    async def _act(self, action: Action, number: Counted) -> bool:
+        """Returns whether it was begun. A failure ends only this action: the next tick decides
+        again."""
+        component = COMPONENTS[action.role]
+        try:
+            if isinstance(action, AddWorkers):
+                await self._operations.add(component, action.size, number, action.reason)
+            elif isinstance(action, WithdrawStart):
+                await self._operations.withdraw(action.operation)
+            elif action.starting and not self._may_end_starting(component, action.overdue):
+                return False
+            else:
+                chosen = None if action.starting else await self._victim(action.role)
+                if chosen is None and not action.starting:
+                    return False
+                limit = self._limits.drain_timeout_s
+                await self._operations.remove(component, chosen, number, action.reason, limit)
+            return True
+        except Unavailable as exc:
+            self._metrics.failures.labels("store").inc()
+            logger.warning("%s was not begun: %s", as_text(action), exc)
+            return False
+
+    def _may_end_starting(self, component: str, overdue: bool) -> bool:
+        """If the victim is not chosen, a start that succeeds meanwhile costs one that serves. So
+        only one that takes too long is ended, and where such ones go first."""
+        connected = self._connected
+        return connected.chooses_victim or (overdue and connected.ends_unready_first(component))
+
+    async def _victim(self, role: Role) -> EndpointRecord | None:
+        """The one to remove; see `planner/policy/drain.py`."""
+        component, members = COMPONENTS[role], self._observation.members
+        hosts = {m.host for m in members.values() if m.component == component}
+        fit = self._connected.removable(component, hosts)
+        spared = self._under_way.foreign | self._under_way.victims(members)
+        workers = (await drains.look(members.values())).workers(component)
+        among = {w.record.lease_id for w in workers if w.record.host in fit} - spared
+        found = victim([worker.candidate for worker in workers], among=among)
+        if isinstance(found, NoVictim):
+            logger.warning("no %s is removed: %s", component, found.reason)
+            return None
+        logger.info("%s %x is removed: %s", component, found.lease_id, found.reason)
+        return members.get(found.lease_id)
+
+    async def _on_explain(self, payload: bytes) -> bytes:
+        asked = decode_explain_plan(payload)
+        assert self._records is not None
+        report = PlannerReport(
+            lease_id=self._host.lease.id,
+            leads=self._records.leads,
+            decisions=self._history.last(asked.last, self._host.clock.monotonic()),
+        )
+        return encode(report)

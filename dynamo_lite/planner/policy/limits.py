@@ -1,0 +1,67 @@
+"""The planner's limits: the numbers that a role may have, and options that fit together. Pure."""
+
+from collections.abc import Mapping
+
+from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.protocol.options import PlannerOptions
+
+
+def bounds(limits: PlannerOptions, role: Role) -> tuple[int, int]:
+    """Fewest and most workers of a role."""
+    if role == Role.PREFILL:
+        return limits.prefill_min, max(limits.prefill_max, limits.prefill_min)
+    return limits.decode_min, max(limits.decode_max, limits.decode_min)
+
+
+def occupied(devices: int) -> int:
+    """What a worker with so many devices takes of the budget: without a device it counts as one."""
+    return max(devices, 1)
+
+
+def contradictions(limits: PlannerOptions, devices: Mapping[Role, int] | None = None) -> list[str]:
+    """Mistakes that no single option shows, each as a sentence.
+
+    devices: of one worker. A role that is not in it, and a worker without a device, counts as one.
+    """
+    found = [
+        f"{role.value}-min is {least} and {role.value}-max is {most}: the minimum must not be above"
+        for role, least, most in (
+            (Role.PREFILL, limits.prefill_min, limits.prefill_max),
+            (Role.DECODE, limits.decode_min, limits.decode_max),
+        )
+        if least > most
+    ]
+    each = {role: occupied((devices or {}).get(role, 0)) for role in Role}
+    prefill, decode = (f"{bounds(limits, r)[0]} * {each[r]}" for r in (Role.PREFILL, Role.DECODE))
+    least = sum(bounds(limits, role)[0] * count for role, count in each.items())
+    if least > limits.budget_devices:
+        found.append(
+            f"prefill-min ({prefill}) and decode-min ({decode}) need {least} devices together, more"
+            f" than budget-devices, {limits.budget_devices}"
+        )
+    return found
+
+
+def refusals(
+    wanted: Mapping[Role, int],
+    counts: Mapping[Role, int],
+    devices: Mapping[Role, int],
+    limits: PlannerOptions,
+) -> list[str]:
+    """Why an operator cannot have these numbers, each as a sentence.
+
+    counts: the present numbers. devices: of one worker. Roles that the graph does not have are in
+    neither.
+    """
+    found: list[str] = []
+    for role, number in wanted.items():
+        least, most = bounds(limits, role)
+        if not least <= number <= most:
+            found.append(
+                f"{number} {role.value} workers: {role.value}-min is {least}"
+                f" and {role.value}-max is {most}"
+            )
+    total = sum(n * occupied(devices.get(r, 0)) for r, n in {**counts, **wanted}.items())
+    if not found and total > limits.budget_devices:
+        found.append(f"{total} devices together, and budget-devices is {limits.budget_devices}")
+    return found

@@ -1,0 +1,279 @@
+"""Chooses the numbers of prefill and decode workers. Pure: values in, a proposal out.
+
+`plan` is called every tick with what is seen (`inputs.py`) and with its own memory of the ticks
+before (`memory.py`); `begun` adds to it what was done of the proposal. How many workers a load
+needs is `needs.py`. When a need becomes an order is `step.py`; the budget of all roles is here:
+
+- More workers: needed in two ticks in a row, at least half a tick's time apart; at most half as
+  many again, or four.
+- Fewer: needed in no tick of the whole down window, and the load was known all the time; while the
+  arrivals surely fall a part of the window is enough. One at a time; of more than twenty workers
+  five percent may drain together.
+- After a change, none in the other direction for the longer of the cooldown and the time of a
+  start.
+- All workers together stay within the budget, starting and draining ones included. When it is
+  full, a worker of a role that can do with one less is removed. The role that needs it adds one
+  when that has ended.
+- A change by an operator or another process is accepted: the new number is where the next
+  decision starts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
+from dynamo_lite.planner.policy.memory import (
+    Action,
+    AddWorkers,
+    PlannerMemory,
+    Proposal,
+    RemoveWorker,
+    RoleMemory,
+    RolePlan,
+    WithdrawStart,
+)
+from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
+from dynamo_lite.planner.policy.step import RoleStep, RoleWish, is_a_tick_later, start_s
+from dynamo_lite.planner.policy.work import Work
+from dynamo_lite.protocol.options import PlannerOptions
+from dynamo_lite.runtime.backoff import Backoff
+
+#: Without a tick for this many tick times the load counts as unknown in between.
+_MISSED_TICKS = 3
+#: A prefill worker with a backlog of this many seconds is busy.
+_BUSY_S = 1.0
+#: Share of the difference to a lower rate that each tick believes, with and without a backlog.
+_BELIEVES, _FORGETS = 0.1, 0.005
+#: Workers that are younger than half the time of a start, or than this, teach nothing.
+_YOUNG_S = 30.0
+_START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
+
+
+def plan(
+    memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float
+) -> tuple[PlannerMemory, Proposal]:
+    """One tick. now: monotonic seconds."""
+    if not seen.roles:
+        held = seen.hold or "the numbers of workers are not known"
+        forgotten = {role: _without_window(memory.role(role)) for role in memory.roles}
+        return replace(memory, at=now, roles=forgotten), Proposal(hold=held)
+    memory = _learnt(memory, seen, limits, now)
+    needs = _needs(memory, seen, limits)
+    memories: dict[Role, RoleMemory] = {}
+    wishes: dict[Role, RoleWish] = {}
+    plans: dict[Role, RolePlan] = {}
+    steps: dict[Role, RoleStep] = {}
+    for role in (role for role in Role if role in seen.roles):
+        one = seen.roles[role]
+        remembered = _noted(memory.role(role), one, needs[role], limits, now)
+        wanted = seen.manual.get(role)
+        step = steps[role] = RoleStep(
+            role, remembered, one, needs[role], limits, now, falls=memory.work.falls
+        )
+        memories[role], wishes[role], plans[role] = (
+            step.demand() if wanted is None else step.manual(wanted)
+        )
+    actions, plans = _within_budget(seen, steps, wishes, plans, limits)
+    if seen.hold:
+        plans = {role: replace(each, state="hold") for role, each in plans.items()}
+        proposal = Proposal(held=actions, hold=seen.hold, roles=plans)
+    else:
+        proposal = Proposal(actions=actions, roles=plans)
+    return replace(memory, at=now, roles=memories), proposal
+
+
+def _learnt(memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float) -> PlannerMemory:
+    """The memory with the rates that this tick shows."""
+    rate = _prefill_rate(memory.prefill_rate, seen, limits)
+    roles = memory.roles
+    if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
+        roles = {role: _without_window(each) for role, each in roles.items()}
+    work = _worked(memory.work, seen, limits, now)
+    return replace(memory, roles=roles, prefill_rate=rate, work=work)
+
+
+def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> float | None:
+    """The rate of a prefill worker that has enough to do. One that has not looks slower: it counts
+    as busy while a single job is on its way. So a lower rate is believed only under a backlog."""
+    prefill = seen.roles.get(Role.PREFILL)
+    measured = seen.prefill.rate
+    if prefill is None or measured is None or not _is_old(prefill, limits):
+        return known
+    backlog = seen.prefill.backlog or 0.0
+    if known is None:
+        return measured
+    busy = measured > known or backlog > _BUSY_S * measured * prefill.serving
+    return known + (measured - known) * (_BELIEVES if busy else _FORGETS)
+
+
+def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
+    load, decode = seen.decode, seen.roles.get(Role.DECODE)
+    admitted, queued = load.admitted_per_s, load.queued
+    if admitted is None or queued is None:
+        return replace(work, per_s=None)
+    last = work.queued[-1][0] if work.queued else None
+    if decode is None or not is_a_tick_later(last, now, limits):
+        return work
+    work = work.arrived(admitted, queued, now).served(
+        admitted,
+        tokens_per_s=load.tokens_per_s,
+        prefill_per_s=prefill_arrivals(seen.prefill),
+    )
+    running, used = load.running, load.kv_used
+    if running and used is not None:
+        parked = load.kv_parked or 0.0
+        work = work.held(max(used - parked, 0.0), running)
+    tokens_per_s, token_s = load.tokens_per_s, load.token_s
+    if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
+        work = work.ran(tokens_per_s, token_s, decode.serving)
+    return work
+
+
+def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
+    """Whether the workers are old enough that their rates mean something: caches of younger ones
+    are cold, and their kernels compile."""
+    if role is None or role.youngest_s is None:
+        return role is not None
+    return role.youngest_s >= min(_YOUNG_S, start_s(role, limits) / 2)
+
+
+def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
+    needs: dict[Role, Need] = {}
+    short = False
+    if (prefill := seen.roles.get(Role.PREFILL)) is not None:
+        need = needs[Role.PREFILL] = prefill_need(
+            seen.prefill,
+            limits,
+            count=prefill.count,
+            rate=memory.prefill_rate,
+            work=memory.work,
+            start_s=start_s(prefill, limits),
+        )
+        short = need.up is not None and need.up > prefill.serving
+    if (decode := seen.roles.get(Role.DECODE)) is not None:
+        needs[Role.DECODE] = decode_need(
+            seen.decode,
+            limits,
+            count=decode.count,
+            prefill_short=short,
+            work=memory.work,
+            start_s=start_s(decode, limits),
+        )
+    return needs
+
+
+def _without_window(memory: RoleMemory) -> RoleMemory:
+    return replace(memory, known_since=None, needs=(), up_ticks=0)
+
+
+def _noted(
+    memory: RoleMemory, seen: RoleSeen, need: Need, limits: PlannerOptions, now: float
+) -> RoleMemory:
+    """The memory with this tick's number, need and starts."""
+    busy = bool(seen.operations)
+    foreign = not busy and not memory.busy and memory.count not in (None, seen.count)
+    if foreign:
+        memory = _without_window(memory)
+    if need.down is None:
+        memory = replace(memory, known_since=None, needs=())
+    else:
+        kept = tuple(
+            (at, number)
+            for at, number in memory.needs
+            if at > now - limits.down_window_s and number > need.down
+        )
+        since = now if memory.known_since is None else memory.known_since
+        memory = replace(memory, known_since=since, needs=(*kept, (now, need.down)))
+    failures, retry_at = memory.failures, memory.retry_at
+    if seen.starts_done > memory.starts_done:
+        failures, retry_at = 0, 0.0
+    if seen.starts_failed > memory.starts_failed:
+        restart = _START_BACKOFF.after_exit(failures, 0.0)
+        failures, retry_at = restart.failures, now + restart.delay_s
+    starting_since = memory.starting_since
+    if not seen.counts.starting or any(one.kind == "add" for one in seen.operations):
+        starting_since = None
+    elif starting_since is None:
+        starting_since = now
+    return replace(
+        memory,
+        starting_since=starting_since,
+        count=seen.count,
+        busy=busy,
+        failures=failures,
+        retry_at=retry_at,
+        starts_done=seen.starts_done,
+        starts_failed=seen.starts_failed,
+    )
+
+
+def _within_budget(
+    seen: Seen,
+    steps: Mapping[Role, RoleStep],
+    wishes: Mapping[Role, RoleWish],
+    plans: dict[Role, RolePlan],
+    limits: PlannerOptions,
+) -> tuple[tuple[Action, ...], dict[Role, RolePlan]]:
+    """The actions that the budget allows: cancelled starts, removals, then additions."""
+    first: list[Action] = [one for wish in wishes.values() for one in wish.withdraw]
+    first += [wish.remove for wish in wishes.values() if wish.remove is not None]
+    granted = _granted(seen, wishes, limits)
+    plans = dict(plans)
+    last: list[Action] = []
+    for role, wish in wishes.items():
+        if size := granted.get(role, 0):
+            last.append(AddWorkers(role=role, size=size, reason=plans[role].reason))
+        elif wish.add:
+            said = ""
+            if (removal := _makes_room(role, seen, steps, wishes)) is not None:
+                first += [] if removal in first else [removal]
+                said = f"a {removal.role.value} worker is removed for it; "
+            reason = f"no device is free within the budget; {said}{plans[role].reason}"
+            plans[role] = replace(plans[role], reason=reason)
+    return (*first, *last), plans
+
+
+def _makes_room(
+    role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
+) -> RemoveWorker | None:
+    """The removal of a worker of the other role that makes room for this one: it is due, or can be
+    borne. Where a worker drains, its device becomes free without another one's removal."""
+    for other, wish in wishes.items():
+        if other is role or wish.add:
+            continue
+        if wish.remove is not None:
+            return wish.remove
+        drains = any(one.counts.draining for one in seen.roles.values())
+        if wish.gives and not seen.manual and not drains:
+            return steps[other].removal_for(role)
+    return None
+
+
+def _granted(
+    seen: Seen, wishes: Mapping[Role, RoleWish], limits: PlannerOptions
+) -> dict[Role, int]:
+    """Workers to add, one for each role in turn, prefill workers first: their lack fills the KV of
+    decode workers, too."""
+    room = limits.budget_devices - sum(role.devices for role in seen.roles.values())
+    granted: dict[Role, int] = {}
+    taken = 0
+    open_roles = [role for role, wish in wishes.items() if wish.add]
+    while open_roles:
+        for role in list(open_roles):
+            counts, each = seen.roles[role].counts, seen.roles[role].devices_each
+            short = counts.devices_each and taken + each > counts.devices_free
+            if taken + each > room or short or granted.get(role, 0) >= wishes[role].add:
+                open_roles.remove(role)
+                continue
+            granted[role] = granted.get(role, 0) + 1
+            taken += each
+    return granted
+
+
+def begun(memory: PlannerMemory, action: Action) -> PlannerMemory:
+    """With an action of the last proposal that was really begun; call it for each of them."""
+    if isinstance(action, WithdrawStart):
+        return memory
+    # What ends before the next tick must not look like a change by another process.
+    changed = replace(memory.role(action.role), busy=True, up_ticks=0)
+    return replace(memory, roles={**memory.roles, action.role: changed})

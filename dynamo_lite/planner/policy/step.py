@@ -1,0 +1,242 @@
+"""One tick of one role: what it wants, before the budget of all roles is looked at. Pure."""
+
+import math
+from dataclasses import dataclass, replace
+
+from dynamo_lite.planner.policy.inputs import Role, RoleSeen
+from dynamo_lite.planner.policy.limits import bounds
+from dynamo_lite.planner.policy.memory import (
+    PlanState,
+    RemoveWorker,
+    RoleMemory,
+    RolePlan,
+    WithdrawStart,
+)
+from dynamo_lite.planner.policy.needs import Need
+from dynamo_lite.protocol.options import PlannerOptions
+
+#: Ticks in a row that must want more workers.
+UP_TICKS = 2
+#: A step up is at most this share of the present number, or `_FREE_STEP`.
+_UP_STEP, _FREE_STEP = 0.5, 4
+#: Share of the down window that counts while the arrivals surely fall: their trend is made of more
+#: ticks than the window has, so a load that only pauses does not look like that.
+_FALL_WINDOW = 0.25
+#: Of more workers than `_MANY`, this share may drain at a time.
+_MANY, _DRAIN_SHARE = 20, 0.05
+
+
+@dataclass(frozen=True)
+class RoleWish:
+    """What one role wants, before the budget."""
+
+    #: Workers to add.
+    add: int = 0
+    remove: RemoveWorker | None = None
+    withdraw: tuple[WithdrawStart, ...] = ()
+    #: It has passed its down check for the cooldown, so one may be removed for the other role.
+    gives: bool = False
+
+
+def start_s(role: RoleSeen, limits: PlannerOptions) -> float:
+    """Seconds that a start takes: measured, or assumed."""
+    return limits.start_s if role.start_s is None else role.start_s
+
+
+def start_deadline_s(role: RoleSeen, limits: PlannerOptions) -> float:
+    """A start that takes longer is withdrawn."""
+    if role.start_p95_s is None:
+        return limits.start_timeout_s
+    return min(max(2 * role.start_p95_s, limits.tick_s), limits.start_timeout_s)
+
+
+def is_a_tick_later(before: float | None, now: float, limits: PlannerOptions) -> bool:
+    """Whether a tick at `now` tells more than the one before. A change in etcd, also the planner's
+    own, causes a tick at once, and over milliseconds every difference looks steep."""
+    return before is None or now - before >= limits.tick_s / 2
+
+
+class RoleStep:
+    """One tick of one role."""
+
+    def __init__(
+        self,
+        role: Role,
+        memory: RoleMemory,
+        seen: RoleSeen,
+        need: Need,
+        limits: PlannerOptions,
+        now: float,
+        *,
+        falls: bool,
+    ):
+        """falls: whether the arrivals surely fall."""
+        self._role, self._memory, self._seen, self._need = role, memory, seen, need
+        self._limits, self._now = limits, now
+        self._window_s = limits.down_window_s * (_FALL_WINDOW if falls else 1.0)
+        self._least, self._most = bounds(limits, role)
+
+    def manual(self, wanted: int) -> tuple[RoleMemory, RoleWish, RolePlan]:
+        """Towards the number that an operator has set, regardless of the load."""
+        wanted = min(max(wanted, self._least), self._most)
+        memory = replace(self._memory, up_ticks=0)
+        reason = f"an operator has set {wanted}"
+        under_way = self._under_way(wanted)
+        removable = wanted < self._seen.count and self._only_removals()
+        if under_way is not None and not removable:
+            return memory, *under_way
+        if wanted > self._seen.count:
+            if wait := self._until_retry():
+                return memory, RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
+            wish = RoleWish(add=wanted - self._seen.count)
+            return memory, wish, self._plan("pending", wanted, reason)
+        if wanted < self._seen.count:
+            wish, why = self._removal(reason)
+            return memory, wish, self._plan("pending", wanted, why)
+        return memory, RoleWish(), self._plan("observe", wanted, reason)
+
+    def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
+        """Towards what the load needs."""
+        seen, need, now = self._seen, self._need, self._now
+        wanted = need.wanted(seen.count)
+        wanted = None if wanted is None else min(max(wanted, self._least), self._most)
+        goal = max(self._least if wanted is None else wanted, self._least)
+        below = seen.count < self._least
+        memory = self._memory
+        if goal > seen.count:
+            before = memory.up_at if memory.up_ticks else None
+            if is_a_tick_later(before, now, self._limits):
+                memory = replace(memory, up_ticks=memory.up_ticks + 1, up_at=now)
+        else:
+            memory = replace(memory, up_ticks=0)
+        under_way = self._under_way(wanted)
+        if under_way is not None and (goal > seen.count or not self._only_removals()):
+            return memory, *under_way
+        if goal > seen.count:
+            return memory, *self._up(memory, goal, below)
+        wish, plan = self._down(memory, wanted)
+        if wish.remove is None and under_way is not None:
+            return memory, *under_way
+        return memory, wish, plan
+
+    def _up(self, memory: RoleMemory, goal: int, below: bool) -> tuple[RoleWish, RolePlan]:
+        seen = self._seen
+        missing = goal - seen.count
+        reason = f"{missing} more: {self._need.reason}"
+        if below:
+            missing, reason = self._least - seen.count, f"fewer than the minimum, {self._least}"
+        if wait := self._until_retry():
+            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}")
+        if not below and memory.up_ticks < UP_TICKS:
+            return RoleWish(), self._plan("pending", goal, f"{reason}; needed once so far")
+        if not below and (wait := self._until_reversal(up=True)):
+            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}")
+        step = max(_FREE_STEP, math.ceil(seen.count * _UP_STEP))
+        return RoleWish(add=min(missing, step)), self._plan("pending", goal, reason)
+
+    def _down(self, memory: RoleMemory, wanted: int | None) -> tuple[RoleWish, RolePlan]:
+        """The window's maximum counts, so one busy moment keeps a worker for a whole window."""
+        seen, limits, now = self._seen, self._limits, self._now
+        reason = self._need.reason
+        if seen.count > self._most:
+            wish, why = self._removal(f"more than the maximum, {self._most}")
+            return wish, self._plan("pending", self._most, why)
+        if memory.known_since is None or not memory.needs:
+            state: PlanState = "hold" if self._need.up is None else "observe"
+            return RoleWish(), self._plan(state, wanted, reason)
+        lately = next((n for at, n in memory.needs if at > now - self._window_s), self._most)
+        floor = max(lately, self._least)
+        if floor >= seen.count:
+            gives = self._gives(memory)
+            return RoleWish(gives=gives), self._plan("observe", wanted, reason)
+        since = now - memory.known_since
+        if since < limits.down_window_s:
+            wait = f"{floor} were enough for {since:.0f} of {limits.down_window_s:.0f} s"
+            gives = self._gives(memory)
+            return RoleWish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}")
+        if wait := self._until_reversal(up=False):
+            return RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
+        wish, why = self._removal(f"{floor} are enough: {reason}")
+        return replace(wish, gives=True), self._plan("pending", wanted, why)
+
+    def _gives(self, memory: RoleMemory) -> bool:
+        """Whether one worker less was enough for the cooldown, though not for the down window."""
+        since = self._now - self._limits.cooldown_s
+        if memory.known_since is None or memory.known_since > since or self._seen.operations:
+            return False
+        lately = max((number for at, number in memory.needs if at >= since), default=None)
+        if lately is None or max(lately, self._least) >= self._seen.count:
+            return False
+        return not self._until_reversal(up=False)
+
+    def removal_for(self, other: Role) -> RemoveWorker | None:
+        return self._removal(f"makes room for a {other.value} worker")[0].remove
+
+    def _removal(self, reason: str) -> tuple[RoleWish, str]:
+        """The removal of one worker, if one may be removed; and the reason for what is done."""
+        seen, role = self._seen, self._role
+        if seen.count - 1 < self._least:
+            return RoleWish(), f"{reason}; the minimum is reached"
+        if not self._only_removals():
+            return RoleWish(), f"{reason}; a start is under way"
+        present = seen.count + seen.counts.draining
+        cap = math.floor(present * _DRAIN_SHARE) if present > _MANY else 1
+        if max(len(seen.operations), seen.counts.draining) >= max(cap, 1):
+            return RoleWish(), f"{reason}; a worker drains"
+        # Removals whose workers still count as ready: they are ordered, and do not drain yet.
+        free = len(seen.operations) - seen.counts.draining
+        if seen.counts.starting and not seen.operations:
+            since = self._memory.starting_since
+            waited_s = 0.0 if since is None else self._now - since
+            overdue = waited_s > start_deadline_s(seen, self._limits)
+            removal = RemoveWorker(role=role, starting=True, reason=reason, overdue=overdue)
+            return RoleWish(remove=removal), reason
+        if seen.counts.ready - max(free, 0) < 1 or seen.serving - max(free, 0) < 2:
+            return RoleWish(), f"{reason}; the last one that serves stays"
+        return RoleWish(remove=RemoveWorker(role=role, starting=False, reason=reason)), reason
+
+    def _only_removals(self) -> bool:
+        return all(operation.kind == "remove" for operation in self._seen.operations)
+
+    def _under_way(self, wanted: int | None) -> tuple[RoleWish, RolePlan] | None:
+        """The operations in flight; None if there are none. Starts that are too slow end."""
+        operations = self._seen.operations
+        if not operations:
+            return None
+        deadline_s = start_deadline_s(self._seen, self._limits)
+        late = tuple(
+            WithdrawStart(
+                role=self._role,
+                operation=operation.id,
+                reason=f"not ready after {operation.age_s:.0f} s",
+            )
+            for operation in operations
+            if operation.kind == "add"
+            and not operation.withdrawing
+            and operation.age_s > deadline_s
+        )
+        first = operations[0]
+        state: PlanState = "settling" if first.confirmed else "acting"
+        what = "a start" if first.kind == "add" else "a removal"
+        reason = f"{what} is under way for {first.age_s:.0f} s"
+        return RoleWish(withdraw=late), self._plan(state, wanted, reason)
+
+    def _until_retry(self) -> str:
+        """Why no worker may be started now; empty if one may."""
+        rest = self._memory.retry_at - self._now
+        if rest <= 0:
+            return ""
+        return f"{self._memory.failures} starts have failed, the next one in {rest:.0f} s"
+
+    def _until_reversal(self, *, up: bool) -> str:
+        """Why a change in this direction has to wait for the last one; empty if it has not."""
+        last = self._seen.changed
+        if last is None or last.up is up:
+            return ""
+        rest = max(self._limits.cooldown_s, start_s(self._seen, self._limits)) - last.age_s
+        if rest <= 0:
+            return ""
+        return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
+
+    def _plan(self, state: PlanState, wanted: int | None, reason: str) -> RolePlan:
+        return RolePlan(state=state, count=self._seen.count, wanted=wanted, reason=reason)

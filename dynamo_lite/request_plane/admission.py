@@ -1,0 +1,83 @@
+"""Limits on the requests in flight at one place.
+
+Owns the counts that the limits are about. The caller reports when a request arrives, has its first
+token, and ends.
+"""
+
+from dataclasses import dataclass
+
+from dynamo_lite.protocol.live_options import Values, applied
+from dynamo_lite.protocol.options import AdmissionOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits on requests in flight. None: no limit."""
+
+    #: Requests that have not ended.
+    in_flight: int | None = None
+    #: Prompt tokens, in total, of requests without a first token. A single longer prompt is
+    #: admitted while no other one waits.
+    prompt_tokens: int | None = None
+
+
+def limits(config: AdmissionOptions, values: Values) -> Limits:
+    """The limits of the configuration file, with the live options applied."""
+    options = applied(values, config)
+    return Limits(in_flight=options.max_in_flight_requests, prompt_tokens=options.max_queued_tokens)
+
+
+class Admission:
+    """All methods but `enter` ignore unknown keys."""
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._keys: set[str] = set()
+        self._waiting: dict[str, int] = {}
+        self._waiting_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"Admission(in_flight={self.in_flight}, waiting_tokens={self.waiting_tokens})"
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._keys)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of requests without a first token."""
+        return self._waiting_tokens
+
+    def limit(self, limits: Limits) -> None:
+        """Sets new limits. Requests in flight beyond them stay."""
+        self._limits = limits
+
+    def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> str | None:
+        """Admits `key`, which must not be in flight. Or returns why not; then nothing was counted.
+
+        promised: another process has admitted it already, so it is counted and never refused.
+        """
+        if not promised and (busy := self.busy(prompt_tokens)) is not None:
+            return busy
+        self._keys.add(key)
+        self._waiting[key] = prompt_tokens
+        self._waiting_tokens += prompt_tokens
+        return None
+
+    def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> str | None:
+        """Which limit `requests` new requests with `prompt_tokens` in total would exceed."""
+        most, limit = self._limits.in_flight, self._limits.prompt_tokens
+        if most is not None and self.in_flight + requests > most:
+            return f"{self.in_flight} of at most {most} requests are in flight"
+        if limit is not None and self._waiting and self._waiting_tokens + prompt_tokens > limit:
+            return f"{self._waiting_tokens} of at most {limit} prompt tokens wait"
+        return None
+
+    def answered(self, key: str) -> None:
+        """The request's first token has arrived."""
+        self._waiting_tokens -= self._waiting.pop(key, 0)
+
+    def leave(self, key: str) -> None:
+        """The request has ended."""
+        self.answered(key)
+        self._keys.discard(key)

@@ -1,0 +1,241 @@
+"""Which workers hold which KV blocks, and how much of a prompt each one has.
+
+A dictionary from a block's chain hash (`kv_chain.py`) to a bit set of workers. There is no tree: a
+hash stands for its whole prefix, and a worker that holds a block holds all blocks before it, except
+where it reported a cut. So the longest prefixes are found by bisection, with a few look-ups for a
+prompt of any length; each is a miss of the processor's cache.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
+
+from dynamo_lite.routing.kv_chain import ChainHash
+
+#: One in this many blocks is evicted at a time when there are too many.
+_EVICTED_PART = 256
+#: One match in this many is noted for the eviction: popular blocks are matched often.
+_SAMPLE = 16
+#: At most one in this many blocks is noted.
+_NOTED_PART = 8
+
+
+class _Sets:
+    """Hash to the workers that hold it. A worker is its bit.
+
+    There is no index from a worker to its hashes: all hashes are scanned when it leaves, which is
+    rare, and takes some tens of milliseconds with a million hashes.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[ChainHash, int] = {}
+
+    def of(self, bit: int) -> set[ChainHash]:
+        return {key for key, workers in self.workers.items() if workers & bit}
+
+    def add(self, bit: int, hashes: Iterable[ChainHash]) -> None:
+        workers = self.workers
+        if workers.keys().isdisjoint(hashes):
+            workers.update(dict.fromkeys(hashes, bit))
+            return
+        for key in hashes:
+            others = workers.get(key)
+            workers[key] = bit if others is None else others | bit
+
+    def discard(self, bit: int, hashes: Iterable[ChainHash]) -> None:
+        workers = self.workers
+        for key in hashes:
+            others = workers.get(key, 0)
+            if others == bit:
+                del workers[key]
+            elif others & bit:
+                workers[key] = others ^ bit
+
+
+class Holders(Collection[int]):
+    """A bit set of an index as the collection of its workers, until the index changes."""
+
+    __slots__ = ("_bit_of", "_bits", "_slots")
+
+    def __init__(self, bits: int, bit_of: Mapping[int, int], slots: Sequence[int | None]):
+        self._bits, self._bit_of, self._slots = bits, bit_of, slots
+
+    def __contains__(self, worker: object) -> bool:
+        return isinstance(worker, int) and bool(self._bits & self._bit_of.get(worker, 0))
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __iter__(self) -> Iterator[int]:
+        left = self._bits
+        while left:
+            lowest = left & -left
+            worker = self._slots[lowest.bit_length() - 1]
+            assert worker is not None
+            yield worker
+            left ^= lowest
+
+
+class KvIndex:
+    """Workers are known by any integer. All events may be repeated.
+
+    max_blocks: most different blocks. Beyond it those are evicted that were stored longest ago and
+    not matched lately, whichever workers hold them. evicted: how many were.
+    """
+
+    def __init__(self, max_blocks: int):
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
+        self.evicted = 0
+        self._max_blocks = max_blocks
+        self._held, self._cut = _Sets(), _Sets()
+        self._bits: dict[int, int] = {}
+        self._slots: list[int | None] = []
+        self._matches = 0
+        self._matched: set[ChainHash] = set()
+
+    def __len__(self) -> int:
+        """Different blocks."""
+        return len(self._held.workers)
+
+    def __repr__(self) -> str:
+        return f"<KvIndex blocks={len(self)} workers={len(self._bits)}>"
+
+    def held(self, worker: int) -> Set[ChainHash]:
+        """The blocks of one worker; scans all blocks."""
+        return self._held.of(self._bits.get(worker, 0))
+
+    def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
+        """How many of the first blocks each worker holds, without a gap. Workers with none are left
+        out.
+
+        hashes: of a prompt's blocks, from the first on.
+        """
+        return {worker: count for count, workers in self.levels(hashes) for worker in workers}
+
+    def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
+        """The same, the longest first: how many of the first blocks, and who holds them. Without
+        cuts it takes the same time however many workers hold them."""
+        found = [(count, self._holders(bits)) for count, bits in self._find(hashes)]
+        cuts = self._cut.workers
+        if not found or not cuts or cuts.keys().isdisjoint(hashes):
+            return found
+        # Only the blocks before a worker's first cut count.
+        counts = {worker: count for count, workers in found for worker in workers}
+        for count, key in enumerate(hashes):
+            for worker in self._holders(cuts.get(key, 0)):
+                counts[worker] = min(counts.get(worker, 0), count)
+        levels: dict[int, set[int]] = {}
+        for worker, count in counts.items():
+            levels.setdefault(count, set()).add(worker)
+        levels.pop(0, None)
+        return sorted(levels.items(), reverse=True, key=lambda level: level[0])
+
+    def _holders(self, bits: int) -> Collection[int]:
+        return Holders(bits, self._bits, self._slots)
+
+    def _find(self, hashes: Sequence[ChainHash]) -> list[tuple[int, int]]:
+        """How many of the first blocks, and the bit set of the workers that hold exactly these;
+        the longest first. Without regard to cuts."""
+        found: list[tuple[int, int]] = []
+        if not hashes:
+            return found
+        get, end = self._held.workers.get, len(hashes)
+        # Workers whose last block is not found yet. All of them hold the first one.
+        left = get(hashes[0], 0)
+        while left:
+            last, workers = 0, left
+            if end == len(hashes) and (there := get(hashes[-1], 0) & left):
+                last, workers = end - 1, there
+            while end - last > 1:
+                middle = (last + end) // 2
+                if there := get(hashes[middle], 0) & left:
+                    last, workers = middle, there
+                else:
+                    end = middle
+            found.append((last + 1, workers))
+            left, end = left & ~workers, last
+        if found:
+            self._matches += 1
+            if self._matches % _SAMPLE == 0:
+                self._note(hashes, found[0][0])
+        return found
+
+    def stored(self, worker: int, hashes: Sequence[ChainHash]) -> None:
+        """The worker holds these blocks, and those before them except cuts that it reported."""
+        bit = self._bits.get(worker) or self._join(worker)
+        self._held.add(bit, hashes)
+        if self._cut.workers:
+            self._cut.discard(bit, hashes)
+        if len(self) > self._max_blocks:
+            self._evict()
+
+    def removed(
+        self, worker: int, hashes: Iterable[ChainHash], cut: Sequence[ChainHash] = ()
+    ) -> None:
+        """The worker no longer holds these blocks. cut: not held either, but some of their
+        descendants are."""
+        bit = self._bits.get(worker)
+        if bit is None:
+            return
+        self._held.discard(bit, hashes)
+        if self._cut.workers:
+            self._cut.discard(bit, hashes)
+        if cut:
+            self._held.discard(bit, cut)
+            self._cut.add(bit, cut)
+
+    def replace(self, worker: int, hashes: Set[ChainHash], cut: Sequence[ChainHash] = ()) -> None:
+        """The worker holds exactly these blocks."""
+        held = self.held(worker)
+        self.removed(worker, held - hashes)
+        if bit := self._bits.get(worker):
+            self._cut.discard(bit, self._cut.of(bit))
+        self.stored(worker, list(hashes - held))
+        self.removed(worker, (), cut)
+
+    def leave(self, worker: int) -> None:
+        """The worker is gone, and all its blocks."""
+        bit = self._bits.pop(worker, None)
+        if bit is None:
+            return
+        self._held.discard(bit, self._held.of(bit))
+        self._cut.discard(bit, self._cut.of(bit))
+        self._slots[bit.bit_length() - 1] = None
+
+    def _join(self, worker: int) -> int:
+        if None in self._slots:
+            slot = self._slots.index(None)
+            self._slots[slot] = worker
+        else:
+            slot = len(self._slots)
+            self._slots.append(worker)
+        bit = self._bits[worker] = 1 << slot
+        return bit
+
+    def _note(self, hashes: Sequence[ChainHash], count: int) -> None:
+        """Notes that the first `count` blocks are in use."""
+        if 2 * len(self) > self._max_blocks:
+            if len(self._matched) > self._max_blocks // _NOTED_PART:
+                self._matched.clear()
+            self._matched.update(islice(hashes, count))
+
+    def _evict(self) -> None:
+        """A dictionary keeps its order, so the oldest come first. Blocks that were matched since
+        the last eviction are moved to the end once."""
+        held = self._held.workers
+        room = self._max_blocks // _EVICTED_PART
+        excess = len(held) - self._max_blocks + room
+        going: list[ChainHash] = []
+        staying: list[ChainHash] = []
+        for key in held:
+            if len(going) >= excess:
+                break
+            (staying if key in self._matched else going).append(key)
+        missing = excess - len(going)
+        going, staying = going + staying[:missing], staying[missing:]
+        for key in going:
+            del held[key]
+        for key in staying:
+            held[key] = held.pop(key)
+        self._matched.difference_update(staying)
+        self.evicted += len(going)

@@ -1,0 +1,199 @@
+"""The Frontend: one of vLLM's HTTP frontends over the live decode workers."""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import advertised_address, is_loopback
+from dynamo_lite.runtime.listening import bind
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.overview.observer import Observer
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.imports import import_in_thread
+from dynamo_lite.serve.services.config import FrontendConfig
+from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
+from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
+from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, local_address, url_of
+from dynamo_lite.serve.services.frontend.http_relay import ask_server
+from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, Ask, Processor, ask_app
+from dynamo_lite.serve.services.frontend.shared_metrics import SharedMetrics
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
+    from dynamo_lite.vllm.frontend.rust_edge import RustEdge
+
+
+class Frontend:
+    """The component. config: the fields of `FrontendConfig`."""
+
+    def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
+        self._config = msgspec.convert(config, FrontendConfig)
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._dispatcher = RequestDispatcher(self._config, spec, self._stack)
+        self._app: OpenAiApp | RustEdge | None = None
+        self._rust: RustEdge | None = None
+        self._server: HttpServer | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        """Serves HTTP without waiting for workers: 503 until one is live.
+
+        Returns the facts that the supervisor announces.
+        """
+        shared = self._spec.instances > 1
+        sock = bind(self._config.host, self._config.port, shared=shared)
+        self._stack.callback(sock.close)
+        await self._dispatcher.watch_workers(host)
+        address = advertised_address(self._config.host, sock.getsockname()[1])
+        if self._config.edge == "rust":
+            url = await self._start_rust(host, sock, address)
+        else:
+            url = await self._start_python(host, sock, address)
+        assert self._app is not None
+        asks_key = self._app.api_key is not None
+        return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
+
+    async def _start_python(self, host: Host, sock: socket.socket, address: str) -> str:
+        """Returns the URL."""
+        host.progress("loading the tokenizer and the OpenAI app")
+        self._app = app = await self._open_app(host)
+        await host.register("http", stream=address)
+        await self._serve_processor(host, ask_app(app.asgi, app.api_key), app.served_model)
+        # Last: a failure after this would break accepted requests.
+        return await self._serve_http(host, app, sock, address)
+
+    async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
+        """Returns the URL."""
+        host.progress("starting vLLM's Rust frontend")
+        url, local = url_of(sock), local_address(sock)
+        self._app = self._rust = rust = await self._open_rust(host, sock, url)
+        # Its process has a copy. With this one open, connections during a drain would wait here.
+        sock.close()
+        host.spawn(rust.process.run(url), "vLLM's Rust frontend")
+        await host.register("http", stream=address)
+        await self._serve_processor(host, ask_server(*local), rust.served_model)
+        return url
+
+    async def _open_app(self, host: Host) -> "OpenAiApp":
+        # After the checks of the port and of etcd, because it takes seconds.
+        await import_in_thread("dynamo_lite.vllm.frontend.openai_app")
+        from dynamo_lite.vllm.frontend.openai_app import open_app
+        from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
+
+        deliveries = Deliveries()
+        intake = await self._dispatcher.open_intake(host, deliveries.on_deltas, deliveries.on_ended)
+        config = self._config
+        return await self._stack.enter_async_context(
+            open_app(
+                self._spec.engine_args,
+                partial(RemoteCore, intake, deliveries),
+                default_timeout_s=config.default_request_timeout_s,
+                max_timeout_s=config.max_request_timeout_s,
+                max_body_bytes=config.max_body_bytes,
+                tracer=host.tracer,
+            )
+        )
+
+    async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
+        await import_in_thread("dynamo_lite.vllm.frontend.rust_edge")
+        from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
+
+        config = self._config
+        if config.edge_binary is None:
+            raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
+        return await self._stack.enter_async_context(
+            open_rust_edge(
+                self._spec.engine_args,
+                Path(config.edge_binary),
+                sock,
+                url,
+                partial(self._dispatcher.open_intake, host),
+                timeout_s=min(config.default_request_timeout_s, config.max_request_timeout_s),
+                grace_s=self._spec.grace_s,
+                tracer=host.tracer,
+            )
+        )
+
+    async def _serve_http(
+        self, host: Host, app: "OpenAiApp", sock: socket.socket, address: str
+    ) -> str:
+        asgi = await self._with_dashboard(host, app.asgi)
+        if self._spec.instances > 1:
+            asgi = await self._with_shared_metrics(host, asgi, address)
+        served = asgi if host.probes is None else Probed(asgi, host.probes)
+        quiet = replace(app.http, quiet_paths=app.http.quiet_paths | {OVERVIEW})
+        server = HttpServer(served, sock, quiet, on_drop=host.drops)
+        app.state.server = server
+        await server.start()
+        self._server = server
+        self._stack.push_async_callback(server.stop, 0.0)
+        return url_of(sock, tls=app.http.tls is not None)
+
+    async def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
+        """Adds the dashboard. By default only where HTTP listens on a loopback address."""
+        private = is_loopback(self._config.host)
+        if self._config.dashboard is False or (self._config.dashboard is None and not private):
+            return app
+        observer = Observer(host.store, self._spec.namespace, host.drops)
+        await self._stack.enter_async_context(observer)
+        return Dashboard(app, observer, any_name=self._config.dashboard is True)
+
+    async def _with_shared_metrics(self, host: Host, app: "ASGIApp", address: str) -> "ASGIApp":
+        prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, "http")
+        frontends = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
+        return SharedMetrics(
+            app, lambda: [m for m in frontends.members if m.transport.stream == address]
+        )
+
+    async def _serve_processor(self, host: Host, ask: Ask, model: str) -> None:
+        processor = Processor(ask, on_drop=host.drops)
+        for endpoint in ENDPOINTS:
+            subject = names.endpoint_subject(
+                self._spec.namespace, "Processor", endpoint, host.lease.id
+            )
+            await self._stack.enter_async_context(
+                host.messaging.serve(subject, partial(processor.answer, endpoint))
+            )
+            await host.register(endpoint, component="Processor", model=model)
+
+    async def drain(self, grace_s: float) -> None:
+        """Accepts no new connections. Open responses may finish within `grace_s`, then they are
+        cancelled."""
+        async with asyncio.TaskGroup() as closing:
+            if self._server is not None:
+                closing.create_task(self._server.stop(grace_s))
+            if self._rust is not None:
+                closing.create_task(self._rust.process.drain(grace_s))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        app = self._app
+        trouble = app.trouble if app is not None else ""
+        check = self._dispatcher.check()
+        checks = {
+            "model": "" if app is not None else "the tokenizer is not loaded yet",
+            "workers": check.trouble,
+        }
+        if self._rust is not None:
+            checks["edge"] = self._rust.unhealthy
+        return {
+            "ok": app is not None and not trouble and not checks.get("edge"),
+            "dead": trouble,
+            "checks": checks,
+            "without_broker": check.without_broker,
+            "requests": app.in_flight if app is not None else 0,
+            **self._dispatcher.facts(),
+        }

@@ -1,0 +1,249 @@
+"""The Frontend's client of the Router process."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence, Set
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, ProtocolError, Unavailable
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.routing import Chosen, PickRequest, RequestOutcomes, decode_pick_reply
+from dynamo_lite.request_plane.placement import WorkerSelector
+from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import OwnedTasks
+
+logger = logging.getLogger(__name__)
+
+#: How long a request waits for routers, in total.
+ANSWER_S = 0.5
+#: How often a router that has failed is probed.
+PROBE_S = 1.0
+_AGAIN_S = 1.0
+
+
+class RemoteRouter(WorkerSelector):
+    """Sends pick requests to the first router of the roster that responds.
+
+    All Frontends use the same order, so one router knows all requests. A router that fails gets
+    probes in the background instead of pick requests, until it answers one: while NATS is out of
+    reach, at most the first requests wait. Async context manager; the roster must be open.
+
+    Args:
+        lease_id: of this Frontend.
+        fallback: picks workers while no router responds.
+        again_s: delay before outcomes that could not be published are published again.
+    """
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        routers: Roster,
+        *,
+        namespace: str,
+        lease_id: int,
+        fallback: Picker,
+        again_s: float = _AGAIN_S,
+        registry: CollectorRegistry | None = None,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._messaging, self._routers, self._again_s = messaging, routers, again_s
+        self._namespace, self._lease_id = namespace, lease_id
+        self._fallback, self._on_drop = fallback, on_drop
+        self._fallbacks = Counter(
+            "dynamo_lite_router_fallbacks",
+            "Requests placed round-robin because no router responded",
+            registry=registry or CollectorRegistry(),
+        )
+        self._sent = 0
+        #: Request id to the router that placed it and the id used there.
+        self._placed: dict[str, tuple[int, str]] = {}
+        #: Router to the ids (answered, released) that were not published yet.
+        self._outcomes: dict[int, tuple[list[str], list[str]]] = {}
+        self._has_outcomes = asyncio.Event()
+        #: Routers that have failed and are probed.
+        self._failed: dict[int, asyncio.Task[None]] = {}
+        self._tasks = OwnedTasks()
+        self._members: Sequence[EndpointRecord] = ()
+        self._by_lease: Mapping[int, EndpointRecord] = {}
+
+    async def __aenter__(self) -> Self:
+        self._tasks.start(self._publish_outcomes(), name="router-outcomes")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.end()
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """The lease ids of routers that have failed and have not answered since."""
+        return frozenset(self._failed)
+
+    async def choose(
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
+    ) -> Selection:
+        candidates = self._candidates(members, without)
+        if not candidates:
+            raise NoWorkers("no live worker")
+        until = _now() + ANSWER_S
+        for router in self._routers.members:
+            if router.lease_id in self._failed or (left_s := until - _now()) <= 0:
+                continue
+            try:
+                return await self._request_pick(router, candidates, request, left_s)
+            except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
+                self._fail(router, f"request {request.request_id}: {exc}")
+        self._fallbacks.inc()
+        return self._fallback.pick(members, request, without)
+
+    def _candidates(
+        self, members: Sequence[EndpointRecord], without: Set[int]
+    ) -> Mapping[int, EndpointRecord]:
+        """The candidates by lease id. Most requests have all members as candidates."""
+        if members is not self._members or not isinstance(members, tuple):
+            self._members, self._by_lease = members, {m.lease_id: m for m in members}
+        if not without:
+            return self._by_lease
+        return {k: member for k, member in self._by_lease.items() if k not in without}
+
+    def _fail(self, router: EndpointRecord, why: str) -> None:
+        """A killed router stays registered until its lease expires, and precedes its
+        replacement in the order."""
+        if router.lease_id in self._failed:
+            return
+        logger.warning("router %x failed, it is probed until it answers: %s", router.lease_id, why)
+        name = f"probe router {router.lease_id:x}"
+        self._failed[router.lease_id] = self._tasks.start(self._probe(router), name=name)
+
+    async def _probe(self, router: EndpointRecord) -> None:
+        """Ends when the router answers, or is not registered any more."""
+        try:
+            while True:
+                await asyncio.sleep(PROBE_S)
+                if self._routers.get(router.lease_id) is None or await self._answers(router):
+                    return
+        finally:
+            del self._failed[router.lease_id]
+
+    async def _answers(self, router: EndpointRecord) -> bool:
+        """Whether the router replies to a request without candidates. It counts no request for
+        it."""
+        self._sent += 1
+        probe = PickRequest(
+            client=self._lease_id,
+            request_id=f"probe~{self._sent}",
+            prompt_token_ids=[],
+            candidates=[],
+        )
+        try:
+            reply = await self._messaging.request(
+                router.transport.nats_tcp, encode(probe), timeout_s=ANSWER_S
+            )
+            decode_pick_reply(reply)
+        except ProtocolError:
+            self._on_drop("pick_reply")
+            return False
+        except (Unavailable, DeadlineExceeded):
+            return False
+        logger.info("router %x answers again", router.lease_id)
+        return True
+
+    def answered(self, request_id: str) -> None:
+        if (placed := self._placed.get(request_id)) is not None:
+            router, own_id = placed
+            self._outcomes_for(router)[0].append(own_id)
+        self._fallback.answered(request_id)
+
+    def released(self, request_id: str) -> None:
+        if (placed := self._placed.pop(request_id, None)) is not None:
+            router, own_id = placed
+            self._outcomes_for(router)[1].append(own_id)
+        self._fallback.released(request_id)
+
+    async def _request_pick(
+        self,
+        router: EndpointRecord,
+        candidates: Mapping[int, EndpointRecord],
+        request: GenerateRequest,
+        timeout_s: float,
+    ) -> Selection:
+        """Raises Unavailable, DeadlineExceeded, ProtocolError.
+
+        After a failure the request is released, in case the router has placed it. Each pick
+        request has its own id, so that outcomes of an earlier one cannot be mistaken for it.
+        """
+        self._sent += 1
+        own_id = f"{request.request_id}~{self._sent}"
+        message = PickRequest(
+            client=self._lease_id,
+            request_id=own_id,
+            prompt_token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            candidates=list(candidates),
+            cache_salt=request.cache_salt,
+            session=request.session,
+        )
+        self.released(request.request_id)
+        self._placed[request.request_id] = router.lease_id, own_id
+        try:
+            reply = await self._messaging.request(
+                router.transport.nats_tcp, encode(message), timeout_s=timeout_s
+            )
+            return self._selection(reply, candidates)
+        except ProtocolError:
+            self._on_drop("pick_reply")
+            self.released(request.request_id)
+            raise
+        except BaseException:
+            self.released(request.request_id)
+            raise
+
+    def _selection(self, reply: bytes, candidates: Mapping[int, EndpointRecord]) -> Selection:
+        chosen = decode_pick_reply(reply)
+        if not isinstance(chosen, Chosen):
+            raise Unavailable("it knows none of the candidate workers")
+        member = candidates.get(chosen.lease_id)
+        if member is None:
+            raise ProtocolError(f"it chose worker {chosen.lease_id:x}, which is not a candidate")
+        return Selection(member, chosen.reason)
+
+    def _outcomes_for(self, router: int) -> tuple[list[str], list[str]]:
+        self._has_outcomes.set()
+        return self._outcomes.setdefault(router, ([], []))
+
+    async def _publish_outcomes(self) -> None:
+        """Outcomes of one iteration of the event loop are published together. Without them a router
+        counts its requests as running, so they are kept while NATS is disconnected."""
+        while True:
+            await self._has_outcomes.wait()
+            self._has_outcomes.clear()
+            outcomes, self._outcomes = self._outcomes, {}
+            again = False
+            for router, (answered, released) in outcomes.items():
+                notice = RequestOutcomes(
+                    client=self._lease_id, answered=answered, released=released
+                )
+                subject = names.fates_subject(self._namespace, router)
+                try:
+                    await self._messaging.publish(subject, encode(notice))
+                except Unavailable as exc:
+                    logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
+                    if self._routers.get(router) is not None:
+                        since = self._outcomes_for(router)
+                        since[0][:0], since[1][:0] = answered, released
+                        again = True
+            if again:
+                await asyncio.sleep(self._again_s)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

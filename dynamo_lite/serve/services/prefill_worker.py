@@ -1,0 +1,150 @@
+"""The prefill worker: pulls jobs, computes them, and writes the KV into decode engines' blocks."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+from prometheus_client import Gauge
+
+from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
+from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.disagg.queue.base import PrefillQueue
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.store import until_listed
+from dynamo_lite.runtime.tasks import first_of
+from dynamo_lite.serve.services.backend import WorkerBackend
+from dynamo_lite.serve.services.config import PrefillWorkerConfig
+from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
+from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, StatusGauges
+from dynamo_lite.serve.services.vllm_backend import VllmBackend
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+_DEPTH_PERIOD_S = 2.0
+#: The component whose blocks are written.
+_DECODE_COMPONENT = "VllmWorker"
+
+
+class PrefillWorker:
+    """Component. config: the fields of `PrefillWorkerConfig`."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | PrefillWorkerConfig,
+        spec: ProcessSpec,
+        parts: WorkerBackend | None = None,
+    ):
+        self._config = msgspec.convert(config, PrefillWorkerConfig)
+        self._spec = spec
+        self._parts = parts or VllmBackend(spec)
+        self._stack = AsyncExitStack()
+        self._jobs: PrefillJobs | None = None
+        self._fence: FenceUpdater | None = None
+        self._probe: EngineProbe | None = None
+        self._heartbeat: HeartbeatPublisher | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        await self._parts.prepare()
+        fence = self._parts.open_fence(host, self._config)
+        self._stack.callback(fence.close)
+        self._fence = updater = FenceUpdater(host, fence)
+        host.spawn(updater.keep(), "lease-fence")
+        host.progress("loading the model")
+        enter = self._stack.enter_async_context
+        engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
+        directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
+        links = PeerLinks(host, engine, directory)
+        prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
+        decoders = await enter(Roster(host.store, prefix, host.drops))
+        decoders.on_change(lambda _joined, left: links.forget_leases(left))
+        host.spawn(engine.run_prefills(links.broke), "engine-steps")
+        self._probe = probe = EngineProbe(
+            engine,
+            host.messaging,
+            host.clock,
+            busy=lambda: bool(updater.jobs and updater.jobs.working),
+            step_timeout_s=self._config.step_timeout_s,
+            on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
+        )
+        queue = await enter(self._parts.open_queue(host, self._config.queue))
+        self._jobs = updater.jobs = jobs = PrefillJobs(
+            namespace=self._spec.namespace,
+            lease_id=host.lease.id,
+            ack_wait_s=self._config.queue.ack_wait_s,
+            queue=queue,
+            engine=engine,
+            permits=fence.permits,
+            directory=directory,
+            messaging=host.messaging,
+            registry=host.registry,
+            fit=lambda: probe.verdict()[0] and not links.hopeless,
+            links=links,
+            seals=GrantSeals(host.secret),
+            clock=host.clock,
+            on_drop=host.drops,
+            tracer=host.tracer,
+        )
+        cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
+        on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
+        await enter(host.messaging.serve(cancel, on_cancel))
+        alive = names.alive_subject(self._spec.namespace, host.lease.id)
+        await enter(host.messaging.serve(alive, _on_alive))
+        # So that decode engines that do not fit know it from the start.
+        host.spawn(links.run(), "links")
+        await until_listed(links.listed, "decode engines")
+        await host.register("prefill", model=engine.model)
+        self._heartbeat = start_heartbeats(host, probe, probe.run())
+        for index in range(self._config.concurrency):
+            host.spawn(jobs.run(), f"prefill-jobs-{index}")
+        for index in range(self._config.short_slots):
+            host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
+        host.spawn(_watch_depth(host, queue), "queue-depth")
+        return {"model": engine.model}
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops pulling, and finishes the pulled jobs with their writes."""
+        if self._fence is None or self._jobs is None:
+            return
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._fence.leaving.set()
+        await self._jobs.stop()
+        # Behind a closed fence no write starts or continues, so no job can succeed any more.
+        await first_of(self._jobs.idle.wait(), self._fence.closed.wait(), timeout_s=grace_s)
+
+    async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.closing = True
+        if self._jobs is not None:
+            # An interrupted start has not drained. A closed queue answers each pull at once, so
+            # a loop that still pulls would not let the event loop run.
+            await self._jobs.stop()
+        await self._stack.aclose()
+
+    def health(self) -> Mapping[str, Any]:
+        if self._jobs is None or self._probe is None:
+            return NOT_LOADED
+        return {**self._probe.facts(), "jobs": len(self._jobs.working)}
+
+
+async def _on_alive(_payload: bytes) -> bytes:
+    return b""
+
+
+async def _watch_depth(host: Host, queue: PrefillQueue) -> None:
+    gauge = Gauge(*QUEUE_DEPTH, registry=host.registry)
+    while True:
+        try:
+            gauge.set((await queue.depth()).total)
+        except DynamoLiteError:
+            gauge.set(float("nan"))
+        await asyncio.sleep(_DEPTH_PERIOD_S)

@@ -1,0 +1,153 @@
+"""The KV-aware router as a process of its own: one for all Frontends."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.live_options import Values, applied
+from dynamo_lite.protocol.routing import (
+    Chosen,
+    NobodyKnown,
+    PickRequest,
+    RequestOutcomes,
+    decode_fates,
+    decode_pick_request,
+)
+from dynamo_lite.protocol.versions import unsupported
+from dynamo_lite.routing.kv_routing import KvPicker
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component_options import ComponentOptions
+from dynamo_lite.serve.services.config import RouterConfig
+from dynamo_lite.serve.services.kv_picker import open_kv_picker
+
+#: Most requests that are remembered because they were released before their `PickRequest` came.
+_MAX_EARLY = 1024
+
+
+class Router:
+    """Component. config: the fields of `RouterConfig`."""
+
+    def __init__(self, config: Mapping[str, Any] | RouterConfig, spec: ProcessSpec):
+        self._config = msgspec.convert(config, RouterConfig)
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._workers: Roster | None = None
+        self._picker: KvPicker | None = None
+        self._options: ComponentOptions | None = None
+        self._placed: dict[int, set[str]] = {}
+        self._early: OrderedDict[str, None] = OrderedDict()
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        """Registered last: Frontends may ask as soon as they see it."""
+        namespace, enter = self._spec.namespace, self._stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, self._spec.watch_component, "generate")
+        self._workers = await enter(Roster(host.store, prefix, host.drops))
+        config = self._config
+        self._picker = picker = await open_kv_picker(
+            self._stack, host, self._workers, config.kv_router
+        )
+
+        def apply(values: Values) -> None:
+            picker.options = applied(values, config.kv_router, "kv_router")
+
+        self._options = options = ComponentOptions(host, config, apply)
+        await enter(options.following())
+        frontends = await enter(
+            Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
+        )
+        frontends.on_change(self._on_frontends)
+        pick = names.endpoint_subject(namespace, self._spec.component, "pick", host.lease.id)
+        fates = names.fates_subject(namespace, host.lease.id)
+        await enter(host.messaging.serve(pick, counted(self._on_pick, "pick", host.drops)))
+        await enter(host.messaging.serve(fates, counted(self._on_fates, "fates", host.drops)))
+        await host.register("pick")
+        return {}
+
+    async def drain(self, grace_s: float) -> None:
+        """No request waits here."""
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "ok": self._picker is not None,
+            "checks": {"index": "" if self._picker else "not open yet: wait"},
+            "workers": len(self._workers.members) if self._workers is not None else 0,
+            "requests": sum(len(placed) for placed in self._placed.values()),
+            "options": self._options.facts() if self._options is not None else {},
+        }
+
+    async def _on_pick(self, payload: bytes) -> bytes:
+        asked = decode_pick_request(payload)
+        _check_version(asked)
+        assert self._workers is not None and self._picker is not None
+        members = self._workers.members
+        without = self._workers.lease_ids - set(asked.candidates)
+        if len(without) == len(members):
+            return encode(NobodyKnown())
+        request = GenerateRequest(
+            request_id=_own_id(asked.client, asked.request_id),
+            client_id="",
+            prompt_token_ids=asked.prompt_token_ids,
+            sampling=b"",
+            arrival_time=0.0,
+            cache_salt=asked.cache_salt,
+            session=asked.session,
+        )
+        picked = self._picker.pick(members, request, without)
+        if request.request_id in self._early:
+            del self._early[request.request_id]
+            self._picker.released(request.request_id)
+        else:
+            self._placed.setdefault(asked.client, set()).add(request.request_id)
+        return encode(Chosen(lease_id=picked.member.lease_id, reason=picked.reason))
+
+    async def _on_fates(self, payload: bytes) -> None:
+        fates = decode_fates(payload)
+        _check_version(fates)
+        assert self._picker is not None
+        placed = self._placed.get(fates.client, set())
+        for request_id in fates.answered:
+            self._picker.answered(_own_id(fates.client, request_id))
+        for request_id in fates.released:
+            own = _own_id(fates.client, request_id)
+            if own in placed:
+                placed.remove(own)
+                self._picker.released(own)
+            else:
+                self._release_early(own)
+        if not placed:
+            self._placed.pop(fates.client, None)
+
+    def _release_early(self, own_id: str) -> None:
+        """The request's own `PickRequest` may still be in flight. Its client is gone by then."""
+        self._early[own_id] = None
+        if len(self._early) > _MAX_EARLY:
+            self._early.popitem(last=False)
+
+    def _on_frontends(self, joined: frozenset[int], left: frozenset[int]) -> None:
+        """A Frontend that is gone reports no outcomes any more."""
+        assert self._picker is not None
+        for client in left:
+            for request_id in self._placed.pop(client, ()):
+                self._picker.released(request_id)
+
+
+def _check_version(message: PickRequest | RequestOutcomes) -> None:
+    if message.wire_version != WIRE_VERSION:
+        raise ProtocolError(unsupported(message.wire_version))
+
+
+def _own_id(client: int, request_id: str) -> str:
+    """Two Frontends may use the same id."""
+    return f"{client:x}/{request_id}"

@@ -1,0 +1,144 @@
+"""Services and graphs as values.
+
+A service says what a process of its kind runs and which options it has. A graph is a tuple of
+services. Both are frozen: importing two graphs in one process cannot make one change the other.
+Nothing heavy is imported here: a component's class is named by its dotted path and imported by the
+child process alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.planner.config import PlannerConfig
+from dynamo_lite.serve.services.config import (
+    FrontendConfig,
+    PrefillWorkerConfig,
+    ProcessorConfig,
+    RouterConfig,
+    VllmWorkerConfig,
+)
+
+#: The flags that a section accepts besides our own options: none, the engine's (AsyncEngineArgs)
+#: or those of vLLM's whole OpenAI server.
+FlagKind = Literal["none", "engine", "frontend"]
+
+
+_NO_LORA = {
+    key: "LoRA adapters are not served here; remove it"
+    for key in ("enable-lora", "lora-modules", "default-mm-loras")
+}
+_RESERVED = MappingProxyType(
+    {**_NO_LORA, "kv-transfer-config": "set by dynamo-lite itself; remove it"}
+)
+
+
+def _nothing() -> Mapping[str, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One kind of process, or a part that runs inside another service's process."""
+
+    name: str
+    #: The dataclass of its own options.
+    config: type
+    #: "module:Class" with the constructor (config, spec); empty when `inside` is set.
+    component: str = ""
+    #: The service in whose process it runs.
+    inside: str = ""
+    #: See FlagKind.
+    flags: FlagKind = "none"
+    #: Flags that are refused, and why.
+    reserved: Mapping[str, str] = field(default_factory=_nothing)
+    #: The service whose `generate` endpoint it uses.
+    calls: str = ""
+    #: Whether processes of it may be added and retired while the graph runs.
+    scalable: bool = False
+    #: Options (snake_case) that differ from the dataclass's defaults.
+    defaults: Mapping[str, Any] = field(default_factory=_nothing)
+
+    def with_defaults(self, **options: Any) -> "Service":
+        """The same service with other defaults. The user's YAML overrides them."""
+        return replace(self, defaults=MappingProxyType({**self.defaults, **options}))
+
+    def link(self, other: "Service") -> "Graph":
+        return Graph(services=(self,)).link(other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Services in the order in which they are drained: callers before callees."""
+
+    services: tuple[Service, ...]
+
+    def __post_init__(self) -> None:
+        names = [service.name for service in self.services]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a service occurs twice in {names}")
+
+    def link(self, other: Service) -> "Graph":
+        return Graph(services=(*self.services, other))
+
+    def missing(self) -> list[str]:
+        """Names of services that others refer to and the graph does not have."""
+        names = {service.name for service in self.services}
+        wanted = {name for s in self.services for name in (s.inside, s.calls) if name}
+        return sorted(wanted - names)
+
+    def get(self, name: str) -> Service | None:
+        return next((service for service in self.services if service.name == name), None)
+
+
+FRONTEND = Service(
+    name="Frontend",
+    config=FrontendConfig,
+    component="dynamo_lite.serve.services.frontend.frontend:Frontend",
+    flags="frontend",
+    reserved=MappingProxyType(_NO_LORA),
+    calls="VllmWorker",
+)
+
+PROCESSOR = Service(name="Processor", config=ProcessorConfig, inside="Frontend")
+
+ROUTER = Service(
+    name="Router",
+    config=RouterConfig,
+    component="dynamo_lite.serve.services.router:Router",
+    calls="VllmWorker",
+)
+
+VLLM_WORKER = Service(
+    name="VllmWorker",
+    config=VllmWorkerConfig,
+    component="dynamo_lite.serve.services.decode_worker:VllmWorker",
+    flags="engine",
+    scalable=True,
+    reserved=MappingProxyType(
+        {**_RESERVED, "kv-events-config": "set by dynamo-lite itself, see kv-events; remove it"}
+    ),
+)
+
+PREFILL_WORKER = Service(
+    name="PrefillWorker",
+    config=PrefillWorkerConfig,
+    component="dynamo_lite.serve.services.prefill_worker:PrefillWorker",
+    flags="engine",
+    scalable=True,
+    reserved=_RESERVED,
+)
+
+PLANNER = Service(
+    name="Planner",
+    config=PlannerConfig,
+    component="dynamo_lite.planner.planner:Planner",
+)
+
+FORWARDER = Service(
+    name="Forwarder",
+    config=ForwarderConfig,
+    component="dynamo_lite.forward.forwarder:Forwarder",
+)

@@ -1,0 +1,122 @@
+"""The real parts of a worker: stock vLLM, JetStream, a mapped fence."""
+
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynamo_lite.disagg.engine_config import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig, QueueOptions
+from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.protocol.options import DisaggOptions, subset
+from dynamo_lite.runtime.fence import Fence, FenceHolder
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.imports import import_in_thread
+from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
+
+if TYPE_CHECKING:
+    from dynamo_lite.vllm.engine.core import EngineContext
+    from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
+    from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
+
+#: The component whose members write KV for decode workers.
+PREFILL_COMPONENT = "PrefillWorker"
+
+
+class VllmBackend:
+    """Implements WorkerBackend."""
+
+    def __init__(self, spec: ProcessSpec):
+        self._spec = spec
+
+    async def prepare(self) -> None:
+        await import_in_thread("dynamo_lite.vllm.engine.core")
+
+    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> FenceHolder:
+        return FenceHolder(_engine_file(self._spec, "fence"), permits=config.most_jobs)
+
+    def open_queue(self, host: Host, options: QueueOptions) -> PrefillQueue:
+        spec, config = self._spec, QueueConfig.of(options)
+        return open_queue(
+            spec.nats_url, spec.namespace, config, spec.secret_file, on_drop=host.drops
+        )
+
+    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmDecodeEngine":
+        from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
+
+        engine_config = None
+        if config.remote_prefill:
+            role = decode_role(config, self._spec.component)
+            engine_config = self._engine_config(host, role)
+        return VllmDecodeEngine(
+            self._context(host, engine_config),
+            publishes_kv=config.kv_events,
+            takes_first_tokens=config.remote_prefill and config.first_token_from_prefill,
+        )
+
+    def open_prefill_engine(
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+    ) -> "VllmPrefillEngine":
+        from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
+
+        assert isinstance(fence, FenceHolder)
+        role = prefill_role(config, fence_path=str(fence.path))
+        return VllmPrefillEngine(self._context(host, self._engine_config(host, role)))
+
+    def _engine_config(
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig
+    ) -> EngineConfig:
+        """The configuration of a new engine incarnation, with a fresh id."""
+        return EngineConfig(
+            namespace=self._spec.namespace,
+            engine_id=str(uuid.uuid4()),
+            lease_id=host.lease.id,
+            lease_ttl_s=self._spec.lease_ttl_s,
+            nats_url=self._spec.nats_url,
+            etcd_url=self._spec.etcd_url,
+            secret_file=self._spec.secret_file,
+            role=role,
+        )
+
+    def _context(self, host: Host, engine_config: EngineConfig | None) -> "EngineContext":
+        from dynamo_lite.vllm.engine.core import EngineContext
+
+        return EngineContext(
+            self._spec.engine_args,
+            engine_config=engine_config,
+            engine_config_path=_engine_file(self._spec, "engine.json"),
+            messaging=host.messaging,
+            registry=host.registry,
+            on_drop=host.drops,
+            tracer=host.tracer,
+        )
+
+
+def decode_role(config: VllmWorkerConfig, component: str) -> DecodeEngineConfig:
+    return DecodeEngineConfig(
+        options=subset(DisaggOptions, config),
+        prefill_component=PREFILL_COMPONENT,
+        queue=QueueConfig.of(config.queue),
+        component=component,
+    )
+
+
+def prefill_role(config: PrefillWorkerConfig, *, fence_path: str) -> PrefillEngineConfig:
+    return PrefillEngineConfig(
+        fence_path=fence_path,
+        min_prefix_read_length=config.min_prefix_read_length,
+        queue=QueueConfig.of(config.queue),
+    )
+
+
+def _engine_file(spec: ProcessSpec, suffix: str) -> Path:
+    """`<state-dir>/run/<Service>-<i>.<suffix>`, for the engine's processes to read.
+
+    The folder exists afterwards.
+    """
+    folder = Path(spec.state_dir) / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{spec.component}-{spec.instance}.{suffix}"

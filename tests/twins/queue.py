@@ -1,0 +1,306 @@
+"""The prefill queue's in-process twin: a broker in memory, with outages on demand."""
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Self
+
+from dynamo_lite.disagg.decision.lanes import LaneTurns
+from dynamo_lite.disagg.queue.base import Incarnations, QueueConfig, QueueDepth
+from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
+from dynamo_lite.protocol.queue import Lane
+
+
+@dataclass
+class Entry:
+    """A pulled job. timer: delivers it again when its holder neither answers nor extends."""
+
+    sequence: int
+    payload: bytes
+    lane: Lane
+    expires_at: float
+    deliveries: int = 0
+    waiting: bool = True
+    timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class MemoryStream:
+    """All state of one queue, shared by its users. number: how often it was made.
+
+    context: in which its timers run, independent of the caller.
+    """
+
+    def __init__(self, config: QueueConfig, context: contextvars.Context):
+        self.config = config
+        self.number = 1
+        self._context = context
+        self.entries: dict[int, Entry] = {}
+        self.order: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
+        self.message_ids: dict[str, int] = {}
+        self.last_sequence = 0
+        self.changed = asyncio.Event()
+
+    def expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for entry in list(self.entries.values()):
+            if entry.expires_at > now:
+                break
+            self.remove(entry.sequence)
+
+    def remove(self, sequence: int) -> bool:
+        entry = self.entries.pop(sequence, None)
+        if entry is not None:
+            entry.stop_timer()
+        return entry is not None
+
+    def lose(self) -> None:
+        """Loses all jobs, and all facts about earlier jobs. Sequences continue."""
+        for sequence in list(self.entries):
+            self.remove(sequence)
+        for order in self.order.values():
+            order.clear()
+        self.message_ids.clear()
+        self.number += 1
+
+    def wait_again(self, entry: Entry) -> None:
+        """Redeliveries come before new jobs."""
+        entry.stop_timer()
+        if self.entries.get(entry.sequence) is entry and not entry.waiting:
+            entry.waiting = True
+            self.order[entry.lane].appendleft(entry.sequence)
+            self.changed.set()
+
+    def hold(self, entry: Entry, seconds: float) -> None:
+        entry.stop_timer()
+        entry.timer = asyncio.get_running_loop().call_later(
+            seconds, self.wait_again, entry, context=self._context
+        )
+
+    def take(self, lanes: Sequence[Lane]) -> Entry | None:
+        """The first job of the first lane that has any."""
+        self.expire()
+        return next((entry for lane in lanes if (entry := self._take(lane))), None)
+
+    def _take(self, lane: Lane) -> Entry | None:
+        order = self.order.get(lane, ())
+        while order:
+            entry = self.entries.get(order.popleft())
+            if entry is None:
+                continue
+            entry.waiting = False
+            entry.deliveries += 1
+            self.hold(entry, self.config.ack_wait_s)
+            return entry
+        return None
+
+
+class MemoryBroker:
+    """The streams of one event loop; queues that share it share their jobs."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self._context = contextvars.copy_context()
+        self._streams: dict[str, MemoryStream] = {}
+        self.users: list[MemoryQueue] = []
+
+    def set_connected(self, connected: bool) -> None:
+        """False: calls raise BrokerUnavailable, pulls get nothing."""
+        self.connected = connected
+        for stream in self._streams.values():
+            stream.changed.set()
+        self._tell_users()
+
+    def lose(self) -> None:
+        """Loses all queues, as a NATS server that is restarted; users hear it while connected."""
+        for stream in self._streams.values():
+            stream.lose()
+        self._tell_users()
+
+    def _tell_users(self) -> None:
+        if self.connected:
+            for user in list(self.users):
+                user.look()
+
+    def check_connected(self) -> None:
+        if not self.connected:
+            raise BrokerUnavailable("the memory broker is disconnected")
+
+    def stream(self, name: str, config: QueueConfig) -> MemoryStream:
+        """Raises StartupError when the stream has another configuration."""
+        stream = self._streams.setdefault(name, MemoryStream(config, self._context))
+        if _shared(stream.config) != _shared(config):
+            raise StartupError(
+                f"the queue {name} exists with another configuration: "
+                f"{stream.config} there and {config} here"
+            )
+        return stream
+
+
+def _shared(config: QueueConfig) -> QueueConfig:
+    return replace(config, push_timeout_s=0.0)
+
+
+class MemoryJob:
+    """Implements Job. answered: its holder is done with it, even if the broker did not get the
+    answer."""
+
+    def __init__(self, broker: MemoryBroker, stream: MemoryStream, entry: Entry):
+        self._broker = broker
+        self._stream = stream
+        self._entry = entry
+        self.payload = entry.payload
+        self.sequence = entry.sequence
+        self.deliveries = entry.deliveries
+        self.deliveries_left = stream.config.max_deliver - entry.deliveries
+        self.ended = self.answered = False
+
+    async def ack(self) -> None:
+        # As with JetStream, an ack is no fence: a former holder's counts too.
+        if self._end():
+            self._stream.remove(self.sequence)
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        if self._end() and self._is_current():
+            if delay_s > 0:
+                self._stream.hold(self._entry, delay_s)
+            else:
+                self._stream.wait_again(self._entry)
+
+    async def term(self) -> None:
+        await self.ack()
+
+    async def extend(self) -> None:
+        self._broker.check_connected()
+        if not self.ended and self._is_current():
+            self._stream.hold(self._entry, self._stream.config.ack_wait_s)
+
+    def _end(self) -> bool:
+        """Whether this call is the one that ends the job."""
+        if self.ended:
+            return False
+        self.answered = True
+        self._broker.check_connected()
+        self.ended = True
+        return True
+
+    def _is_current(self) -> bool:
+        entry = self._entry
+        return (
+            self._stream.entries.get(self.sequence) is entry
+            and not entry.waiting
+            and entry.deliveries == self.deliveries
+        )
+
+
+class MemoryQueue:
+    """Implements PrefillQueue."""
+
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        *,
+        stream: str,
+        subject: str,
+        config: QueueConfig | None = None,
+    ):
+        self._broker = broker
+        self._name = stream
+        self._config = config or QueueConfig()
+        self._stream = MemoryStream(self._config, contextvars.copy_context())
+        self._incarnations = Incarnations()
+        self._turns = LaneTurns()
+        self._held: list[MemoryJob] = []
+        self._stopped = False
+
+    async def __aenter__(self) -> Self:
+        self._stream = self._broker.stream(self._name, self._config)
+        self._broker.users.append(self)
+        self.look()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self in self._broker.users:
+            self._broker.users.remove(self)
+        await self.stop_pulling()
+        if self._broker.connected:
+            for job in self._held:
+                if not job.answered:
+                    await job.nak()
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnations.number
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._incarnations.watch(callback)
+
+    def look(self) -> None:
+        """Called when the broker is connected: checks whether the queue was lost."""
+        self._incarnations.seen(self._stream.number)
+
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+        self._broker.check_connected()
+        stream = self._stream
+        stream.expire()
+        if (known := stream.message_ids.get(message_id)) is not None:
+            return known
+        if len(stream.entries) >= self._config.max_jobs:
+            raise QueueFull(f"the queue holds {self._config.max_jobs} jobs")
+        stream.last_sequence += 1
+        sequence = stream.message_ids[message_id] = stream.last_sequence
+        expires_at = asyncio.get_running_loop().time() + self._config.max_age_s
+        stream.entries[sequence] = Entry(sequence, payload, lane, expires_at)
+        stream.order[lane].append(sequence)
+        stream.changed.set()
+        return sequence
+
+    async def delete(self, sequence: int) -> bool:
+        self._broker.check_connected()
+        self._stream.expire()
+        return self._stream.remove(sequence)
+
+    async def depth(self) -> QueueDepth:
+        self._broker.check_connected()
+        self._stream.expire()
+        waiting = sum(entry.waiting for entry in self._stream.entries.values())
+        in_flight = len(self._stream.entries) - waiting
+        size = sum(len(entry.payload) for entry in self._stream.entries.values())
+        return QueueDepth(waiting, in_flight, size, identity=str(self._stream.number))
+
+    def heard(self, identity: str) -> None:
+        if identity != str(self._stream.number) and self._broker.connected:
+            self.look()
+
+    async def pull(
+        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
+    ) -> MemoryJob | None:
+        order = self._turns.order(lanes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._stopped:
+                    if self._broker.connected and (entry := self._stream.take(order)) is not None:
+                        self._turns.took(entry.lane, order)
+                        return self._hold(entry)
+                    self._stream.changed.clear()
+                    await self._stream.changed.wait()
+        except TimeoutError:
+            pass
+        return None
+
+    async def stop_pulling(self) -> None:
+        self._stopped = True
+        self._stream.changed.set()
+
+    def _hold(self, entry: Entry) -> MemoryJob:
+        self._held = [job for job in self._held if not job.answered]
+        job = MemoryJob(self._broker, self._stream, entry)
+        self._held.append(job)
+        return job
