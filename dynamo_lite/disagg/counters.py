@@ -27,7 +27,6 @@ COMPUTED = "computed_tokens"  # tokens that a prefill engine computed for its jo
 RESUME = "resume"  # + "/reason" of the verdict when a writer was lost
 BROKEN_LINK = "broken_link"  # a list of [decode engine, why a transfer with it failed]
 SPAN = "span"  # a list of spans: see `span_notes.py`
-WRITTEN = "written"  # a list of [attempt, when its last write ended, monotonic]
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 

@@ -42,8 +42,6 @@ class AttemptOutcome:
     #: had started may still land.
     outcome: str
     detail: str = ""
-    #: End of its last write, by this host's monotonic clock; None if not known.
-    written_at: float | None = None
 
 
 #: Takes the token that follows a job's prompt.

@@ -86,9 +86,6 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The attempt is wanted. Its blocks stay reserved until the writer is done."""
 
-    #: Wall clock of the engine's host. The worker compares it with its own clock to warn of a
-    #: difference; nothing depends on it.
-    granted_at: Timestamp | None = None
     #: The writer checks it, and writes nothing without it.
     grant: Grant | None = None
 
@@ -111,9 +108,6 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     #: The sender. Blocks that a writer holds are only freed by that writer's message.
     writer_lease_id: LeaseId = 0
-    #: Seconds from the granted claim to the end of the last write, if the attempt was written.
-    #: Unlike times, durations can be compared between hosts.
-    took_s: Seconds | None = None
     #: Number of the last claim that the message is about. Jobs are delivered again and messages
     #: overtake each other, so the end of an earlier claim does not end a later one.
     number: Natural = 0

@@ -193,11 +193,6 @@ class Rig:
         self.on_claim: Callable[[], Awaitable[Any]] | None = None
 
     @property
-    def clock_differences(self) -> float:
-        name = "dynamo_lite_prefill_clock_differences_total"
-        return self.registry.get_sample_value(name) or 0.0
-
-    @property
     def answers(self) -> list[str]:
         return [answer for answer in self.queue.answers if answer != "extend"]
 
@@ -235,7 +230,7 @@ class Rig:
             return encode(self.verdicts.pop(0))
         claim = self.claims[-1]
         grant = grant_for(claim, self.pushed_jobs[claim.attempt], **self.grant_changes)
-        return encode(Granted(granted_at=time.time(), grant=grant))
+        return encode(Granted(grant=grant))
 
     async def take_done(self, payload: bytes) -> None:
         self.done.append(decode_writer_done(payload))

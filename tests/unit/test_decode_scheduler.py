@@ -221,37 +221,6 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     decode.assert_clean()
 
 
-async def test_a_writer_that_is_heard_after_its_requests_end_is_counted_all_the_same(
-    decode: Decode,
-):
-    """Only a step carries the counts: until then the engine keeps stepping, without requests."""
-    attempt = await decode.ask("r1", claimed=True)
-    decode.output("r1")
-    decode.finish("r1")
-    decode.half.build_step()
-    assert decode.half.busy
-    await decode.done(attempt, took_s=0.0)
-    assert len(decode.half.stats.data["stage/notice"]) == 1
-    assert decode.half.busy
-    decode.half.build_step()
-    assert not decode.half.busy
-    decode.assert_clean()
-
-
-async def test_a_writer_that_is_heard_too_late_does_not_wake_the_engine(decode: Decode):
-    """An idle engine makes no step: what is counted leaves with its next one."""
-    attempt = await decode.ask("r1", claimed=True)
-    decode.output("r1")
-    decode.finish("r1")
-    decode.half.build_step()
-    decode.clock.now += 5.0
-    assert not decode.half.busy
-    await decode.done(attempt, took_s=0.0)
-    assert not decode.half.busy
-    assert len(decode.half.stats.data["stage/notice"]) == 1
-    decode.assert_clean()
-
-
 async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
     attempt = await decode.ask("r1")
     decode.clock.now += TIMEOUT_S - 0.1

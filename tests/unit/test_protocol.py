@@ -299,7 +299,6 @@ MESSAGES = [
     ),
     (
         prefill.Granted(
-            granted_at=0.5,
             grant=grant.Grant(
                 id=7,
                 engine_id="e1",

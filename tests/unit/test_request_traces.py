@@ -1,21 +1,19 @@
 """The spans that workers record for a traced request, and that other requests have none."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.counters import SPAN, STAGE, WRITTEN
+from dynamo_lite.disagg.counters import SPAN, STAGE
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
-from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
 from dynamo_lite.runtime.tracing.tracer import record_notes
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
 from tests.builders import ManualClock, eventually, prefill_job
-from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, encode_sealed, prompt
+from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
 from tests.unit.prefill_rig import working
 from tests.unit.recorder import Recorder, Told
 from tests.unit.test_prefix_reads import Half as Reader
@@ -46,11 +44,6 @@ def noted(half: Any) -> Recorder:
     return recorder
 
 
-async def say_written(decode: Decode, attempt: str, took_s: float | None) -> None:
-    done = WriterDone(attempt=attempt, outcome="written", writer_lease_id=WRITER, took_s=took_s)
-    await decode.writer_events.on_done(encode_sealed(done))
-
-
 async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     """One that is claimed. Its stages take 1, 2, 4, ... seconds. Returns the attempt."""
     request = prompt("r1", 101, trace_headers=headers)
@@ -64,19 +57,12 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     return attempt
 
 
-@pytest.mark.parametrize("told_first", [True, False])
-async def test_a_traced_remote_prefill_is_told_stage_by_stage(
-    decode: Decode, clock: ManualClock, told_first: bool
-):
+async def test_a_traced_remote_prefill_is_told_stage_by_stage(decode: Decode, clock: ManualClock):
     above, began = new_trace(), clock.now
     attempt = await remote(decode, clock, above.headers())
     job = await decode.job()
     clock.now += 8
-    if told_first:
-        await say_written(decode, attempt, 7.0)
     decode.output("r1")
-    if not told_first:
-        await say_written(decode, attempt, 7.0)
     clock.now += 16
     decode.half.state_after_alloc(prompt("r1", 101, trace_headers=above.headers()), [], 0)
     spans = noted(decode.half)
@@ -93,12 +79,10 @@ async def test_a_traced_remote_prefill_is_told_stage_by_stage(
         "remote prefill": (top, 0, 15),
         "publish": (mine, 0, 1),
         "queue wait": (mine, 1, 3),
-        "notice": (mine, 14, 15),
         "resume": (top, 15, 31),
     }
     assert {span.context.trace_id for span in spans.spans} == {above.trace_id}
     assert spans.named("decision").attributes["dynamo_lite.reason"] == "long"
-    assert decode.half.stats.data[f"{STAGE}/notice"] == [1.0]
     assert decode.half.stats.data[f"{STAGE}/claim"] == [4]
 
 
@@ -106,38 +90,22 @@ async def test_a_traced_remote_prefill_is_told_stage_by_stage(
 async def test_what_is_not_traced_is_measured_and_not_told(
     decode: Decode, clock: ManualClock, headers: Any
 ):
-    attempt = await remote(decode, clock, headers)
+    await remote(decode, clock, headers)
     assert (await decode.job()).trace_headers is None
     clock.now += 8
-    await say_written(decode, attempt, 7.0)
     decode.output("r1")
     decode.half.state_after_alloc(prompt("r1", 101, trace_headers=headers), [], 0)
     assert SPAN not in decode.half.stats.data
-    assert decode.half.stats.data[f"{STAGE}/notice"] == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("took_s", "notice_s"), [(None, None), (0.0, [8.0]), (8.0, [0.0]), (1000.0, [0.0])]
-)
-async def test_a_notice_takes_no_longer_than_the_rest(
-    decode: Decode, clock: ManualClock, took_s: float | None, notice_s: list[float] | None
-):
-    attempt = await remote(decode, clock, None)
-    clock.now += 8
-    decode.output("r1")
-    await say_written(decode, attempt, took_s)
-    await say_written(decode, attempt, took_s)
-    assert decode.half.stats.data.get(f"{STAGE}/notice") == notice_s
+    assert decode.half.stats.data[f"{STAGE}/fill"] == [8]
 
 
 async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
     above = new_trace()
-    attempt = await remote(decode, clock, above.headers())
+    await remote(decode, clock, above.headers())
     clock.now += TIMEOUT_S
     decode.half.build_step()
     spans = noted(decode.half)
     assert spans.named("remote prefill").attributes["dynamo_lite.outcome"] == "deadline"
-    await say_written(decode, attempt, 1.0)
     assert {s.name for s in noted(decode.half).spans} == {
         *("decision", "remote prefill", "publish", "queue wait"),
     }
@@ -155,44 +123,41 @@ def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
     assert prefill.ended() == ({"p-a1"}, {})
     spans = noted(prefill.rank).spans
     if rank:
-        assert not spans and WRITTEN not in prefill.rank.stats.data
+        assert not spans
         return
     assert {span.parent for span in spans} == {above.span_id}
     assert [(s.name, s.attributes["dynamo_lite.blocks"]) for s in spans] == [
         *(("prefill chunk", 2), ("transfer", 2), ("prefill chunk", 1), ("transfer", 1)),
     ]
     assert [s.start for s in spans if s.name == "prefill chunk"] == [0, 1]
-    assert prefill.rank.stats.data[WRITTEN] == [["a1", spans[-1].end]]
 
 
-async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDone]:
-    """The job as the engine got it, and the messages to the decode engine."""
+async def one_job(headers: Any, tracer: Recorder | None) -> Any:
+    """The job as the engine got it."""
     given: list[Any] = []
     async with working(tracer=tracer) as rig:
         prefill = rig.engine.prefill
 
         async def noting(job: Any, *others: Any) -> Any:
             given.append(job)
-            ended = await prefill(job, *others)
-            return type(ended)(ended.attempt, ended.outcome, written_at=time.monotonic() + 5)
+            return await prefill(job, *others)
 
         rig.engine.prefill = noting  # type: ignore[method-assign]
         await rig.push(prefill_job(trace_headers=headers))
         await rig.answered("ack")
         await eventually(lambda: len(rig.done) == 1)
-        return given[0], rig.done[0]
+        return given[0]
 
 
 async def test_a_traced_job_is_told_from_its_pull_on():
     asked, recorder = new_trace(), Recorder()
-    given, done = await one_job(asked.headers(), recorder)
+    given = await one_job(asked.headers(), recorder)
     whole, claim = recorder.named("prefill job"), recorder.named("claim")
     assert (whole.parent, whole.kind, whole.error) == (asked.span_id, "consumer", "")
     assert whole.attributes["dynamo_lite.outcome"] == "written"
     assert claim.parent == whole.context.span_id
     assert whole.start == claim.start <= claim.end <= whole.end
     assert traced(given.trace_headers) == whole.context
-    assert done.took_s == pytest.approx(5, abs=4)
 
 
 class Engine:

@@ -4,32 +4,27 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dynamo_lite.disagg.decode.decider import Decider
 from dynamo_lite.disagg.decode.job_maker import JobMaker
-from dynamo_lite.disagg.decode.passing import Passing
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
-from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 
 
 class Prompts:
-    """Runs on the engine's thread. block_size: in tokens. now: monotonic."""
+    """Runs on the engine's thread. now: monotonic."""
 
     def __init__(
         self,
-        block_size: int,
-        pool: BlockPool,
         prefills: RemotePrefills,
-        passing: Passing,
         flights: SingleFlight,
         decider: Decider,
         jobs: JobMaker,
         resumes: Resumes,
         now: Callable[[], float],
     ):
-        self._block_size, self._pool, self._prefills = block_size, pool, prefills
-        self._passing, self._flights, self._decider = passing, flights, decider
+        self._prefills, self._flights, self._decider = prefills, flights, decider
         self._jobs, self._resumes, self._now = jobs, resumes, now
 
     def looked_up(
@@ -40,20 +35,12 @@ class Prompts:
         if prefill is not None and prefill.allocated and not prefill.may_retry:
             self._prefills.looked_up(prefill, cached)
             return 0, False
-        # vLLM ignores None for a request that must not read the prefix cache.
-        if transferable and self._passing.skips(
-            request.request_id, self._pool.get_num_free_blocks()
-        ):
-            return None, False
         if prefill is not None and self._flights.waits(prefill, cached):
             return None, False
         decided = self._decider.decide(request, cached, transferable, prefill)
         prefill = self._prefills.proposed(request, decided)
         if self._flights.joins(request, prefill):
             return None, False
-        if transferable:
-            blocks = -(-request.num_prompt_tokens // self._block_size)
-            self._passing.answered(request.request_id, blocks)
         if not prefill.is_remote:
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
@@ -62,16 +49,12 @@ class Prompts:
         """The engine has reserved the prompt's blocks, for the KV of `external` tokens that a
         prefill worker will compute."""
         prefill = self._prefills.allocated(request)
-        if prefill is None:
-            return
-        self._passing.allocated(request.request_id)
-        if external:
+        if prefill is not None and external:
             self._jobs.begin(prefill, request, block_ids, external)
 
     def step(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:
         """The engine schedules no further prompt in this step. Returns the step's jobs.
         filling: blocks that it completes."""
-        self._passing.end_step(self._pool.get_num_free_blocks())
         return self._jobs.take(filling)
 
     def lost(self, prefill: RemotePrefill) -> None:
@@ -81,6 +64,5 @@ class Prompts:
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""
-        self._passing.finished(request_id)
         if (prefill := self._prefills.finished(request_id)) is not None:
             self._flights.finished(prefill)

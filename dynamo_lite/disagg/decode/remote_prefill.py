@@ -112,9 +112,6 @@ class RemotePrefill:
     #: The worker that has reported that it is done with the job; None: none has yet. Written on the
     #: bridge's thread.
     done_by: int | None = None
-    #: Seconds from the claim to the end of the last write, by the writer's clock. Written on
-    #: the bridge's thread; None where unknown.
-    writer_took_s: float | None = None
     #: When the remote prefill ended for its request.
     ended_at: float | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.

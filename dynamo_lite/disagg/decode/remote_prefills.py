@@ -14,7 +14,6 @@ from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
-from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.protocol.trace import TraceContext, traced
 
@@ -46,7 +45,6 @@ class RemotePrefills:
         #: By attempt, from the request for a remote prefill until it has ended and no blocks are
         #: held. Written under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
-        self._reports = WriterReports(stats, now)
         #: When the last remote prefill was requested.
         self.last_asked_at = 0.0
         #: When remote prefills were requested, since the last reading of the queue, and their
@@ -187,8 +185,6 @@ class RemotePrefills:
             prefill.ended_at, prefill.detail = now, ended.detail
             if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
                 prefill.received_at = now
-                if prefill.done_by is None:
-                    self._reports.expect(prefill)
             prefill.outcome = ended.outcome
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
@@ -206,7 +202,6 @@ class RemotePrefills:
     def stepped(self, scheduled: Mapping[str, int]) -> None:
         """A step begins, which carries the counts and notes up to now. scheduled: how many tokens
         it computes, by request."""
-        self._reports.stepped()
         for request_id, prefill in list(self.computing.items()) if self.computing else ():
             if prefill.left_tokens > 0:
                 prefill.left_tokens -= scheduled.get(request_id, 0)
@@ -230,14 +225,11 @@ class RemotePrefills:
                 now = self._now()
                 prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
 
-    def writer_done(self, attempt: str, writer: int, took_s: float | None) -> None:
-        """This worker reports that it is done. took_s: seconds from the claim to the end of its
-        last write; None where that is unknown."""
+    def writer_done(self, attempt: str, writer: int) -> None:
+        """This worker reports that it is done."""
         with self._lock:
             if (prefill := self._waiting(attempt)) is not None:
-                prefill.done_by, prefill.writer_took_s = writer, took_s
-                return
-        self._reports.arrived(attempt, took_s)
+                prefill.done_by = writer
 
     # Questions
 
@@ -251,11 +243,6 @@ class RemotePrefills:
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
-
-    @property
-    def busy(self) -> bool:
-        """Whether the engine must keep stepping, because only a step can carry writers' reports."""
-        return self._reports.busy
 
     def _scheduled(self, prefill: RemotePrefill) -> None:
         """The engine computes the prompt's last token. Only the first time after its KV came

@@ -19,7 +19,6 @@ from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.job_maker import JobMaker
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.passing import Passing
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
@@ -35,9 +34,9 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 class DecodeScheduler:
-    """block_size: in tokens. cache: see `Resumes`. kept_free: blocks that a new prompt must leave
-    free. new_attempt, new_grant: return new ids. hash_block_size: see `SingleFlight`.
-    overlapping_steps: how many steps the engine may have in flight."""
+    """block_size: in tokens. cache: see `Resumes`. new_attempt, new_grant: return new ids.
+    hash_block_size: see `SingleFlight`. overlapping_steps: how many steps the engine may have in
+    flight."""
 
     def __init__(
         self,
@@ -52,7 +51,6 @@ class DecodeScheduler:
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
         new_grant: Callable[[], int] = lambda: secrets.randbits(63) or 1,
         cache: CacheBlocks | None = None,
-        kept_free: int = 0,
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
     ):
@@ -79,10 +77,7 @@ class DecodeScheduler:
         self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
         flights = SingleFlight(block_size, hash_block_size, prefills, stats, now)
         self._prompts = Prompts(
-            block_size,
-            pool,
             prefills,
-            Passing(kept_free),
             flights,
             Decider(net, live, prefills, now),
             JobMaker(
@@ -110,8 +105,7 @@ class DecodeScheduler:
         request waits for them.
 
         Never the last prompt token: the engine computes it in order to sample. None: the
-        engine must call again, because the request waits for the KV of another request, or
-        lets requests pass that find enough free blocks.
+        engine must call again, because the request waits for the KV of another request.
         transferable: whether the prompt's KV depends on its tokens and cache salt only.
         """
         return self._prompts.looked_up(request, cached, transferable)
@@ -157,7 +151,7 @@ class DecodeScheduler:
     @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
-        return self._events.busy or self.prefills.busy
+        return self._events.busy
 
     def _transferred(self, request_id: str, *, received: bool, intact: bool) -> None:
         prefill = self.prefills.unparked(request_id, received=received)

@@ -3,8 +3,7 @@
     decided ─decide─► asked ─publish─► queued ─pull─► pulled ─claim─► claimed
             ─fill─► received ─resume─► scheduled
 
-`notice` is the last part of `fill`: from the end of the writer's last write on. Hosts send
-each other durations only, because their clocks differ. Traced requests get spans as well.
+Traced requests get spans as well.
 """
 
 from dynamo_lite.disagg.counters import DECISION, Counters
@@ -56,19 +55,6 @@ def report_end(stats: Counters, prefill: RemotePrefill) -> None:
         return
     for stage, seconds in stages_s(prefill).items():
         stats.add_stage(stage, seconds)
-    if prefill.writer_took_s is not None:
-        report_notice(stats, prefill, prefill.writer_took_s)
-
-
-def report_notice(stats: Counters, prefill: RemotePrefill, took_s: float) -> None:
-    """Counts how long the notification of a commit took. took_s: see
-    `RemotePrefill.writer_took_s`. Any thread."""
-    assert prefill.received_at is not None and prefill.claimed_at is not None
-    notice_s = max(0.0, prefill.received_at - prefill.claimed_at - took_s)
-    stats.add_stage("notice", notice_s)
-    if prefill.trace is not None:
-        start = prefill.received_at - notice_s
-        note_child(stats, "notice", prefill.trace, start, prefill.received_at)
 
 
 def report_resume(stats: Counters, prefill: RemotePrefill) -> None:

@@ -117,7 +117,7 @@ class WriterEvents:
                 self._on_drop("claim")
             return encode(ClaimRefused(reason=grant.reason, elsewhere=grant.elsewhere))
         self._prefills.claimed(claim.attempt, claim.held_s)
-        return encode(Granted(granted_at=self._clock.wall(), grant=grant))
+        return encode(Granted(grant=grant))
 
     async def on_done(self, payload: bytes) -> None:
         """A writer reports that it is done. Raises ProtocolError if another holds the attempt."""
@@ -131,7 +131,7 @@ class WriterEvents:
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
         writer = done.writer_lease_id
         claimed = self._has_claimed(done.attempt, writer)
-        self._prefills.writer_done(done.attempt, writer, done.took_s if written else None)
+        self._prefills.writer_done(done.attempt, writer)
         if done.outcome == "died":
             now = self._clock.monotonic()
             await self._events.apply(

@@ -102,11 +102,7 @@ class BlockWrites:
     def close(self, attempt_id: str) -> str | None:
         """Forgets an attempt whose writes have all ended. Returns why not all was written."""
         attempt = self._attempts.pop(attempt_id, None)
-        if attempt is None:
-            return None
-        if attempt.failure is None:
-            self._times.complete(attempt_id, attempt)
-        return attempt.failure
+        return None if attempt is None else attempt.failure
 
     def drain(self, preempted: Sequence[str]) -> None:
         """Ends all writes from blocks of these attempts, which are about to be overwritten.
@@ -241,7 +237,7 @@ class BlockWrites:
                 if not flight.write.done():
                     still.append(flight)
                     continue
-                self._times.ended(attempt, flight, self._now())
+                self._times.ended(flight, self._now())
             except TransferError as exc:
                 self._fail(attempt, exc)
             self._staging.release(flight.slot)

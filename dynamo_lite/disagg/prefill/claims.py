@@ -26,15 +26,12 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
-from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
 #: How often a claim is sent that is not answered.
 TRIES = 3
-#: Two hosts' wall clocks that differ by more than this are reported.
-_CLOCK_SKEW_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -67,14 +64,7 @@ class Claims:
     ):
         self._namespace, self._lease_id, self._waits = namespace, lease_id, waits
         self._messaging, self._seals, self._on_drop = messaging, seals, on_drop
-        self._wall, self._now, self._boottime = clock.wall, clock.monotonic, clock.boottime
-        self._log_limit = LogLimit(every_s=60.0)
-        self._clock_differences = Counter(
-            "dynamo_lite_prefill_clock_differences",
-            f"Claims granted by a decode worker whose host's clock differs from this host's by"
-            f" more than {_CLOCK_SKEW_S:g} s",
-            registry=registry,
-        )
+        self._boottime = clock.boottime
         self._bad_grants = Counter(
             "dynamo_lite_prefill_bad_grants",
             "Grants that this worker did not act on, by what was wrong with them",
@@ -109,7 +99,7 @@ class Claims:
             number=number,
         )
         subject = names.claim_subject(self._namespace, request.engine_id)
-        asked, asked_wall, since = self._now(), self._wall(), self._boottime()
+        since = self._boottime()
         try:
             answer = await ask_claim(
                 self._messaging, subject, claim, timeout_s=self._waits.claim_s, wanted=wanted
@@ -119,7 +109,6 @@ class Claims:
             raise
         if isinstance(answer, ClaimRefused):
             return answer
-        self._compare_clocks(request.engine_id, answer, asked_wall, self._now() - asked)
         wanted_grant = GrantWanted(
             engine_id=incarnation,
             attempt=request.attempt,
@@ -149,21 +138,15 @@ class Claims:
         engine_id: str,
         request_id: str | None,
         ended: AttemptOutcome,
-        granted: float | None = None,
     ) -> bool:
         """Promises that this worker writes nothing more of the attempt under its claims so far.
 
         Waits a few seconds for the broker. Returns whether the message was sent. If it is lost
         after that, the engine waits for its own deadline. request_id: for the log, if known.
-        granted: when the claim was granted, by the monotonic clock.
         """
-        took_s = None
-        if granted is not None and ended.written_at is not None:
-            took_s = max(0.0, ended.written_at - granted)
         done = msgspec.structs.replace(
             msgspec.convert(ended, WriterDone, from_attributes=True),
             writer_lease_id=self._lease_id,
-            took_s=took_s,
             number=self._number,
         )
         subject = names.writer_done_subject(self._namespace, engine_id)
@@ -193,27 +176,6 @@ class Claims:
         except Unavailable as exc:
             about = request.request_id, request.attempt, exc
             logger.info("request %s: attempt %s: its first token was not sent: %s", *about)
-
-    def _compare_clocks(
-        self, engine_id: str, granted: Granted, asked_wall: float, round_trip_s: float
-    ) -> None:
-        """Warns if the two hosts' wall clocks differ. The protocol does not depend on them; logs,
-        traces and people who read a job's deadline do."""
-        if granted.granted_at is None:
-            return
-        ahead_s = granted.granted_at - (asked_wall + round_trip_s / 2)
-        if abs(ahead_s) <= _CLOCK_SKEW_S + round_trip_s / 2:
-            return
-        self._clock_differences.inc()
-        if self._log_limit.allow() is not None:
-            logger.warning(
-                "the clock of the host of engine %s is %.1f s %s this host's: check that both"
-                " hosts synchronise their clocks (NTP); prefills continue, but logs and traces"
-                " of the two hosts are not aligned",
-                engine_id,
-                abs(ahead_s),
-                "ahead of" if ahead_s > 0 else "behind",
-            )
 
 
 async def ask_claim(

@@ -157,9 +157,8 @@ class JobRunner:
                 # The engine gets the job first, so that the claim may take as long as the
                 # computation.
                 await asyncio.sleep(0)
-                asked = self._now()
                 answer = await self._claims.ask(
-                    request, target.engine_id, asked - pulled, lambda: not cancelled()
+                    request, target.engine_id, self._now() - pulled, lambda: not cancelled()
                 )
                 if isinstance(answer, ClaimRefused):
                     reason = answer.reason
@@ -186,8 +185,7 @@ class JobRunner:
             )
             counted = "bad_grant" if isinstance(exc, BadGrant) else "malformed"
             return await self._hand_back(request, "failed", str(exc), counted)
-        # The claim was granted about half-way through the round trip.
-        return await self._report_end(request, ended, (asked + claimed) / 2)
+        return await self._report_end(request, ended)
 
     async def _hand_back(
         self,
@@ -205,7 +203,6 @@ class JobRunner:
         self,
         request: RemotePrefillRequest,
         ended: AttemptOutcome,
-        granted: float | None = None,
     ) -> JobEnd:
         """Reports the outcome to the engine. If that fails the job is delivered again."""
         if ended.outcome != "written":
@@ -216,9 +213,7 @@ class JobRunner:
             self._written[request.attempt] = None
             if len(self._written) > _MOST_WRITTEN:
                 del self._written[next(iter(self._written))]
-        reported = await self._claims.report_end(
-            request.engine_id, request.request_id, ended, granted
-        )
+        reported = await self._claims.report_end(request.engine_id, request.request_id, ended)
         # A written attempt is also reported by the commits of its last writes.
         if reported or ended.outcome == "written":
             return JobEnd(ended.outcome, ended.detail)

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynamo_lite.disagg.counters import ENDED, WRITTEN
+from dynamo_lite.disagg.counters import ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome
 
 
@@ -42,7 +42,6 @@ class OpenAttempts:
 
     def __init__(self) -> None:
         self._open: dict[str, OpenAttempt] = {}
-        self._written: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -65,11 +64,9 @@ class OpenAttempts:
     def apply(self, counts: Mapping[str, Any]) -> None:
         """Takes the outcomes from the counters of the connector's halves, of one step. The tokens
         of that step must have been taken before."""
-        self._written.update(counts.get(WRITTEN, ()))
         for attempt, outcome, detail in counts.get(ENDED, ()):
-            written_at = self._written.pop(attempt, None)
             if (opened := self._open.get(attempt)) is not None:
-                opened.end(AttemptOutcome(attempt, outcome, detail, written_at))
+                opened.end(AttemptOutcome(attempt, outcome, detail))
 
     def died(self, why: str) -> None:
         """The engine's process has died: ends all attempts. A dead process starts no write."""

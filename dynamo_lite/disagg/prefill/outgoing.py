@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dynamo_lite.disagg.counters import SECONDS, WRITTEN, Counters
+from dynamo_lite.disagg.counters import SECONDS, Counters
 from dynamo_lite.disagg.messages import BlockWrite
 from dynamo_lite.disagg.prefill.staging import StagingSlot
 from dynamo_lite.disagg.span_notes import note_child
@@ -46,8 +46,6 @@ class OutgoingAttempt:
     slot: StagingSlot | None = None
     #: The next write repeats blocks of earlier writes, and must start after they have ended.
     again: bool = False
-    #: Monotonic time when a write was last seen to have ended; written by `WriteTimes`.
-    written: float | None = None
     #: `BlockWrite.began` of the last step that has a span; written by `WriteTimes`.
     began: float = -1.0
     #: Why nothing more of the attempt is written.
@@ -77,9 +75,8 @@ class WriteTimes:
                 self._stats, "prefill chunk", write.trace, write.began, at, _attributes(write)
             )
 
-    def ended(self, attempt: OutgoingAttempt, flight: InFlightWrite, at: float) -> None:
+    def ended(self, flight: InFlightWrite, at: float) -> None:
         self._stats.append(SECONDS, at - flight.started)
-        attempt.written = at
         if not self._reports:
             return
         if flight.last:
@@ -88,11 +85,6 @@ class WriteTimes:
             note_child(
                 self._stats, "transfer", flight.of.trace, flight.started, at, _attributes(flight.of)
             )
-
-    def complete(self, attempt_id: str, attempt: OutgoingAttempt) -> None:
-        """All writes of the attempt have ended without a failure."""
-        if self._reports and attempt.written is not None:
-            self._stats.append(WRITTEN, [attempt_id, attempt.written])
 
 
 def _attributes(write: BlockWrite) -> dict[str, int | bool]:

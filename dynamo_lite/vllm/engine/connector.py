@@ -203,7 +203,6 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             clients=clients,
             open_bridge=ThreadBridge,
             cache=manager.cache_blocks if cache.enable_prefix_caching else None,
-            kept_free=manager.watermark_blocks,
             hash_block_size=hashed if cache.enable_prefix_caching else None,
             overlapping_steps=self._vllm_config.max_concurrent_batches,
         )
