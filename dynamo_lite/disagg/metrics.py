@@ -55,7 +55,8 @@ _METRICS = {
         Histogram,
         "dynamo_lite_remote_prefill_stage_seconds",
         "Stages of a remote prefill: decide, publish, pull (its wait in the queue), claim,"
-        " fill, resume, first_token in the decode engine; wait, compute, write (the last one, which commits) in the prefill engine",
+        " fill, resume, first_token in the decode engine; wait, compute, write (the last one,"
+        " which commits) in the prefill engine",
         ["stage"],
         buckets=_STAGE_S,
     ),

@@ -1,6 +1,6 @@
 """Clients that send what a Frontend should not have to suffer from; a process of its own.
 
-`python -m tests.vllm.flood URL KIND COUNT BYTES [LIMIT]` prints, as JSON, how many were
+`python -m tests.vllm.flood URL KIND COUNT BYTES` prints, as JSON, how many were
 answered with each status ("none": the connection ended without an answer).
 """
 
@@ -13,18 +13,14 @@ from urllib.parse import urlsplit
 
 _CHUNK = 64 << 10
 #: What is sent piece by piece.
-_IN_PIECES = ("slow", "length", "chunked")
+_IN_PIECES = ("slow", "length")
 
 
 def body(kind: str, size: int) -> tuple[str, bytes]:
     """Path and JSON of at most `size` bytes."""
-    if kind == "ids":
-        start, item, end = b'{"model":"tiny","max_tokens":1,"prompt":[', b"1,", b"1]}"
-        return "/v1/completions", start + item * ((size - 64) // len(item)) + end
-    if kind in ("bad messages", "bad invocations"):
+    if kind == "bad messages":
         start, item, end = b'{"model":"tiny","messages":[', b"{},", b"{}]}"
-        path = "/invocations" if kind == "bad invocations" else "/v1/chat/completions"
-        return path, start + item * ((size - 64) // len(item)) + end
+        return "/v1/chat/completions", start + item * ((size - 64) // len(item)) + end
     if kind == "slow reader":
         return "/v1/completions", b'{"model":"tiny","prompt":"a","stream":true,"max_tokens":1000}'
     start, item, end = b'{"model":"tiny","prompt":"', b"a b", b'"}'
@@ -32,8 +28,8 @@ def body(kind: str, size: int) -> tuple[str, bytes]:
 
 
 async def ask(url: str, kind: str, size: int) -> str:
-    """Sends until there is an answer. slow: a byte now and then; deaf: does not read; slow reader:
-    reads its tokens a byte now and then, so that the Frontend holds them.
+    """Sends until there is an answer. slow: a byte now and then; slow reader: reads its tokens a
+    byte now and then, so that the Frontend holds them.
 
     Without asyncio's streams: after a failed write they drop what has come. A server that has
     refused the rest resets the connection some seconds after its answer, which a process that gets
@@ -46,19 +42,15 @@ async def ask(url: str, kind: str, size: int) -> str:
     if kind in _IN_PIECES:
         path, whole = "/v1/completions", b""
     else:
-        path, whole = body("text" if kind == "deaf" else kind, size)
-    length = len(whole) or size
-    framing = "transfer-encoding: chunked" if kind == "chunked" else f"content-length: {length}"
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{framing}\r\n\r\n"
+        path, whole = body(kind, size)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(whole) or size}\r\n\r\n"
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
         sock.setblocking(False)
         await loop.sock_connect(sock, address)
         sending = asyncio.create_task(send(sock, kind, head.encode() + whole, size))
         try:
-            if kind == "deaf":
-                await sending
-                await asyncio.sleep(3600)
             status = (await loop.sock_recv(sock, len("HTTP/1.1 413"))).split()
             return status[1].decode() if len(status) > 1 else "none"
         except ConnectionError:
@@ -91,9 +83,8 @@ async def send(sock: socket.socket, kind: str, begin: bytes, size: int) -> None:
     if kind not in _IN_PIECES:
         return
     chunk = b" " * (1 if kind == "slow" else _CHUNK)
-    framed = b"%x\r\n%s\r\n" % (len(chunk), chunk) if kind == "chunked" else chunk
     for _ in range(0, size, len(chunk)):
-        await loop.sock_sendall(sock, framed)
+        await loop.sock_sendall(sock, chunk)
         if kind == "slow":
             await asyncio.sleep(0.1)
 

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from dynamo_lite.runtime.overview.model import Overview
 from tests.unit.test_shared_metrics import samples
 from tests.vllm.asking import Stream, prompt_ids
 from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together
-from tests.vllm.live import command
 from tests.vllm.test_unresponsive import until
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
@@ -78,21 +75,6 @@ async def test_both_serve_one_port_and_their_answers_are_the_same(pair: Graph, s
         if key[0] == "vllm:request_success_total" and "length" in key[2]
     }
     assert sum(finished.values()) == CONNECTIONS and min(finished["0"], finished["1"]) > 0
-
-
-def test_every_view_shows_both(pair: Graph, shared: Graph):
-    leases = {process.lease for process in shared.processes("Frontend")}
-    assert len(leases) == 2
-    listed = command(pair, "ps")
-    assert all(lease in listed for lease in leases)
-
-    def overview() -> Overview:
-        return msgspec.json.decode(command(pair, "top", "--once", "--json"), type=Overview)
-
-    workers = {w.lease: w for w in overview().workers if w.component == "Frontend"}
-    assert leases < set(workers) and len(workers) == 3
-    assert {workers[lease].instance for lease in leases} == {0, 1}
-    assert all(worker.state == "ready" for worker in workers.values())
 
 
 async def test_one_that_is_killed_costs_its_own_streams_only(shared: Graph):

@@ -4,31 +4,23 @@ Both edges serve the same two decode workers, so that equal requests get equal t
 """
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.listening import bind
-from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
-from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 from tests.vllm.asking import Stream, assert_same, client, joined, prompt_ids
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
     AGG_OPTIONS,
-    MODEL,
-    NAMESPACE,
     Graph,
     PlainServer,
     command_line,
@@ -36,9 +28,6 @@ from tests.vllm.graph import (
     eventually,
 )
 from tests.vllm.test_unresponsive import until
-
-if TYPE_CHECKING:
-    from dynamo_lite.vllm.frontend.intake import Intake
 
 KEPT = Path(".dynamo-lite") / PROGRAM
 
@@ -168,16 +157,6 @@ def test_a_disconnect_reaches_the_engine(rust: Graph, python: Graph):
     wait_idle(rust, python)
 
 
-async def test_the_processor_answers_through_it(rust: Graph, python: Graph):
-    lease_id = int(rust.process("Frontend").lease, 16)
-    subject = names.endpoint_subject(NAMESPACE, "Processor", "completions", lease_id)
-    body = json.dumps({"model": "tiny", **TEXT}).encode()
-    async with python.messaging() as messaging:
-        answer = json.loads(await messaging.request(subject, body, timeout_s=60))
-    expected = ask(rust, "completions", TEXT, stream=False)
-    assert complete(answer["choices"][0]["text"]) == expected["choices"][0]["text"]
-
-
 def test_a_killed_rust_frontend_is_started_again(rust: Graph):
     before = rust.process("Frontend")
     os.kill(rust_pid(before.pid), signal.SIGKILL)
@@ -221,33 +200,6 @@ def test_it_is_asked_which_parsers_it_has():
     assert found.keys() == flags.keys()
     assert "tool parser `pythonic` is not registered" in found["tool-call-parser"]
     assert "deepseek_r1" in found["reasoning-parser"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--reasoning-parser=kimi_k2"], "each chat with 500: .* missing reasoning .* `<think>`"),
-        (["--tool-call-parser=gemma4"], "each chat with 500: .* same parser"),
-        (["--tool-call-parser=hermes"], ""),
-    ],
-)
-async def test_parsers_that_do_not_fit_the_model_are_refused_at_the_start(
-    flags: list[str], reason: str
-):
-    """The check reaches no worker: here is none, and nothing that could look for one."""
-    assert BINARY is not None
-
-    async def nothing(*_: object) -> "Intake":
-        return cast("Intake", None)
-
-    flags = [f"--model={MODEL}", "--dtype=float32", *flags]
-    with (
-        bind("127.0.0.1", 0) as sock,
-        pytest.raises(StartupError, match=reason) if reason else nullcontext(),
-    ):
-        url = url_of(sock)
-        async with open_rust_edge(flags, BINARY, sock, url, nothing, timeout_s=1.0, grace_s=0):
-            assert not reason, "it serves"
 
 
 def rust_pid(frontend: int) -> int:

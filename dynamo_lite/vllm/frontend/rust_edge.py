@@ -5,18 +5,14 @@ socket of the Frontend, and this process as its engine.
 """
 
 import asyncio
-import json
 import math
 import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import vllm.envs as envs
 from vllm import __version__ as vllm_version
@@ -24,7 +20,6 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.serve.utils.api_utils import jsonify_non_default_args
 from vllm.v1.engine import EngineCoreReadyResponse
 
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
 from dynamo_lite.runtime.tasks import running
@@ -127,8 +122,6 @@ async def open_rust_edge(
             await sockets.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]
-            if args.tool_call_parser or args.reasoning_parser:
-                await check_chat(url, served_model)
             yield RustEdge(process, requests, core, served_model)
 
 
@@ -167,55 +160,3 @@ def as_engine(config: VllmConfig) -> EngineCoreReadyResponse:
         supports_lora=False,
         max_loras=0,
     )
-
-
-_ANSWER_S = 60.0
-#: In no vocabulary, so that the chat is refused with 400 after its parsers were made. It
-#: reaches no engine.
-_NO_TOKEN = (1 << 31) - 1
-
-
-async def check_chat(url: str, model: str) -> None:
-    """Raises StartupError if each chat would be answered with 500, with the reason.
-
-    A parser that does not fit the model fails in each chat. So `vllm-rs` is asked once before the
-    Frontend is ready.
-
-    url: of `vllm-rs`. model: a name under which the model is served.
-    """
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "Hello"}],
-        "stop_token_ids": [_NO_TOKEN],
-    }
-    try:
-        status, answer = await asyncio.to_thread(_post, url, json.dumps(body))
-    except (OSError, HTTPException) as exc:
-        raise StartupError(f"vllm-rs did not answer a chat: {exc}") from exc
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise StartupError(
-            f"vllm-rs would answer each chat with {status}: {_message(answer)}. Correct "
-            "tool-call-parser and reasoning-parser of the Frontend, or set its edge to python"
-        )
-
-
-def _post(url: str, body: str) -> tuple[int, bytes]:
-    """Raises OSError, HTTPException."""
-    parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_S)
-    try:
-        connection.request(
-            "POST", "/v1/chat/completions", body, {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
-def _message(answer: bytes) -> str:
-    """The text of an OpenAI error; the whole answer if it is none."""
-    try:
-        return str(json.loads(answer)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.decode(errors="replace")

@@ -7,34 +7,25 @@ until it ends by itself: as it begins to wait, and when what it waits for has ju
 
 import asyncio
 import contextlib
-import functools
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence, Set
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
-from dynamo_lite.protocol.generate import GenerateRequest, Hello, Submit
-from dynamo_lite.protocol.prefill import ClaimRefused
-from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import (
     EndpointRecord,
-    encode_engine,
 )
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
-from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.framing import frame, parse_address
 from dynamo_lite.request_plane.migration import Continue
 from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
@@ -43,11 +34,9 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
-from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     NAMESPACE,
     endpoint_record,
-    engine_metadata,
     eventually,
     generate_request,
     key_of,
@@ -61,16 +50,11 @@ from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.twins.queue import MemoryQueue
 from tests.twins.servers import MemoryMessaging, MemoryStore, MemoryWatch
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
-from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_engine import WRITER
 from tests.unit.decode_session import OTHER, Scene, Twins
-from tests.unit.fake_workers import FakeWorkers
 from tests.unit.virtual import virtual
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def network() -> Network:
@@ -204,25 +188,6 @@ async def test_the_end_of_a_generate_client(cancel: Cancel):
         await all_closed(net)
 
 
-@at_every_await(at_least=2)
-async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Cancel):
-    """Not the submit is cancelled; the client is closed under it."""
-    net, outputs, closing = network(), Outputs(), list[asyncio.Task[None]]()
-    async with Worker() as worker:
-        client = RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost)
-        cancel.action = lambda: closing.append(asyncio.create_task(client.__aexit__()))
-        submitting = asyncio.create_task(
-            cancel.step(client.submit(worker.record, generate_request("a")))
-        )
-        await asyncio.wait([submitting])
-        assert not submitting.cancelled()
-        if submitting.exception() is not None:
-            assert isinstance(submitting.exception(), Unavailable)
-        await asyncio.gather(*closing or [client.__aexit__()])
-        await worker.idle()
-        await all_closed(net)
-
-
 @at_every_await(at_least=1)
 async def test_a_worker_that_takes_a_request(cancel: Cancel):
     """Its client disconnects while the engine takes its time to accept the request."""
@@ -264,27 +229,6 @@ async def test_the_end_of_a_generate_server(cancel: Cancel):
         assert outputs.lost == [(["a"], outputs.lost[0][1])]
         await worker.idle()
         await all_closed(net)
-
-
-@at_every_await(at_least=1)
-async def test_the_end_of_a_generate_server_whose_client_reads_nothing(cancel: Cancel):
-    """What is queued for it does not keep the connection open."""
-    net, worker = network(), Worker()
-    await worker.server.__aenter__()
-    host, port = parse_address(worker.server.stream_address)
-    client = net.loop.add_process("client")
-    connecting = net.create_connection(asyncio.Protocol, host, port)
-    transport, _ = await net.loop.create_task(connecting, context=client.context.copy())
-    transport.write(frame(encode(Hello(client_id="slow"))))
-    request = encode(generate_request("a", client_id="slow"))
-    transport.write(frame(encode(Submit(request_id="a", request=request))))
-    await eventually(lambda: worker.engine.running)
-    client.pause()
-    for _ in range(8):
-        worker.server.deliver([tokens("a", *range(500_000))])
-    await cancel.owner(worker.server.__aexit__())
-    await all_closed(net)
-    client.kill()
 
 
 class _StuckEngine(FakeEngine):
@@ -371,7 +315,7 @@ class Front:
             async with self.client:
                 yield self
             await eventually(lambda: not self.routing.placed)
-        assert repr(self.messaging) == "MemoryMessaging(subjects=0, connected=True)"
+        assert self.messaging._served == {}
         await all_closed(self.network)
 
     async def submit(self, request_id: str, timeout_s: float | None = None) -> None:
@@ -449,29 +393,6 @@ def test_submit_of_a_failover_client(woken: bool, timeout_s: float | None):
     cancel_everywhere(script, at_least=5, woken=woken)
 
 
-@at_every_await(at_least=2)
-async def test_a_choice_of_the_client_of_a_router(cancel: Cancel):
-    """The first router's reply is malformed, the second one chooses."""
-    async with Front().open() as front:
-        await register(front.store, endpoint_record(7, "Router", "pick", subject="pick-7"))
-
-        async def malformed(payload: bytes) -> bytes:
-            return b"nonsense"
-
-        async with front.messaging.serve("pick-7", malformed):
-            await asyncio.sleep(0)
-            members = [worker.record for worker in front.workers]
-            choice = cancel.step(front.router.choose(members, generate_request("a")))
-            choosing = asyncio.create_task(choice)
-            await asyncio.wait([choosing])  # the failed router is probed beside it
-            assert choosing.cancelled() == bool(cancel.place)
-            if not cancel.place:
-                front.router.released("a")
-            await delivered()
-            assert front.routing.placed == set()
-        await front.works()
-
-
 @at_every_await(at_least=3)
 async def test_an_abort_at_any_moment_of_a_migration(cancel: Cancel):
     async with Front().open() as front:
@@ -496,182 +417,10 @@ async def test_an_abort_at_any_moment_of_a_migration(cancel: Cancel):
         await eventually(lambda: bool(front.outputs.deltas))
 
 
-@at_every_await(at_least=3)
-async def test_the_end_of_a_failover_client_at_any_moment_of_a_submit(cancel: Cancel):
-    async with Front().open() as front:
-        closing: list[asyncio.Task[None]] = []
-        cancel.action = lambda: closing.append(
-            asyncio.create_task(front.client.__aexit__(None, None, None))
-        )
-        submitting = asyncio.create_task(cancel.step(front.submit("a")))
-        await asyncio.wait([submitting])
-        assert not submitting.cancelled()
-        if submitting.exception() is not None:
-            assert isinstance(submitting.exception(), Unavailable)
-        if not closing:
-            await front.client.abort(["a"])
-        await asyncio.gather(*closing)
-        await front.nothing_left()
-
-
-@at_every_await(at_least=1)
-async def test_the_end_of_a_failover_client_that_migrates(cancel: Cancel):
-    async with Front().open() as front:
-        await front.submit("a")
-        lost, left = front.workers
-        left.engine.gate = asyncio.Event()
-        lost.server.disconnect_all("test")
-        await eventually(lambda: left.server.in_flight == 1)
-        await cancel.owner(front.client.__aexit__(None, None, None))
-        left.engine.gate.set()
-        await front.nothing_left()
-        assert front.outputs.deltas == [] and front.ended == []
-
-
 # The Frontend's engine client
 
 
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> "VllmConfig":
-    from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
-    from tests.vllm.front_half import flags, write_model
-
-    return frontend_config(parse_args(flags(write_model(tmp_path_factory.mktemp("model")))))
-
-
-class Served:
-    """The Frontend's engine client, over workers that take half a second to accept a request."""
-
-    def __init__(self, vllm_config: "VllmConfig", fake: FakeWorkers):
-        from dynamo_lite.vllm.frontend.intake import Intake
-        from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
-        from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
-
-        self.fake, deliveries = fake, Deliveries()
-        self.admission = Admission(Limits(in_flight=4))
-        self.failover = FailoverClient(
-            fake.connected,
-            members=fake.members,
-            picker=RoundRobin(),
-            on_deltas=deliveries.on_deltas,
-            on_ended=deliveries.on_ended,
-        )
-        intake = Intake(
-            self.failover, members=fake.members, admission=self.admission, refused=Counter()
-        )
-        open_core = functools.partial(RemoteCore, intake, deliveries)
-        self.engine = RemoteEngineClient(
-            vllm_config, open_core, log_stats=False, log_requests=False
-        )
-
-    async def generate(self, request_id: str, n: int) -> dict[int, int]:
-        """Returns how many tokens each sequence got."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            n=n, max_tokens=8, detokenize=False, output_kind=RequestOutputKind.DELTA
-        )
-        got: Counter[int] = Counter()
-        outputs = self.engine.generate(tokens_input([1, 2, 3]), params, request_id)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                for part in output.outputs:
-                    got[part.index] += len(part.token_ids)
-        return got
-
-    async def nothing_left(self) -> None:
-        """Not in vLLM's part, not among the admitted, not in the failover client or at a worker."""
-        await eventually(lambda: repr(self.failover).endswith("requests=0 attempts=0 tasks=0>"))
-        assert self.engine.get_num_unfinished_requests() == 0
-        assert not self.engine.output_processor.parent_requests
-        assert self.admission.in_flight == 0
-        assert self.fake.running() == {}
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@both_moments
-def test_a_request_of_the_frontends_engine_client(woken: bool, n: int, vllm_config: "VllmConfig"):
-    """Also one of several sequences, while only some of them have a worker."""
-
-    async def script(cancel: Cancel) -> None:
-        async with FakeWorkers(2) as fake:
-            for worker in fake.workers.values():
-                worker.accepts_after_s, worker.logprobs = 0.5, False
-            served = Served(vllm_config, fake)
-            async with served.failover:
-                served.engine.start()
-                got = await cancel.owner(served.generate("a", n))
-                assert cancel.place or got == {index: 8 for index in range(n)}
-                await served.nothing_left()
-                assert await served.generate("next", n) == {index: 8 for index in range(n)}
-                await served.nothing_left()
-                await served.engine.close()
-
-    cancel_everywhere(script, at_least=n, woken=woken)
-
-
 # A worker's engine
-
-
-class EngineCore:
-    """vLLM's client of its engine core: takes its time before and after it sends a request."""
-
-    def __init__(self) -> None:
-        self.running: set[str] = set()
-        self.closed = asyncio.Event()
-
-    async def add_request_async(self, request: Any) -> None:
-        await asyncio.sleep(0.01)
-        self.running.add(request.request_id)
-        await asyncio.sleep(0.01)
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.running.difference_update(request_ids)
-
-    def shutdown(self) -> None:
-        self.closed.set()
-
-
-@both_moments
-def test_an_engine_that_takes_a_request(
-    woken: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_config: "VllmConfig"
-):
-    from vllm import SamplingParams
-
-    from dynamo_lite.vllm.engine import core
-    from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
-    from dynamo_lite.vllm.wire import sampling_to_bytes
-
-    cores: list[EngineCore] = []
-
-    def make_client(**_: Any) -> EngineCore:
-        cores.append(EngineCore())
-        return cores[-1]
-
-    monkeypatch.setattr(core, "vllm_config", lambda *_, **__: vllm_config)
-    monkeypatch.setattr(core.Executor, "get_class", lambda _: None)
-    monkeypatch.setattr(core.EngineCoreClient, "make_async_mp_client", make_client)
-
-    async def script(cancel: Cancel) -> None:
-        network()
-        messaging = MemoryMessaging()
-        context = core.EngineContext(
-            [],
-            engine_config=None,
-            engine_config_path=tmp_path / "engine.json",
-            messaging=messaging,
-            registry=CollectorRegistry(),
-        )
-        engine = VllmDecodeEngine(context)
-        sampling = sampling_to_bytes(SamplingParams(max_tokens=4))
-        async with engine:
-            await cancel.owner(engine.submit(generate_request("a", sampling=sampling)))
-            await engine.abort(["a"])
-            assert cores[-1].running == set()
-
-    cancel_everywhere(script, at_least=2, woken=woken)
 
 
 # A remote prefill: the job's owner, in a prefill worker
@@ -761,25 +510,6 @@ async def test_the_job_loop_of_a_prefill_worker_that_leaves(cancel: Cancel):
         await pair.takes_over(second)
 
 
-class SlowStore(MemoryStore):
-    async def get(self, key: str) -> bytes | None:
-        await asyncio.sleep(0.1)
-        return await super().get(key)
-
-
-@at_every_await(at_least=1)
-async def test_a_load_of_metadata(cancel: Cancel):
-    store, target = SlowStore(), engine_metadata()
-    await store.put(names.nixl_metadata_key(NAMESPACE, target.engine_id), encode_engine(target))
-    directory = MetadataDirectory(store, NAMESPACE)
-    owner = asyncio.create_task(cancel.owner(directory.get(target.engine_id)))
-    await asyncio.sleep(0)
-    other = asyncio.create_task(directory.get(target.engine_id), name="other")
-    await owner
-    assert await other == target
-    assert await directory.get(target.engine_id) == target
-
-
 # The prefill queue
 
 
@@ -836,34 +566,6 @@ def test_a_push_and_an_answer_of_a_job(woken: bool):
 # A remote prefill: the decode engine's network side
 
 
-@at_every_await(at_least=2)
-async def test_the_push_of_a_decode_engine(cancel: Cancel):
-    """The prompt is not parked for ever, and a job that is queued after all gets no claim."""
-    scene = Scene()
-    scene.decode.messaging = SlowMessaging()
-    scene.decode.clients.servers = SlowTwins(scene.decode, scene.store)
-    async with scene.open(WRITER):
-        decode = scene.decode
-        assert decode.admit(prompt("a", 10)) > 0
-        [attempt] = decode.half.build_step().expect
-        submitted, decode.bridge.submitted = decode.bridge.submitted, []
-
-        async def network() -> None:
-            for work in submitted:
-                await work
-
-        await cancel.owner(network())
-        for work in submitted:
-            work.close()
-        await scene.given_up_within(TIMEOUT_S + 1.0, attempt)
-        decode.output(failed=["a"])
-        decode.finish("a")
-        await asyncio.sleep(0.1)
-        decode.assert_clean()
-        assert isinstance(await decode.claim(attempt), ClaimRefused)
-        await works(scene, WRITER)
-
-
 async def works(scene: Scene, writer: int) -> None:
     """A remote prefill succeeds, and nothing of it is left."""
     decode = scene.decode
@@ -873,20 +575,6 @@ async def works(scene: Scene, writer: int) -> None:
     decode.finish("next")
     await asyncio.sleep(0.1)
     decode.assert_clean()
-
-
-class SlowQueue(MemoryQueue):
-    """The broker takes its time before it has a job, and before it has confirmed it."""
-
-    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
-        await asyncio.sleep(0.01)
-        sequence = await super().push(payload, message_id=message_id, lane=lane)
-        await asyncio.sleep(0.01)
-        return sequence
-
-
-class SlowTwins(Twins):
-    kind = SlowQueue
 
 
 class CountedStore(MemoryStore):
@@ -951,7 +639,7 @@ def test_the_session_of_a_decode_engine(woken: bool, caplog: pytest.LogCaptureFi
         async with running(leave(), name="other"):
             await cancel.owner(session())
         assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
-        assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
+        assert messaging._served == {}
         assert store.watches == messaging.listeners == 0
         assert scene.decode.broker.users == []
         async with scene.open(OTHER):

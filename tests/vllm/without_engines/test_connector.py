@@ -4,11 +4,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
 
 from dynamo_lite.disagg.messages import WorkerReport
 from dynamo_lite.vllm.engine import kv_memory
 from dynamo_lite.vllm.engine.connector import DynamoLiteConnector, _is_transferable
 from dynamo_lite.vllm.engine.connector_types import ReportMetadata
+from dynamo_lite.vllm.engine.free_blocks import FreeRuns
 
 PLAIN = {
     "skip_reading_prefix_cache": False,
@@ -33,6 +36,15 @@ def test_a_plain_prompt_can_be_prefilled_anywhere():
 )
 def test_a_prompt_that_tokens_do_not_determine_cannot(field):
     assert not _is_transferable(SimpleNamespace(**{**PLAIN, **field}))
+
+
+def test_the_engines_pool_hands_out_runs():
+    """vLLM's own queue would hand out what was freed in any order."""
+    connector = DynamoLiteConnector.__new__(DynamoLiteConnector)
+    connector._role = KVConnectorRole.WORKER
+    pool = BlockPool(8, True, 16)
+    connector.bind_kv_cache_manager(cast("Any", SimpleNamespace(block_pool=pool)))
+    assert type(pool.free_block_queue) is FreeRuns
 
 
 def test_the_ranks_failures_are_joined():

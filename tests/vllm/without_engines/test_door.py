@@ -76,10 +76,7 @@ async def test_every_route_but_the_open_ones_asks_for_the_key(model: Path, no_le
         ("Bearer secret", True),
         ("bearer other", True),
         ("Bearer secre", False),
-        ("Bearer secrets", False),
-        ("Bearer", False),
         ("Basic secret", False),
-        ("secret", False),
         ("", False),
     ],
 )
@@ -224,21 +221,13 @@ BAD_TEXT = ("\ud800", "a\udfffb", "\udc00\ud800", "\ud83d\ud83d\ude00")
 
 
 @pytest.mark.parametrize("text", BAD_TEXT, ids=ascii)
-@pytest.mark.parametrize(
-    "field",
-    [
-        *("prompt", "user", "stop", "cache_salt", "request_id", "model", "suffix"),
-        *("vllm_xargs", "logit_bias", "response_format", "kv_transfer_params", "unknown"),
-    ],
-)
-async def test_half_a_surrogate_pair_is_a_400_wherever_it_is(front: Front, field: str, text: str):
-    value: object = {"x": text} if field in ("vllm_xargs", "unknown") else text
-    if field == "logit_bias":
-        value = {text: 1}
+async def test_half_a_surrogate_pair_is_a_400_wherever_it_is(front: Front, text: str):
+    fields = {"prompt": text, "stop": text, "logit_bias": {text: 1}, "unknown": {"x": text}}
     for path in ("/v1/completions", "/invocations"):
-        answer = await post_bytes(front, path, json.dumps(TEXT | {field: value}).encode())
-        assert answer.status_code == 400, answer.text
-        assert "half of a surrogate pair" in answer.json()["error"]["message"]
+        for field, value in fields.items():
+            answer = await post_bytes(front, path, json.dumps(TEXT | {field: value}).encode())
+            assert answer.status_code == 400, answer.text
+            assert "half of a surrogate pair" in answer.json()["error"]["message"]
     assert not front.workers.asked
 
 
@@ -359,11 +348,8 @@ async def test_an_invocation_is_the_first_type_that_fits(front: Front, body: dic
     [
         (b"[]", 400, TYPES),
         (b'{"prompt": 1, "messages": [{}]}', 400, TYPES),
-        (b'{"messages": [{}]}', 400, "Either prompt"),
-        (b'{"prompt"', 400, "JSON decode error"),
         (b"[" * 100_000, 400, "JSON decode error"),
         (json.dumps(TEXT | {"model": "other"}).encode(), 404, "`other` does not exist"),
-        (json.dumps(TEXT | {"max_tokens": 9999}).encode(), 400, "max_tokens"),
     ],
 )
 async def test_an_invocation_that_fails_has_vllms_error(
@@ -457,10 +443,10 @@ async def flood(url: str, kind: str, count: int, size: int) -> asyncio.subproces
     return process
 
 
-async def time_of_one(front: Front, kind: str, size: int) -> float:
+async def time_of_one(front: Front, kind: str) -> float:
     """How long such a request takes alone, in s."""
     began = time.monotonic()
-    await post_bytes(front, *flooding.body(kind, size))
+    await post_bytes(front, *flooding.body(kind, 300_000))
     return time.monotonic() - began
 
 
@@ -469,12 +455,8 @@ async def time_of_one(front: Front, kind: str, size: int) -> float:
     ("kind", "count", "size", "answers"),
     [
         pytest.param("length", 100, 100_000_000, {"413"}, id="100 of 100 MB"),
-        pytest.param("chunked", 100, 100_000_000, {"413"}, id="100 of 100 MB in chunks"),
-        pytest.param("ids", 100, 300_000, {"400"}, id="100 of 300 kB token ids"),
         pytest.param("bad messages", 100, 300_000, {"400"}, id="100 of 300 kB bad messages"),
-        pytest.param("bad invocations", 100, 300_000, {"400"}, id="100 of 300 kB bad invocations"),
         pytest.param("slow", 100, 1_000_000, None, id="100 that send a byte now and then"),
-        pytest.param("deaf", 20, 300_000, None, id="20 that read nothing"),
         pytest.param("slow reader", 10, 0, None, id="10 that read their tokens a byte at a time"),
     ],
 )
@@ -483,8 +465,7 @@ async def test_floods_cost_no_stream_a_token(
 ):
     expected = "".join(chr(97 + i % 26) for i in range(100))
     async with open_front(model, "--max-model-len=1024") as front, listening(front) as (_, url):
-        alone = kind if kind in ("ids", "bad messages", "bad invocations") else "text"
-        one_s = await time_of_one(front, alone, 300_000)
+        one_s = await time_of_one(front, "bad messages" if kind == "bad messages" else "text")
         front.workers.pace_s = 0.005
         streams = Streams(url, 8)
         async with streams.reading():

@@ -26,18 +26,11 @@ from tests.unit.decode_session import OTHER, Scene
 from tests.unit.virtual import virtual
 from tests.vllm.without_engines.test_fingerprint import engine
 
-THIRD = 0xC
-
 
 async def marks(scene: Scene, writer: int) -> None:
     """The prefill worker does not use its link to this engine."""
     link = LinkRecord(prefill_lease_id=writer, engine_id=ENGINE, decode_lease_id=1, detail="no way")
     await scene.store.put(names.link_key(NAMESPACE, writer, ENGINE), encode_json(link))
-
-
-async def unmarks(scene: Scene, writer: int) -> None:
-    """It uses the link again."""
-    await scene.store.delete(names.link_key(NAMESPACE, writer, ENGINE))
 
 
 async def seen() -> None:
@@ -72,21 +65,6 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
 
 
 @virtual
-async def test_one_that_has_not_failed_or_tries_again_is_asked():
-    async with Scene().open(WRITER, OTHER) as scene:
-        await marks(scene, WRITER)
-        await seen()
-        await scene.ask("r1")
-        assert len(scene.decode.net.workers.usable) == 1
-        await marks(scene, OTHER)
-        await seen()
-        assert scene.decode.admit(prompt("r2", 10)) == 0
-        await unmarks(scene, WRITER)
-        await seen()
-        await scene.ask("r3", claimed_by=WRITER)
-
-
-@virtual
 async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
     async with Scene().open(WRITER, OTHER) as scene:
         await marks(scene, WRITER)
@@ -101,21 +79,6 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
         await scene.given_up_within(0.1, pushed)
         scene.decode.output("r1")
         assert scene.counted("committed") == 1
-
-
-@virtual
-async def test_it_is_the_same_when_the_last_usable_one_leaves_or_falls_silent():
-    async with Scene().open(WRITER, OTHER) as scene:
-        await marks(scene, WRITER)
-        queued = await scene.ask("r1")
-        await scene.hush(OTHER)
-        await scene.given_up_within(5.0, queued)
-        await scene.join(THIRD)
-        await seen()
-        queued = await scene.ask("r2")
-        await scene.store.delete(names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", THIRD))
-        await scene.given_up_within(0.1, queued)
-        assert scene.counted("no_writer") == 2
 
 
 @virtual
