@@ -17,9 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, DROPPED, FENCED
-from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.messages import DecodeStep
+from dynamo_lite.disagg.counters import BYTES, FENCED
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.runtime.fence import FenceReader
@@ -140,42 +138,6 @@ class Writer(PeerProcess):
                 assert time.monotonic() < deadline, "the writer says nothing"
 
 
-class GrantingTarget(Target):
-    """A decode rank with this memory. `poll` passes it the grants of attempts."""
-
-    def __init__(self):
-        super().__init__()
-        self.rank = DecodeRank(self.mover, self._rank)
-        self.received: list[str] = []
-        self.lost: list[str] = []
-        self.heard = 0
-        notices = self.mover.notices
-
-        def counted() -> list[bytes]:
-            said = notices()
-            self.heard += len(said)
-            return said
-
-        self.mover.notices = counted
-
-    def poll(self, **step) -> None:
-        self.rank.step(DecodeStep(poll=True, **step))
-        results = self.rank.results()
-        self.received += results.received
-        self.lost += results.lost
-
-    def hear(self, count: int) -> None:
-        """Polls until this many notifications have come since the beginning."""
-        deadline = time.monotonic() + WAIT_S
-        while self.heard < count:
-            assert time.monotonic() < deadline, f"{self.heard} notifications, not {count}"
-            self.poll()
-
-    @property
-    def ungranted(self) -> int:
-        return self.rank.stats.data.get(f"{DROPPED}/ungranted", 0)
-
-
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writer]:
     writer = Writer(tmp_path_factory.mktemp("zombie"))
@@ -186,13 +148,6 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writer]:
 @pytest.fixture
 def target() -> Iterator[Target]:
     target = Target()
-    yield target
-    target.mover.close()
-
-
-@pytest.fixture
-def granting() -> Iterator[GrantingTarget]:
-    target = GrantingTarget()
     yield target
     target.mover.close()
 
@@ -259,36 +214,3 @@ def test_without_the_fence_the_same_zombie_writes(writer, target):
     assert (ended.sent, ended.failures) == (["p-zombie"], {})
     target.expect(1, 2, 3)
     target.check(committed=["zombie"])
-
-
-def test_a_writer_that_slept_through_its_grant_commits_nothing(writer, granting):
-    """Its lease lives, so the fence is open; the same attempt was granted again meanwhile."""
-    granting.poll(expect={"a": "r"}, blocks={"a": (0, 1, 2, 3)}, grants={"a": 5})
-    zombie = order(granting, "a", [0, 1, 2, 3], grant=5, pause="pumping")
-    writer.start(zombie, granting)
-    writer.stop()
-    granting.poll(grants={"a": 6})
-    assert writer.wake(granting).failures == {}
-    granting.hear(4)
-    assert (granting.received, granting.lost) == ([], [])
-
-    assert writer.write(order(granting, "a", [0, 1, 2, 3], grant=6), granting).failures == {}
-    granting.hear(8)
-    assert (granting.received, granting.lost) == (["r"], [])
-    granting.expect(0, 1, 2, 3)
-    np.testing.assert_array_equal(granting.memory, granting.expected)
-    # All that it said of its writes under the old grant.
-    assert granting.ungranted == 4
-
-
-def test_a_stolen_grant_is_worth_nothing_for_another_attempt(writer, granting):
-    expect = {"a": "r", "b": "s"}
-    granting.poll(expect=expect, blocks={"a": (0, 1), "b": (2, 3)}, grants={"a": 5, "b": 6})
-    assert writer.write(order(granting, "b", [2, 3], grant=5), granting).failures == {}
-    granting.hear(2)
-    granting.poll(give_up=[("b", "s")])
-    assert (granting.received, granting.lost) == ([], ["s"])
-    report = granting.rank.report()
-    # Nothing of what it brought enters the prefix cache.
-    assert report is not None and report.landed == {"s": 0}
-    assert granting.ungranted == 2

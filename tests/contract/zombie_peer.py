@@ -36,7 +36,6 @@ class Order:
     fenced: whether the rank looks at the fence. lease_s: what is left of the lease
     once the first block is written. pause: "queued", between two steps, with the
     writes in the queue; "pumping", inside the step that starts them; or "never".
-    grant: id of the grant that it holds.
     """
 
     attempt: str
@@ -46,7 +45,6 @@ class Order:
     fenced: bool = True
     lease_s: float = _LEASE_S
     pause: str = "never"
-    grant: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ def main() -> None:
             own=own,
             rank=0,
             alive=fence.open if order.fenced else lambda: True,
-            grant_of=lambda _, grant=order.grant: grant,
+            grant_of=lambda _: 0,
         )
         _say(**asdict(carry_out(order, rank, holder)))
 

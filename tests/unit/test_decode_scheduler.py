@@ -325,13 +325,6 @@ async def change(decode: Decode, *, joined: int | None = None, left: int | None 
         decode.writer_events.on_members(here, gone)
 
 
-async def ails(decode: Decode, **trouble: str) -> None:
-    """Writers turn unresponsive: a is WRITER, b another one."""
-    decode.writers.ails = {int(name, 16): what for name, what in trouble.items()}
-    async with decode.net.events.running():
-        decode.writer_events.on_health(frozenset(), frozenset(decode.writers.ails))
-
-
 async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
     attempt = await decode.ask("r1")
     await change(decode, left=0xB)
@@ -341,30 +334,6 @@ async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/no_writer") == 1
     assert (await decode.queue.depth()).total == 0
-
-
-async def test_without_a_writer_that_responds_prompts_stay_here(
-    decode: Decode, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(queue_watch, "_PERIOD_S", 0.001)
-    attempt = await decode.ask("r1")
-    await ails(decode, a="silent for 4.0 s")
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert decode.counted("remote/no_writer") == 1
-    assert (await decode.queue.depth()).total == 0
-    assert decode.net.queue_watch.view.prefill_workers == 0, "the next decision knows at once"
-    decode.sees()  # a decision that was made just before the worker fell silent
-    pushed = await decode.ask("r2")
-    assert decode.half.build_step().give_up == [(pushed, "r2")]
-    async with watching_queue(decode):
-        await eventually(lambda: not decode.net.queue_watch.view.prefill_workers)
-    assert decode.admit(prompt("r3", 10)) == 0
-    assert decode.counted("decision/local/no_prefill_worker") == 1
-    assert decode.net.workers.unresponsive == 1
-    for request_id in ("r1", "r2", "r3"):
-        decode.finish(request_id)
-    decode.half.build_step()
-    decode.assert_clean()
 
 
 async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(decode: Decode):

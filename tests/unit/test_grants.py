@@ -147,11 +147,8 @@ def bad_grants(rig: Rig, what: GrantFault) -> float | None:
     ("wrong", "what"),
     [
         ({"engine_id": "e0"}, GrantFault.ENGINE),
-        ({"attempt": "a2"}, GrantFault.ATTEMPT),
-        ({"writer_lease_id": LEASE + 1}, GrantFault.WRITER),
         ({"claim": 7}, GrantFault.CLAIM),
         ({"blocks": blocks_digest([9], [])}, GrantFault.BLOCKS),
-        ({"for_s": 0.0}, GrantFault.EXPIRED),
     ],
 )
 async def test_a_job_is_not_written_under_another_grant(wrong, what):

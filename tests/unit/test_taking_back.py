@@ -1,17 +1,12 @@
 """A decode engine takes queued remote prefills back: races, and what is counted."""
 
-from typing import Any
-
 import pytest
 
 from dynamo_lite.cli import decision_view
-from dynamo_lite.disagg.attempts.attempt import AttemptState
-from dynamo_lite.disagg.counters import SPAN
 from dynamo_lite.disagg.queue.base import QueueDepth
-from dynamo_lite.protocol.prefill import ClaimRefused, Granted
-from dynamo_lite.protocol.trace import new_trace
+from dynamo_lite.protocol.prefill import ClaimRefused
 from tests.builders import ManualClock
-from tests.unit.decode_engine import WRITER, Decode, prompt
+from tests.unit.decode_engine import Decode, prompt
 from tests.unit.test_decisions import taken
 from tests.unit.test_decode_scheduler import clock as clock
 from tests.unit.test_decode_scheduler import decode as decode
@@ -62,24 +57,6 @@ async def test_what_nobody_claims_is_computed_here_and_is_off_the_queue(
     decode.assert_clean()
 
 
-async def test_a_whole_herd_is_taken_back_at_once(decode: Decode, clock: ManualClock):
-    attempts = [await decode.ask(f"r{number}", 10, claimed=number == 2) for number in range(5)]
-    clock.now += LONG_S
-    given_up = dict(decode.half.build_step().give_up)
-    assert set(given_up) == {*attempts[:2], *attempts[3:]}
-    await decode.network()
-    # The one that is claimed is the writer's.
-    assert (await depth(decode)).total == 1
-    decode.output(failed=list(given_up.values()))
-    decode.output("r2")
-    for number in range(5):
-        assert asks(decode, prompt(f"r{number}", 10), 0) == (0, False)
-        decode.finish(f"r{number}")
-    await decode.done(attempts[2])
-    decode.half.build_step()
-    decode.assert_clean()
-
-
 async def test_the_limit_may_change_and_holds_for_what_is_asked_after_it(
     decode: Decode, clock: ManualClock
 ):
@@ -90,25 +67,6 @@ async def test_the_limit_may_change_and_holds_for_what_is_asked_after_it(
     assert decode.half.build_step().give_up == [(before, "r1")]
     clock.now += 8.0
     assert decode.half.build_step().give_up == [(after, "r2")]
-
-
-async def test_a_claim_that_comes_first_is_not_touched(decode: Decode, clock: ManualClock):
-    attempt = await decode.ask("r1", 100)
-    clock.now += LONG_S
-    # The bridge's thread is between the grant and its report to the records.
-    assert decode.ledger.claim(attempt, WRITER, clock.now) is None
-    assert decode.half.build_step().give_up == []
-    assert decode.ledger.state(attempt) is AttemptState.CLAIMED
-    assert await decode.claim(attempt) == Granted()
-    clock.now += LONG_S
-    assert decode.half.build_step().give_up == []
-    decode.output("r1")
-    assert decode.counted("remote/committed") == 1
-    decode.finish("r1")
-    await decode.done(attempt)
-    await decode.network()
-    decode.half.build_step()
-    decode.assert_clean()
 
 
 async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(
@@ -213,13 +171,3 @@ async def test_followers_of_a_leader_that_was_taken_back_are_served(
     decode.half.build_step()
     await decode.network()
     decode.assert_clean()
-
-
-async def test_its_span_says_why(decode: Decode, clock: ManualClock):
-    assert decode.admit(prompt("r1", 100, trace_headers=new_trace().headers())) > 0
-    decode.half.build_step()
-    await decode.network()
-    clock.now += LONG_S
-    assert decode.half.build_step().give_up != []
-    spans: list[Any] = decode.half.stats.data[SPAN]
-    assert "taken_back" in str(spans) and "no claim for 2.10 s" in str(spans)

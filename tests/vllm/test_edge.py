@@ -26,22 +26,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 BAD_REQUESTS: dict[str, tuple[str, object]] = {
     "no JSON": ("chat/completions", b"{"),
-    "no object": ("completions", b"[1]"),
     "no messages": ("chat/completions", {"model": "tiny"}),
-    "messages of no list": ("chat/completions", CHAT | {"messages": "hi"}),
-    "a role without content": ("chat/completions", CHAT | {"messages": [{"role": 7}]}),
     "unknown model": ("completions", TEXT | {"model": "other"}),
-    "negative temperature": ("completions", TEXT | {"temperature": -1}),
-    "no tokens wanted": ("completions", TEXT | {"max_tokens": -1}),
-    "no choices wanted": ("chat/completions", CHAT | {"n": 0}),
     "two choices without a draw": ("completions", TEXT | {"n": 2, "temperature": 0}),
     "too many logprobs": ("completions", TEXT | {"logprobs": 4000}),
-    "top_logprobs without logprobs": ("chat/completions", CHAT | {"top_logprobs": 2}),
-    "stream options without a stream": (
-        "completions",
-        TEXT | {"stream_options": {"include_usage": True}},
-    ),
-    "a tool that is not there": ("chat/completions", CHAT | {"tool_choice": "required"}),
     "another tool": (
         "chat/completions",
         CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -56,9 +44,7 @@ BAD_REQUESTS: dict[str, tuple[str, object]] = {
         CHAT | {"structured_outputs": {"grammar": "root ::= ("}},
     ),
     "a regex that is none": ("completions", TEXT | {"structured_outputs": {"regex": "("}}),
-    "empty prompt": ("completions", TEXT | {"prompt": []}),
     "tokens outside the vocabulary": ("completions", TEXT | {"prompt": [1, 99999]}),
-    "negative tokens": ("completions", TEXT | {"prompt": [-5]}),
     "prompt over the model's length": (
         "completions",
         TEXT | {"prompt": prompt_ids(8200, seed=300)},
@@ -85,12 +71,6 @@ def test_bad_requests_get_vllms_own_answer(disagg: Graph, reference: PlainServer
     assert_same(_without_ids(got.json()), _without_ids(expected.json()))
     if name.endswith("length"):
         assert got.status_code == 400
-
-
-def test_a_wrong_method_gets_vllms_own_answer(disagg: Graph, reference: PlainServer):
-    got, expected = (httpx.get(f"{s.url}/v1/completions") for s in (disagg, reference))
-    assert (got.status_code, got.json()) == (expected.status_code, expected.json())
-    assert got.status_code == 405
 
 
 async def test_a_client_that_leaves_mid_stream_frees_the_engine(disagg: Graph):

@@ -1,7 +1,6 @@
 """The Frontend as a component: roster, real token streams and null engines, one process."""
 
 import asyncio
-import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -194,26 +193,6 @@ async def test_https_with_a_key_and_the_options_of_the_door(
         assert large.status_code == 413 and "5000 bytes" in large.text
         assert worker.in_flight == 0
         assert (await http.get("/dashboard/overview")).json()["namespace"]
-
-
-async def test_endpoints_are_announced_and_the_processor_answers(cluster: Cluster, model: Path):
-    async with cluster.worker(), cluster.frontend(model) as (_, url):
-        records = await cluster.records()
-        mine = {(r.component, r.endpoint): r for r in records.values()}
-        assert set(mine) == {
-            ("VllmWorker", "generate"),
-            ("Frontend", "http"),
-            ("Processor", "chat/completions"),
-            ("Processor", "completions"),
-        }
-        assert url == f"http://{mine['Frontend', 'http'].transport.stream}"
-        assert mine["Frontend", "http"].lease_id == mine["Processor", "completions"].lease_id
-        subject = mine["Processor", "completions"].transport.nats_tcp
-        reply = await cluster.messaging.request(subject, json.dumps(TEXT).encode(), timeout_s=20)
-        assert json.loads(reply)["usage"]["completion_tokens"] == 4
-        body = json.dumps(TEXT | {"stream": True}).encode()
-        refused = json.loads(await cluster.messaging.request(subject, body, timeout_s=20))
-        assert refused["error"]["param"] == "stream"
 
 
 async def test_a_taken_port_is_reported_before_anything_is_loaded(cluster: Cluster, tmp_path: Path):

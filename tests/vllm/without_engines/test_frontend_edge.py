@@ -157,17 +157,6 @@ async def test_too_many_prompt_tokens_without_an_answer(model: Path):
         assert (await front.post("/v1/completions", long)).status_code == 200
 
 
-async def test_vllms_own_limit_is_its_503(model: Path):
-    async with open_front(model, "--max-num-queued-reqs=1") as front:
-        front.workers.hold = True
-        asking = asyncio.create_task(front.post("/v1/completions", TEXT))
-        await asyncio.wait_for(front.workers.first_token.wait(), 10)
-        answer = await front.post("/v1/completions", TEXT)
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        front.workers.release()
-        assert (await asyncio.wait_for(asking, 10)).status_code == 200
-
-
 # Deadlines
 
 

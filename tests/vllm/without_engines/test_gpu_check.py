@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.used_pools import Job
-from dynamo_lite.transfer.base import Transfer
 from gpu_check import descriptors as descriptors_part
 from gpu_check import kernels, transfers
 from gpu_check.bench import Bench
@@ -36,53 +34,6 @@ def test_pieces_between_two_processes_work_in_host_memory(name):
 
 def test_transposition_works_in_host_memory():
     assert kernels.transposition(CPU)
-
-
-class CrookedLink(transfers.PoolLink):
-    """Its second block lands one further."""
-
-    def write(self, here: Sequence[int], there: Sequence[int], notice: bytes = b"") -> Transfer:
-        there = [*there[:1], there[0] + 1, *there[2:]]
-        return super().write(here, there, notice)
-
-
-def test_a_block_in_the_wrong_place_is_seen(monkeypatch):
-    monkeypatch.setattr(transfers, "PoolLink", CrookedLink)
-    with pytest.raises(CheckFailed, match="do not contain what was sent"):
-        transfers.write(CPU)
-
-
-def test_an_event_that_comes_before_its_kernel_is_seen(monkeypatch):
-    """The rank writes at once, and brings what was there before."""
-    late = transfers._computed_late
-    said = iter([False])
-
-    def computed_late(pool, seed):
-        late(pool, seed)
-        return lambda: next(said, True)
-
-    monkeypatch.setattr(transfers, "_computed_late", computed_late)
-    with pytest.raises(CheckFailed, match=r"were not computed|content from before"):
-        transfers.events(CPU)
-
-
-def test_a_notice_that_waits_for_the_engines_thread_is_seen(monkeypatch):
-    monkeypatch.setattr(transfers, "_notice_while_busy", lambda _bench, *, thread: (0.5, 0.4))
-    with pytest.raises(CheckFailed, match=r"after 500 ms.*after 400 ms"):
-        transfers.polling(CPU)
-
-
-def test_a_wrong_byte_of_a_transposition_is_seen(monkeypatch):
-    by_hand = kernels._by_hand
-
-    def spoilt(*args):
-        right = bytearray(by_hand(*args))
-        right[100] ^= 1
-        return bytes(right)
-
-    monkeypatch.setattr(kernels, "_by_hand", spoilt)
-    with pytest.raises(CheckFailed, match=r"\d+ of .* bytes are wrong"):
-        kernels.transposition(CPU)
 
 
 def test_descriptors_are_counted_per_job():

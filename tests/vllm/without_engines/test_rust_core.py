@@ -145,14 +145,6 @@ async def test_the_deltas_of_one_step_leave_in_one_frame():
     assert step.timestamp > 0 and scene.core.in_flight == 2
 
 
-async def test_a_delta_with_tokens_alone_is_sent_as_it_is():
-    scene = Scene()
-    await scene.add("r1")
-    scene.core.on_deltas([TokenDelta("r1", [7, 8])])
-    [[frame]] = scene.sent
-    assert msgspec.msgpack.encode(TokenDelta("r1", [7, 8])) in frame
-
-
 async def test_log_probabilities_arrive_as_arrays():
     scene = Scene()
     await scene.add("r1")
