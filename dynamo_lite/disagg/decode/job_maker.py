@@ -1,8 +1,10 @@
 """Makes the prefill jobs of requests whose blocks are reserved."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers, first_awaited
+from msgspec import structs
+
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
@@ -16,7 +18,7 @@ from dynamo_lite.runtime.clock import Clock
 
 class JobMaker:
     """Runs on the engine's thread. block_size: in tokens. new_attempt: returns a new id.
-    overlapping_steps: see `PrefixOffers`."""
+    overlapping_steps: how many steps may be in flight, including the one being scheduled."""
 
     def __init__(
         self,
@@ -33,7 +35,10 @@ class JobMaker:
         self._engine_id, self._block_size, self._pool = engine_id, block_size, pool
         self._book, self._prefills, self._flights = book, prefills, flights
         self._clock, self._new_attempt = clock, new_attempt
-        self._offers = PrefixOffers(pool, overlapping_steps)
+        #: The jobs of the step that is being scheduled.
+        self._jobs: list[RemotePrefillRequest] = []
+        #: The blocks that each step in flight fills.
+        self._filling: deque[frozenset[int]] = deque(maxlen=overlapping_steps)
 
     def begin(
         self,
@@ -46,7 +51,7 @@ class JobMaker:
         the step. block_ids: the prompt's blocks.
         """
         size, wanted = self._block_size, request.num_prompt_tokens - 1
-        first = first_awaited(self._pool, block_ids, (wanted - external) // size)
+        first = self._first_awaited(block_ids, (wanted - external) // size)
         end = -(-wanted // size)
         now, options = self._clock.monotonic(), prefill.decided.options
         attempt = self._new_attempt()
@@ -88,13 +93,34 @@ class JobMaker:
                 queued_at=now,
                 max_queue_wait_s=options.max_queue_wait_s,
             )
-        self._offers.add(job)
+        self._jobs.append(job)
 
     def take(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:
         """Returns the jobs of the step that is being scheduled, and forgets them. filling: blocks
         that this step completes."""
-        self._offers.step(filling)
-        return self._offers.take()
+        self._filling.append(frozenset(filling))
+        jobs, self._jobs = self._jobs, []
+        return [self._vouched(job) for job in jobs]
+
+    def _first_awaited(self, block_ids: Sequence[int], computed: int) -> int:
+        """The number of the first block that must be written, after `computed` cached ones.
+
+        If all layers attend to a sliding window only, null blocks stand for the tokens before the
+        window. Nothing is written there.
+        """
+        numbers = range(computed, len(block_ids))
+        return next(n for n in numbers if not self._pool.blocks[block_ids[n]].is_null)
+
+    def _vouched(self, job: RemotePrefillRequest) -> RemotePrefillRequest:
+        """Removes the prefix from the job unless every prefix block is complete and stays so.
+
+        The prefix cache contains blocks from the moment when their computation is scheduled, and a
+        prompt may hit them in the same step. A prefill worker may read them before that has ended.
+        """
+        for block in job.prefix_block_ids:
+            if self._pool.blocks[block].is_null or any(block in step for step in self._filling):
+                return structs.replace(job, prefix_block_ids=[])
+        return job
 
 
 def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
