@@ -55,11 +55,6 @@ class Collector:
             found = [span for span in self._seen if span.trace_id == trace_id]
         return sorted(found, key=lambda span: span.start)
 
-    @property
-    def trace_ids(self) -> set[str]:
-        with self._lock:
-            return {span.trace_id for span in self._seen}
-
 
 def _seen(service: str, span: Span) -> Seen:
     return Seen(

@@ -191,18 +191,6 @@ def test_several_writes_at_once_are_each_told(parties):
     np.testing.assert_array_equal(target.buffer, source.buffer)
 
 
-def test_reads_and_writes_of_one_peer_go_on_together(parties):
-    source, target = parties
-    half = SIZE // 2
-    write = source.write(target, (0, half), notice=b"written")
-    rest = source.at((half, half)), target.at((half, half))
-    read = source.mover.read("target", *rest, memory=DRAM)
-    assert finish(write, target.mover, notices=1) == [b"written"]
-    finish(read, target.mover)
-    np.testing.assert_array_equal(source.buffer, target.buffer)
-    assert (source.buffer[half:] == 2).all()
-
-
 def test_two_peers_may_write_into_each_other(parties):
     left, right = parties
     right.mover.add_peer("left", left.mover.metadata())

@@ -255,21 +255,6 @@ async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
     assert sorted(job.payload for job in jobs) == [bytes([i]) for i in range(8)]
 
 
-async def test_a_cancelled_pull_loses_nothing(open_queue: Opener):
-    queue = await open_queue()
-    for i in range(10):
-        pulling = asyncio.create_task(queue.pull(timeout_s=5))
-        await asyncio.sleep(0)
-        pushing = asyncio.create_task(push(queue, bytes([i])))
-        for _ in range(i):
-            await asyncio.sleep(0)
-        pulling.cancel()
-        await asyncio.wait({pulling, pushing})
-        job = await pull(queue) if pulling.cancelled() else pulling.result()
-        assert job is not None and (job.payload, job.deliveries) == (bytes([i]), 1)
-        await job.ack()
-
-
 async def test_the_cap_is_exact(open_queue: Opener):
     config = QueueConfig(max_jobs=10, push_timeout_s=5.0)
     queues = [await open_queue(config), await open_queue(config)]

@@ -37,8 +37,6 @@ class LoopClock:
 class Twins:
     """The clients, as the engine opens it. The engine's jobs go to the queue that it opens."""
 
-    kind: type[MemoryQueue] = MemoryQueue
-
     def __init__(self, decode: Decode, store: MemoryStore):
         self._decode, self._store = decode, store
 
@@ -52,7 +50,9 @@ class Twins:
 
     def queue(self, config: QueueConfig) -> MemoryQueue:
         broker = self._decode.broker
-        self._decode.queue = queue = self.kind(broker, stream="s", subject="s.jobs", config=config)
+        self._decode.queue = queue = MemoryQueue(
+            broker, stream="s", subject="s.jobs", config=config
+        )
         return queue
 
 

@@ -295,26 +295,6 @@ async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble
     decode.assert_clean()
 
 
-async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
-    for i in range(1000):
-        decode.sees()
-        attempt = await decode.ask("r", claimed=i % 2 == 0)
-        if i % 3 == 0:
-            decode.output("r")
-        if i % 5 == 0:
-            await decode.done(attempt)
-        decode.finish("r")
-        await decode.done(attempt, "abandoned")
-        decode.half.build_step()
-        await decode.network()
-        while (job := await decode.queue.pull(timeout_s=0)) is not None:
-            await job.ack()
-        decode.clock.now += 0.01
-    decode.assert_clean()
-    decode.sees()
-    assert decode.half.prefills.asked_since(decode.clock.now) == (0, 0)
-
-
 # Writers and this engine come and go
 
 

@@ -159,20 +159,6 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
 
 
 @virtual
-async def test_what_is_asked_for_and_not_over_is_outstanding():
-    async with Scene().open(WRITER) as scene:
-        prefills = scene.decode.half.prefills
-        await scene.ask("r1", claimed_by=WRITER)
-        await scene.ask("r2")
-        assert (prefills.jobs, prefills.tokens) == (2, 18)
-        scene.decode.output("r1")
-        assert (prefills.jobs, prefills.tokens) == (1, 9)
-        scene.decode.broker.lose()
-        await asyncio.sleep(0.1)
-        assert (prefills.jobs, prefills.tokens) == (0, 0)
-
-
-@virtual
 async def test_what_finds_no_room_is_counted():
     """Otherwise prompts that are computed here under overload would hide it."""
     async with Scene().open(WRITER) as scene:

@@ -2,7 +2,6 @@
 scheduler half."""
 
 import logging
-import random
 from typing import Any
 
 import pytest
@@ -195,60 +194,3 @@ async def test_a_preempted_follower_is_not_deferred_again(decode: Decode):
     assert decode.admit(follower, cached=36) == 0
     await leads(decode, sibling("r3"))
     assert asks(decode, follower) == (0, False)
-
-
-class Lives:
-    """Forty prompts on two prefixes, asked about in each step, that end as chance has it."""
-
-    def __init__(self, decode: Decode, rng: random.Random):
-        self.decode, self.rng = decode, rng
-        self.coming = [sibling(f"r{n}", shared=24, of=rng.choice("ab")) for n in range(40)]
-        self.waiting: list[Any] = []
-        self.external: dict[str, int] = {}
-
-    async def step(self) -> None:
-        decode, rng = self.decode, self.rng
-        decode.clock.now += 0.01
-        decode.sees(jobs=rng.choice((0, 0, QUEUE_SIZE)))
-        self.waiting += [self.coming.pop() for _ in range(min(rng.randrange(3), len(self.coming)))]
-        for request in list(self.waiting):
-            external, _ = asks(decode, request, rng.choice((0, 0, 24)))
-            if external is not None:
-                self.waiting.remove(request)
-                decode.taken[request.request_id] = []
-                decode.half.state_after_alloc(request, range(10), external)
-                self.external[request.request_id] = external
-        decode.half.build_step()
-        await decode.network()
-        if self.waiting and rng.random() < 0.1:
-            request = self.waiting.pop(rng.randrange(len(self.waiting)))
-            decode.half.request_finished(request.request_id)
-
-    async def end_one(self) -> None:
-        if not self.external or self.rng.random() < 0.5:
-            return
-        name = self.rng.choice(sorted(self.external))
-        fate = self.rng.choice(("written", "failed", "cancelled"))
-        if self.external.pop(name) and fate != "cancelled":
-            attempt = self.decode.half.prefills.by_request[name].attempt
-            await self.decode.claim(attempt)
-            await self.decode.done(attempt, fate)
-            self.decode.half.build_step()
-            self.decode.output(*[name][: fate == "written"], failed=[name][: fate == "failed"])
-        self.decode.finish(name)
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_whatever_becomes_of_leaders_everybody_is_served(decode: Decode, seed: int):
-    lives = Lives(decode, random.Random(seed))
-    for _ in range(1000):
-        await lives.step()
-        await lives.end_one()
-        if not (lives.coming or lives.waiting or lives.external):
-            break
-    assert not (lives.coming or lives.waiting or lives.external)
-    decode.half.build_step()
-    await decode.network()
-    assert not decode.half.prefills
-    waits = [decode.counted(f"single_flight/{how}") for how in ("hit", "miss", "cancelled")]
-    assert 0 < sum(waits) == len(decode.half.stats.data["single_flight_seconds"])

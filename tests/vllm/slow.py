@@ -13,11 +13,8 @@ from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.test_decisions import REMOTE, counting
 
-#: max-prefill-queue-size of the decode worker, and what the broker takes at all.
-QUEUE_SIZE, MAX_JOBS = 4, 8
-#: PrefillWorker.concurrency of configs/disagg.yaml and its short-slots: what it claims while it
-#: hangs.
-CLAIMS = 2 + 1
+#: What the broker takes at all.
+MAX_JOBS = 8
 LEASE_S = 5
 #: Impatient, and quick to notice the dead. Chunks of one block: a prefill is under way long
 #: enough to be caught half-way. The broker takes few jobs.
@@ -27,7 +24,7 @@ SLOW_OPTIONS = (
     "--PrefillWorker.max-num-batched-tokens=32",
     "--PrefillWorker.max-num-seqs=4",
     "--VllmWorker.remote-prefill-timeout-s=20",
-    f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
+    "--VllmWorker.max-prefill-queue-size=4",
     # Queued jobs must stay on the queue while the worker is stopped.
     "--VllmWorker.max-queue-wait-s=600",
 )

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,25 +74,6 @@ def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
     (engine,) = [record["metadata"] for record in metadata]
     assert f"{engine['lease_id']:x}" == disagg.process("VllmWorker").lease
     assert engine["num_blocks"] > 0 and len(engine["ranks"]) == 1
-
-
-def test_ps_shows_the_link_from_the_prefill_to_the_decode_worker(disagg: Graph):
-    (row,) = links_of(disagg)
-    prefill, decode = (disagg.process(name).lease for name in ("PrefillWorker", "VllmWorker"))
-    assert (row["prefill"], row["decode"], row["state"]) == (prefill, decode, "ok"), row
-    assert not any(key.startswith("dynamo/links/") for key in listing(disagg))
-
-
-def links_of(graph: Graph) -> list[dict]:
-    command = (sys.executable, "-m", "dynamo_lite.cli.cli", "ps", "--links", "--json")
-    done = subprocess.run(
-        [*command, "--etcd-url", graph.etcd_url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return json.loads(done.stdout)
 
 
 def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):

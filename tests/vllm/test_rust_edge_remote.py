@@ -9,7 +9,6 @@ import pytest
 from tests.vllm.asking import assert_same, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually, together
 from tests.vllm.test_answers import CHATS, COMPLETIONS
-from tests.vllm.test_edge import BAD_REQUESTS, post
 from tests.vllm.test_first_token import DIFFERENT, arrivals, arrived, handed_over
 from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY, ask
 
@@ -74,20 +73,3 @@ def test_answers_are_those_of_plain_vllm(
         # A stream of `vllm-rs` has no log-probabilities of the prompt.
         choice["logprobs"] = choice["logprobs"][-request["max_tokens"] :]
     assert_same(ask(rust, kind, request, stream=stream), expected)
-
-
-#: Bad requests that are noticed behind `vllm-rs`, where nothing can be refused with another status.
-FOUND_BEHIND_IT = {"a schema that is none", "a grammar that is none", "a regex that is none"}
-
-
-@pytest.mark.parametrize("name", list(BAD_REQUESTS))
-def test_bad_requests_get_the_status_of_vllms_python_server(
-    disagg: Graph, rust: Graph, reference: PlainServer, name: str
-):
-    path, body = BAD_REQUESTS[name]
-    got, expected = post(rust.url, path, body), post(reference.url, path, body)
-    if name in FOUND_BEHIND_IT:
-        assert (expected.status_code, got.status_code) == (400, 500), got.text
-    else:
-        assert got.status_code == expected.status_code >= 400, got.text
-    assert got.status_code == 404 or got.json()["error"]["message"]

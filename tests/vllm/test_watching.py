@@ -1,8 +1,5 @@
-"""A remote prefill as an observer of the graph sees it: on the page, and by `top`."""
+"""A remote prefill as an observer of the graph sees it on the page."""
 
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,11 +24,6 @@ def page() -> Iterator[Page]:
         yield page
 
 
-def prefill_remotely(graph: Graph, seed: int) -> None:
-    """Sends a prompt that was not sent before."""
-    ask(graph.url, "completions", {"prompt": prompt_ids(1500, seed), "max_tokens": 2})
-
-
 def test_a_remote_prefill_shows_on_the_page(disagg: Graph, page: Page):
     troubles: list[str] = []
     asked: list[str] = []
@@ -45,7 +37,7 @@ def test_a_remote_prefill_shows_on_the_page(disagg: Graph, page: Page):
     page.wait_for_selector("#failed-links :text-is('no failed links')")
     assert page.locator("path.remote").get_attribute("d") in (None, "")
 
-    prefill_remotely(disagg, seed=501)
+    ask(disagg.url, "completions", {"prompt": prompt_ids(1500, seed=501), "max_tokens": 2})
 
     page.wait_for_selector("#decisions tr.busy:has-text('remote'):has-text('long')")
     page.wait_for_selector("path.remote[d^=M]", state="attached")
@@ -59,24 +51,3 @@ def test_a_remote_prefill_shows_on_the_page(disagg: Graph, page: Page):
         "/dashboard/dashboard.js",
         "/dashboard/overview",
     }
-
-
-def test_a_remote_prefill_shows_in_top(disagg: Graph):
-    command = [sys.executable, "-m", "dynamo_lite.cli.cli", "top", "--interval", "0.5"]
-    command += ["--state-dir", str(disagg.state_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
-        assert top.stdout is not None
-        lines = iter(top.stdout)
-        next(line for line in lines if line.startswith("VllmWorker-0"))
-        prefill_remotely(disagg, seed=502)
-        # verdict, reason, per second, total
-        next(line for line in map(str.split, lines) if _decides_remotely(line))
-        next(line for line in lines if line.startswith("transfers") and " 0 B/s" not in line)
-        top.send_signal(signal.SIGINT)
-        for _ in lines:
-            pass
-        assert top.wait() == 0
-
-
-def _decides_remotely(words: list[str]) -> bool:
-    return words[:2] == ["remote", "long"] and float(words[2]) > 0

@@ -7,8 +7,7 @@ until it ends by itself: as it begins to wait, and when what it waits for has ju
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any, Self, cast
 
 import pytest
@@ -31,7 +30,7 @@ from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.pickers import RoundRobin, Selection
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from tests.builders import (
@@ -39,7 +38,6 @@ from tests.builders import (
     endpoint_record,
     eventually,
     generate_request,
-    key_of,
     register,
 )
 from tests.contract.generating import FakeEngine, Outputs, tokens
@@ -50,10 +48,8 @@ from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.twins.servers import MemoryMessaging, MemoryStore, MemoryWatch
+from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
-from tests.unit.decode_engine import WRITER
-from tests.unit.decode_session import OTHER, Scene, Twins
 from tests.unit.virtual import virtual
 
 
@@ -455,17 +451,6 @@ class RemotePrefill(Pair):
             assert self.counts["remote/committed"] > before
             await self.nothing_left()
 
-    async def writes_end(self) -> None:
-        """No write is in flight, else its blocks were held: behind a closed fence it would stay."""
-        await self.until(lambda: not self.engines["prefill"].core.pool.taken())
-
-    async def blocks_free(self) -> None:
-        """No attempt is left in the decode engine, and every block of both is free."""
-        decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
-        await self.until(lambda: cast("Any", decode.halves).unsettled() is None)
-        await self.until(lambda: not (decode.core.scheduler.has_work or prefill.core.pool.taken()))
-        self.check_idle()
-
     async def nothing_left(self) -> None:
         """No attempt, claim or job; every block of both engines is free."""
         await self.until(lambda: not self.jobs.working)
@@ -475,7 +460,10 @@ class RemotePrefill(Pair):
             async with asyncio.timeout(30):
                 while (await queue.depth()).total:
                     await asyncio.sleep(0.05)
-        await self.blocks_free()
+        decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
+        await self.until(lambda: cast("Any", decode.halves).unsettled() is None)
+        await self.until(lambda: not (decode.core.scheduler.has_work or prefill.core.pool.taken()))
+        self.check_idle()
 
 
 @at_every_await(at_least=4)
@@ -487,27 +475,6 @@ async def test_the_job_loop_of_a_prefill_worker(cancel: Cancel):
         await cancel.owner(pair.jobs.run(), until=pair.answered("a", first))
         await pair.takes_over(second)
         assert first_wrong(first, GREEDY, pair.got["a"]) is None
-
-
-@at_every_await(at_least=4)
-async def test_the_job_loop_of_a_prefill_worker_that_leaves(cancel: Cancel):
-    """The engine computes the prompt; its blocks are free when the writer is certainly dead. The
-    job is left to the worker that comes back, which is refused."""
-    first, second = random_tokens(1, 60), random_tokens(2, 60)
-    async with RemotePrefill.open() as pair:
-        await pair.submit("a", first, GREEDY)
-        await cancel.owner(pair.jobs.run(), until=pair.answered("a", first))
-        store, key = pair.servers.store(), names.endpoint_key("t", "PrefillWorker", "prefill", 2)
-        record = await store.get(key)
-        assert record is not None
-        await pair.writes_end()
-        pair.alive = False
-        await store.delete(key)
-        await pair.answered("a", first)
-        await pair.blocks_free()
-        pair.alive = True
-        await store.put(key, record)
-        await pair.takes_over(second)
 
 
 # The prefill queue
@@ -561,88 +528,3 @@ def test_a_push_and_an_answer_of_a_job(woken: bool):
             assert (await queue.depth()).total == 0
 
     cancel_everywhere(script, at_least=5, woken=woken)
-
-
-# A remote prefill: the decode engine's network side
-
-
-async def works(scene: Scene, writer: int) -> None:
-    """A remote prefill succeeds, and nothing of it is left."""
-    decode = scene.decode
-    attempt = await scene.ask("next", claimed_by=writer)
-    decode.output("next")
-    await decode.done(attempt, writer=writer)
-    decode.finish("next")
-    await asyncio.sleep(0.1)
-    decode.assert_clean()
-
-
-class CountedStore(MemoryStore):
-    """watches: how many are open."""
-
-    watches = 0
-
-    @contextlib.asynccontextmanager
-    async def watch(self, prefix: str) -> AsyncIterator[MemoryWatch]:
-        async with super().watch(prefix) as events:
-            self.watches += 1
-            try:
-                await asyncio.sleep(0.01)
-                yield events
-            finally:
-                self.watches -= 1
-
-
-class SlowMessaging(MemoryMessaging):
-    """Takes 10 ms to subscribe and to publish. listeners: how many there are of its connection."""
-
-    listeners = 0
-
-    @contextlib.contextmanager
-    def watch_connection(self, callback: OnConnection) -> Iterator[None]:
-        with super().watch_connection(callback):
-            self.listeners += 1
-            try:
-                yield
-            finally:
-                self.listeners -= 1
-
-    @contextlib.asynccontextmanager
-    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
-        async with super().serve(subject, handler):
-            await asyncio.sleep(0.01)
-            yield
-
-    async def publish(self, subject: str, payload: bytes) -> None:
-        await asyncio.sleep(0.01)
-        await super().publish(subject, payload)
-
-
-@both_moments
-def test_the_session_of_a_decode_engine(woken: bool, caplog: pytest.LogCaptureFixture):
-    """As it is opened, while it is open, and as it is closed; its writer leaves meanwhile."""
-
-    async def script(cancel: Cancel) -> None:
-        scene, store, messaging = Scene(), CountedStore(), SlowMessaging()
-        scene.store, scene.decode.messaging = store, messaging
-        scene.decode.clients.servers = Twins(scene.decode, store)
-        await scene.join(WRITER)
-
-        async def session() -> None:
-            async with scene.decode.net.session():
-                await asyncio.sleep(1.0)
-
-        async def leave() -> None:
-            await eventually(lambda: cancel.place)
-            await store.delete(key_of(endpoint_record(WRITER, "PrefillWorker", "prefill")))
-
-        async with running(leave(), name="other"):
-            await cancel.owner(session())
-        assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
-        assert messaging._served == {}
-        assert store.watches == messaging.listeners == 0
-        assert scene.decode.broker.users == []
-        async with scene.open(OTHER):
-            await works(scene, OTHER)
-
-    cancel_everywhere(script, at_least=15, woken=woken)
