@@ -5,7 +5,6 @@
 SHAPE: tiny (0.7 million parameters, default), or bench (119 million, for benchmarks).
 For tests there are also
 
-    thinking     the tiny model, with <think> and </think> in its vocabulary
     mla          DeepSeek V2: multi-head latent attention, no experts
     sliding      Mistral: a sliding window of 128 tokens in all layers
     hybrid       Jamba: one Mamba layer and one attention layer
@@ -27,9 +26,6 @@ SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 512
 CONTEXT_TOKENS = 8192
 RECIPE = {"recipe": 1, "seed": SEED, "vocabulary": VOCABULARY, "context": CONTEXT_TOKENS}
-
-#: The last two pieces of the vocabulary of `thinking`.
-THINKING_TOKENS = ["<think>", "</think>"]
 
 #: Arguments of the architecture's configuration class (LlamaConfig, or see ARCHITECTURES).
 #: vLLM's CPU attention needs head sizes of at least 32, and for MLA the sizes of a full
@@ -90,7 +86,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
     },
 }
-SHAPES["thinking"] = SHAPES["tiny"]
 #: transformers' name of the architecture; Llama for all others.
 ARCHITECTURES = {"mla": "DeepseekV2", "sliding": "Mistral", "hybrid": "Jamba"}
 
@@ -114,7 +109,7 @@ def make(directory: Path, shape: str) -> None:
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AddedToken, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     architecture = ARCHITECTURES.get(shape, "Llama")
     config_class = getattr(transformers, f"{architecture}Config")
@@ -122,9 +117,7 @@ def make(directory: Path, shape: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    thinking = THINKING_TOKENS if shape == "thinking" else []
-    merges = _merges(vocabulary, VOCABULARY - len(thinking))
-    vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(thinking)}
+    merges = _merges(vocabulary, VOCABULARY)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -137,8 +130,6 @@ def make(directory: Path, shape: str) -> None:
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
-    # As in real models each is one token and stays in the text.
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in thinking])
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(SEED)
     model = model_class(
@@ -176,7 +167,7 @@ def recipe_of(shape: str) -> dict[str, Any]:
     """Content of recipe.json, which identifies the model in a directory."""
     if shape == "tiny":
         return RECIPE
-    named = {"name": shape} if shape in (*ARCHITECTURES, "thinking") else {}
+    named = {"name": shape} if shape in ARCHITECTURES else {}
     return {**RECIPE, "shape": SHAPES[shape], **named}
 
 

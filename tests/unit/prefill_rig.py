@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -159,7 +158,6 @@ class Rig:
         config = QueueConfig(ack_wait_s=redeliver_s)
         self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
         self.queue.answers, self.queue.delays = [], []
-        self.wall_ahead_s = 0.0
         #: Stands still unless a test moves it.
         self.boottime_s = 1000.0
         self.jobs = PrefillJobs(
@@ -176,10 +174,7 @@ class Rig:
             tracer=tracer,
             seals=seals,
             waits=waits,
-            clock=Clock(
-                wall=lambda: time.time() + self.wall_ahead_s,
-                boottime=lambda: self.boottime_s,
-            ),
+            clock=Clock(boottime=lambda: self.boottime_s),
         )
         self.pushed = 0
         self.tasks: list[asyncio.Task[None]] = []

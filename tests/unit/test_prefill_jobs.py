@@ -129,15 +129,6 @@ async def test_a_job_is_tried_again_when_the_store_is_away():
         assert rig.told == [("a1", "written")]
 
 
-@pytest.mark.parametrize("ahead_s", [-36.0, 36.0])
-async def test_a_clock_that_differs_costs_no_job(ahead_s: float):
-    async with working() as rig:
-        rig.wall_ahead_s = ahead_s
-        await rig.push(prefill_job())
-        await rig.answered("ack")
-        assert rig.told == [("a1", "written")]
-
-
 # Jobs that are used up
 
 

@@ -16,7 +16,7 @@ import pytest
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
-from tests.vllm.asking import Stream, assert_same, client, joined, prompt_ids
+from tests.vllm.asking import Stream, client, joined, prompt_ids
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
@@ -136,17 +136,6 @@ def _logprobs(given: Any) -> list[float]:
 
 
 TEXT = {"prompt": prompt_ids(40, 900), **GREEDY}
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_stop_string_ends_the_request_in_the_engine_too(rust: Graph, python: Graph, stream: bool):
-    whole = ask(python, "completions", {**TEXT, "max_tokens": 60}, stream=False)
-    stop = whole["choices"][0]["text"][10:14]
-    request = {**TEXT, "max_tokens": 3000, "stop": stop}
-    expected = ask(python, "completions", request, stream=stream)
-    assert expected["choices"][0]["finish_reason"] == "stop"
-    assert_same(ask(rust, "completions", request, stream=stream), expected)
-    wait_idle(rust, python)
 
 
 def test_a_disconnect_reaches_the_engine(rust: Graph, python: Graph):

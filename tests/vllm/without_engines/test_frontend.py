@@ -13,6 +13,7 @@ from dynamo_lite.protocol.generate import LogprobRows
 from dynamo_lite.serve.services.frontend.processor import Processor, ask_app
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.wire import sampling_from_bytes
+from tests.vllm import front_half
 from tests.vllm.front_half import (
     CHAT,
     TEXT,
@@ -64,6 +65,24 @@ async def test_a_client_cannot_steer_block_writes(front: Front):
     assert (await front.post("/v1/completions", body)).status_code == 200
     params = sampling_from_bytes(front.workers.asked[0][1].sampling)
     assert params.extra_args == {"mine": 1}
+
+
+async def test_reasoning_is_split_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(front_half.write_model(tmp_path))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(tmp_path)
+    end, byte_id = tokenizer.convert_tokens_to_ids("</think>"), front_half.byte_id
+    monkeypatch.setattr(front_half, "byte_id", lambda b: end if b == ord("|") else byte_id(b))
+    async with open_front(tmp_path, "--reasoning-parser=deepseek_r1") as front:
+        front.workers.script, body = b"why|so", CHAT | {"max_tokens": 6}
+        whole = (await front.post("/v1/chat/completions", body)).json()["choices"][0]["message"]
+        assert (whole["reasoning"], whole["content"]) == ("why", "so")
+        streamed = events((await front.post("/v1/chat/completions", body | {"stream": True})).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+        for kind, text in (("reasoning", "why"), ("content", "so")):
+            assert "".join(delta.get(kind) or "" for delta in deltas) == text
 
 
 # Bad input
