@@ -20,7 +20,6 @@ FENCED = "fenced_writes"
 MISMATCH = "commit_mismatches"
 DROPPED = "dropped"  # + "/where": see `runtime/drops.py`
 FLIGHT_WAIT = "single_flight"  # + "/outcome": hit, miss, cancelled
-FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
 PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
 PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # tokens that a prefill engine computed for its jobs

@@ -12,7 +12,6 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 _KV_WRITE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
 _STAGE_S = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-_WAIT_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 #: Counter to its metric. The values of the metric's labels stand behind the counter's name.
 _METRICS = {
@@ -81,12 +80,6 @@ _METRICS = {
         "Waits for another request's remote prefill of the same prefix, by how they ended:"
         " hit (the prefix is in the cache), miss, cancelled",
         ["outcome"],
-    ),
-    counters.FLIGHT_WAIT_SECONDS: partial(
-        Histogram,
-        "dynamo_lite_single_flight_wait_seconds",
-        "How long requests waited for another request's remote prefill",
-        buckets=_WAIT_S,
     ),
     counters.RESUME: partial(
         Counter,

@@ -89,7 +89,6 @@ async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any)
     assert decode.counted("decision/remote/long") == 1
     assert decode.counted("decision/local/single_flight") == 3
     assert decode.counted("single_flight/hit") == 3
-    assert decode.half.stats.data["single_flight_seconds"] == [0.5] * 3
     assert decode.counted("remote/committed") == 1
     for name in ("r1", "r2", "r3", "r4"):
         decode.finish(name)
@@ -182,8 +181,7 @@ async def test_nobody_waits_longer_than_the_leader(decode: Decode):
     assert [name for _, name in decode.half.build_step().give_up] == ["r1"]
     decode.output(failed=["r1"])
     assert decode.admit(follower) == 39
-    [waited_s] = decode.half.stats.data["single_flight_seconds"]
-    assert waited_s == pytest.approx(1.1)
+    assert decode.counted("single_flight/miss") == 1
 
 
 async def test_a_preempted_follower_is_not_deferred_again(decode: Decode):

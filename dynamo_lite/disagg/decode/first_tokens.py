@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
@@ -20,8 +20,6 @@ from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger(__name__)
-
-_LEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30)
 
 
 @dataclass
@@ -37,8 +35,6 @@ class _Awaited:
     told: bool = False
     #: The first token, if the client has it from a prefill worker.
     token: int | None = None
-    #: When the client got it, monotonic.
-    sent: float = 0.0
 
 
 class FirstTokens:
@@ -61,12 +57,6 @@ class FirstTokens:
             "dynamo_lite_first_token_differences",
             "Sent first tokens from prefill workers that differed from the decode engine's; the"
             " answer went on from the sent one",
-            registry=registry,
-        )
-        self._lead = Histogram(
-            "dynamo_lite_first_token_lead_seconds",
-            "How much earlier than the decode engine's a prefill worker's first token was sent",
-            buckets=_LEAD_S,
             registry=registry,
         )
 
@@ -112,7 +102,7 @@ class FirstTokens:
             self._arrived.labels("last").inc()
             return None
         self._arrived.labels("sent").inc()
-        awaited.token, awaited.sent, awaited.told = token, self._now(), True
+        awaited.token, awaited.told = token, True
         return TokenDelta(
             request_id=caller,
             token_ids=[token],
@@ -122,7 +112,7 @@ class FirstTokens:
                 prompt_tokens=prompt_tokens,
                 local_cached_tokens=first.cached_tokens,
                 external_cached_tokens=prompt_tokens - 1 - first.cached_tokens,
-                waited_s=awaited.sent - awaited.began,
+                waited_s=self._now() - awaited.began,
             ),
         )
 
@@ -141,7 +131,6 @@ class FirstTokens:
         if awaited.told:
             delta = msgspec.structs.replace(delta, prefill=None)
         if awaited.token is not None and delta.token_ids:
-            self._lead.observe(self._now() - awaited.sent)
             if delta.token_ids[0] == awaited.token:
                 delta = msgspec.structs.replace(delta, token_ids=delta.token_ids[1:])
             elif delta.finish_reason in ("abort", "error"):

@@ -30,8 +30,6 @@ class PrefixWait:
     leader: str | None = None
     #: Length of the prefix that the leader's KV brings, in tokens.
     prefix_tokens: int = 0
-    #: When the last wait began, monotonic seconds.
-    began: float = 0.0
     #: How many waits the prompt has begun.
     waits: int = 0
     #: Whether the prefix was in the cache when the last wait ended.

@@ -75,7 +75,7 @@ class DecodeScheduler:
         )
         self.bridge = open_bridge(net.session)
         self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
-        flights = SingleFlight(block_size, hash_block_size, prefills, stats, now)
+        flights = SingleFlight(block_size, hash_block_size, prefills, stats)
         self._prompts = Prompts(
             prefills,
             flights,

@@ -14,9 +14,9 @@ the leader is parked that costs one look-up here.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
-from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counters
+from dynamo_lite.disagg.counters import FLIGHT_WAIT, Counters
 from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, DecisionReason
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
@@ -47,7 +47,7 @@ def pays(*, shared: int, uncached: int, of_leader: int, least: int) -> bool:
 
 
 class SingleFlight:
-    """Runs on the engine's thread. now: monotonic.
+    """Runs on the engine's thread.
 
     block_size: in tokens. hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None
     when the engine caches no prefixes: then no request waits.
@@ -59,10 +59,9 @@ class SingleFlight:
         hash_block_size: int | None,
         prefills: RemotePrefills,
         stats: Counters,
-        now: Callable[[], float],
     ):
         self._block_size, self._size = block_size, hash_block_size
-        self._prefills, self._stats, self._now = prefills, stats, now
+        self._prefills, self._stats = prefills, stats
 
     def hashes(self, leader: Prompt) -> Sequence[Hashable]:
         """Hashes of the blocks that the engine will cache once the leader's KV is here."""
@@ -96,7 +95,7 @@ class SingleFlight:
             least=min_shared_tokens(decided.options, self._block_size),
         ):
             return False
-        wait.leader, wait.prefix_tokens, wait.began = leader.request_id, prefix, self._now()
+        wait.leader, wait.prefix_tokens = leader.request_id, prefix
         wait.waits += 1
         wait.served = False
         prefill.wait = wait
@@ -135,4 +134,3 @@ class SingleFlight:
     def _end_wait(self, wait: PrefixWait, outcome: str) -> None:
         wait.leader = None
         self._stats.add(f"{FLIGHT_WAIT}/{outcome}")
-        self._stats.append(FLIGHT_WAIT_SECONDS, self._now() - wait.began)

@@ -84,7 +84,11 @@ def context() -> EngineContext:
 
 def start(engine: VllmEngine, core: EngineCore) -> None:
     """As if the engine had been loaded."""
-    config: Any = SimpleNamespace(model_config=MODEL, speculative_config=None)
+    config: Any = SimpleNamespace(
+        model_config=MODEL,
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
     engine._client, engine._config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
     engine._rules = FirstTokenRules(config)
