@@ -60,7 +60,7 @@ BUDGET = {
     "dynamo_lite/routing": 1_852,
     "dynamo_lite/transfer": 1_343,
     "dynamo_lite/request_plane": 2_226,
-    "dynamo_lite/disagg": 8_555,
+    "dynamo_lite/disagg": 8_532,
     "dynamo_lite/vllm": 5_958,
     "dynamo_lite/forward": 7_095,
     "dynamo_lite/planner": 3_734,
