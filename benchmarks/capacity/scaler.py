@@ -5,7 +5,7 @@ are those of the tick's moment; in a graph they are up to a second older.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
@@ -23,7 +23,6 @@ from dynamo_lite.planner.policy.inputs import (
 from dynamo_lite.planner.policy.memory import AddWorkers, PlannerMemory, RemoveWorker
 from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
-from dynamo_lite.planner.policy.start_times import StartTimes
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 
@@ -39,7 +38,6 @@ Fleet = RoleFleet[PrefillWorkerModel] | RoleFleet[DecodeWorkerModel]
 class _Starts:
     """The starts of one role."""
 
-    times: StartTimes = field(default_factory=StartTimes)
     #: When those under way were ordered.
     ordered_at: float | None = None
     done: int = 0
@@ -86,7 +84,7 @@ class PlannerScaler:
                 starts.changed = False, now
             else:
                 wanted[action.role] = len(fleets[action.role].ready)
-                self._ended(starts, now, failed=True)
+                self._ended(starts, failed=True)
             self._memory = begun(self._memory, action)
         return WorkerCounts(wanted[Role.PREFILL], wanted[Role.DECODE])
 
@@ -141,7 +139,7 @@ class PlannerScaler:
         starts, starting, draining = self._starts[role], fleet.starting_s, fleet.draining_s
         changed = starts.changed
         if starts.ordered_at is not None and not starting:
-            self._ended(starts, now, failed=False)
+            self._ended(starts, failed=False)
         operations = [
             Operation(id=number, kind="remove", age_s=age_s)
             for number, age_s in enumerate(draining, 1)
@@ -157,17 +155,13 @@ class PlannerScaler:
                 devices_free=free,
             ),
             operations=tuple(operations),
-            start_s=starts.times.median,
-            start_p95_s=starts.times.p95,
             youngest_s=fleet.youngest_s,
             starts_done=starts.done,
             starts_failed=starts.failed,
             changed=changed and LastChange(up=changed[0], age_s=now - changed[1]),
         )
 
-    def _ended(self, starts: _Starts, now: float, *, failed: bool) -> None:
-        if starts.ordered_at is not None:
-            starts.times.add(now - starts.ordered_at)
+    def _ended(self, starts: _Starts, *, failed: bool) -> None:
         starts.ordered_at = None
         if failed:
             starts.failed += 1

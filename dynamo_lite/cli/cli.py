@@ -21,7 +21,7 @@ from dynamo_lite.cli import (
     join_command,
     listing,
     live_options,
-    planner_commands,
+    planner,
     scale,
     sidecar_command,
 )
@@ -76,7 +76,7 @@ app = typer.Typer(
 app.add_typer(live_options.app, name="config")
 app.add_typer(access.app, name="access")
 app.command()(join_command.join)
-app.add_typer(planner_commands.app, name="planner")
+app.add_typer(planner.app, name="planner")
 app.command()(explain.explain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     sidecar_command.sidecar

@@ -162,8 +162,12 @@ async def members(place: Place) -> list[EndpointRecord]:
     Raises StartupError or Unavailable when etcd does not respond.
     """
     async with open_store(place) as store:
-        entries = await store.get_prefix(names.components_prefix(place.namespace))
-    return _decoded(entries, _endpoint)
+        return await members_in(store, place.namespace)
+
+
+async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
+    """As `members`."""
+    return _decoded(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
 
 
 async def facts_of(records: Iterable[EndpointRecord]) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from dynamo_lite.cli.listing import (
     check_may_write,
     facts_of,
     find_seals,
-    members,
+    members_in,
     on_store,
     table,
     unchecked,
@@ -88,7 +88,7 @@ def get(
 
     async def look(store: Store, place: Place) -> list[dict[str, Any]]:
         seals = find_seals(state_dir, place, secret_file)
-        running = await members(place)
+        running = await members_in(store, place.namespace)
         if warning := unchecked(running, seals):
             print(f"warning: {warning}", file=sys.stderr)
         return [
@@ -166,7 +166,7 @@ def _edit(
     async def change(store: Store, place: Place) -> dict[str, list[Any]]:
         seals = find_seals(state_dir, place, secret_file)
         keys = [names.live_options_key(place.namespace, component) for component in edits]
-        await check_may_write(store, keys, await members(place), seals)
+        await check_may_write(store, keys, await members_in(store, place.namespace), seals)
         if (edit := edits.get("Planner")) is not None:
             await planner.check_options(store, place, edit, seals)
         return {

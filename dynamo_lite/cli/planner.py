@@ -1,57 +1,191 @@
-"""The planner's records and answers, for `dynamo-lite planner`."""
+"""`dynamo-lite planner`: what the planner does, and an operator's orders to it."""
 
 import contextlib
+import json
 import os
 import pwd
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EXIT_FAILED,
+    EtcdUrl,
+    Json,
+    Namespace,
+    SecretFile,
+    StateDir,
+    Targets,
+)
 from dynamo_lite.cli.listing import (
-    Broker,
     Place,
     check_may_write,
     facts_of,
-    members,
-    open_broker,
+    find_seals,
+    members_in,
+    on_store,
+    table,
 )
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
+from dynamo_lite.cli.scale import parse_targets
 from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.connector import COMPONENTS, by_role
-from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode, encode_json
-from dynamo_lite.protocol.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    NoResponders,
-    ProtocolError,
-    StartupError,
-    Unavailable,
-)
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.protocol.planner import (
-    ExplainPlan,
-    LeaderRecord,
-    OperationRecord,
-    PauseRecord,
-    PlannerReport,
-    TargetRecord,
-    decode_planner_report,
-)
-from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, PauseRecord, TargetRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
 
 _TRIES = 20
-_ANSWER_S = 3.0
+_COLUMNS = ("component", "count", "wanted", "state", "reason")
+_NONE = "no planner runs; graphs.disagg_planner has one"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Look at the planner, pause it, and set numbers of workers.
+
+    \b
+    dynamo-lite planner status
+    dynamo-lite planner set VllmWorker=3
+    dynamo-lite planner unset VllmWorker
+    dynamo-lite planner pause --reason "an upgrade"
+    dynamo-lite planner resume
+
+    The planner is the service Planner (graphs.disagg_planner). Its options change with
+    `dynamo-lite config set Planner.OPTION=VALUE`.
+
+    Where the graph has a secret, its records are sealed with it, and `set`, `unset` and `pause`
+    need it: it is that of the graph that runs on --state-dir, or --secret-file.
+    """,
+)
+
+
+@app.command("status")
+def _status(
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Json = False,
+) -> None:
+    """Show which planner leads, what it wants and why, and what is under way.
+
+    STATE is hold (it may not act, or does not know the load), observe (the number fits),
+    pending (another number has to be wanted for a while), acting (an order is not confirmed)
+    or settling (workers are starting or draining). Exit code 1: no planner runs.
+    """
+
+    async def find(store: Store, place: Place) -> PlannerState:
+        return await look(store, place, find_seals(state_dir, place, secret_file))
+
+    seen = on_store(state_dir, etcd_url, namespace, find)
+    print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
+    if not seen.planners:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("pause")
+def _pause(
+    reason: Annotated[str, typer.Option(help="Why; `planner status` shows it.")] = "",
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
+
+    async def write(store: Store, place: Place) -> None:
+        await pause(store, place, reason, find_seals(state_dir, place, secret_file))
+
+    on_store(state_dir, etcd_url, namespace, write)
+    print("paused; `dynamo-lite planner resume` goes on")
+
+
+@app.command("resume")
+def _resume(
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Let the planner decide again."""
+
+    async def write(store: Store, place: Place) -> bool:
+        return await store.delete(names.planner_pause_key(place.namespace))
+
+    was = on_store(state_dir, etcd_url, namespace, write)
+    print("resumed" if was else "it was not paused")
+
+
+@app.command("set")
+def _set(
+    targets: Targets,
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Set numbers of workers. The planner reaches them whatever the load is.
+
+    From then on it decides again, from these numbers; `planner pause` before keeps them. Numbers
+    outside the minimum and maximum of a role or beyond the budget are refused (exit code 2), and
+    then nothing changes. The command does not wait: `planner status` shows the progress.
+
+    \b
+    dynamo-lite planner set VllmWorker=3
+    dynamo-lite planner set VllmWorker=2 PrefillWorker=4
+    """
+    wanted = parse_targets(targets)
+
+    async def write(store: Store, place: Place) -> TargetRecord:
+        seals = find_seals(state_dir, place, secret_file)
+        return await set_counts(store, place, wanted, seals)
+
+    record = on_store(state_dir, etcd_url, namespace, write)
+    numbers = ", ".join(f"{component}={number}" for component, number in record.manual.items())
+    print(f"set: {numbers}  (version {record.version} by {record.by})")
+
+
+@app.command("unset")
+def _unset(
+    components: Annotated[
+        list[str] | None, typer.Argument(metavar="[COMPONENT...]", help="For example VllmWorker.")
+    ] = None,
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Forget numbers that were set and are not reached: the planner decides again.
+
+    Without COMPONENT all of them. Workers that were started or removed for them stay so until the
+    planner decides otherwise. Exit code 2: COMPONENT has no such number.
+
+    \b
+    dynamo-lite planner unset VllmWorker
+    """
+
+    async def write(store: Store, place: Place) -> tuple[TargetRecord, Mapping[str, int]]:
+        seals = find_seals(state_dir, place, secret_file)
+        return await unset_counts(store, place, components or [], seals)
+
+    record, gone = on_store(state_dir, etcd_url, namespace, write)
+    if not gone:
+        print("no number is set")
+        return
+    numbers = ", ".join(f"{component}={number}" for component, number in gone.items())
+    print(f"unset: {numbers}  (version {record.version} by {record.by})")
 
 
 @dataclass(frozen=True)
@@ -94,47 +228,24 @@ async def look(store: Store, place: Place, seals: RecordSeals = UNSEALED) -> Pla
             return None
 
     prefix = names.planner_operations_prefix(place.namespace)
-    found = [decoded(key, OperationRecord) for key in entries if key.startswith(prefix)]
+    operations = [decoded(key, OperationRecord) for key in entries if key.startswith(prefix)]
+    found = await _facts(store, place)
     return PlannerState(
-        planners=await _planners(place),
+        planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
         leader=decoded(leader_key, LeaderRecord),
         target=decoded(names.planner_target_key(place.namespace), TargetRecord),
         paused=decoded(names.planner_pause_key(place.namespace), PauseRecord),
-        operations=sorted((op for op in found if op is not None), key=lambda op: op.id),
+        operations=sorted((op for op in operations if op is not None), key=lambda op: op.id),
         malformed=malformed,
     )
-
-
-async def explain(store: Store, place: Place, broker: Broker, last: int) -> PlannerReport:
-    """Of the planner that leads, or of any if none does. Raises StartupError without an answer."""
-    state = await look(store, place)
-    leases = sorted(
-        state.planners, key=lambda i: state.leader is None or i != state.leader.lease_id
-    )
-    async with open_broker(broker) as messaging:
-        for lease_id in leases:
-            subject = names.endpoint_subject(place.namespace, "Planner", "explain", lease_id)
-            try:
-                reply = await messaging.request(
-                    subject, encode(ExplainPlan(last=last)), timeout_s=_ANSWER_S
-                )
-                return decode_planner_report(reply)
-            except (NoResponders, DeadlineExceeded, ProtocolError):
-                continue
-    raise StartupError(_NONE if not leases else _SILENT)
 
 
 async def pause(store: Store, place: Place, reason: str, seals: RecordSeals = UNSEALED) -> None:
     """Raises StartupError where the planner would ignore it: without the graph's secret."""
     record = PauseRecord(by=_whoami(), reason=reason[:1024], at=SYSTEM_CLOCK.wall())
     key = names.planner_pause_key(place.namespace)
-    await check_may_write(store, [key], await members(place), seals)
+    await check_may_write(store, [key], await members_in(store, place.namespace), seals)
     await store.put(key, seals.sealed(key, encode_json(record)))
-
-
-async def resume(store: Store, place: Place) -> bool:
-    """Returns whether it was paused."""
-    return await store.delete(names.planner_pause_key(place.namespace))
 
 
 async def set_counts(
@@ -181,7 +292,7 @@ async def unset_counts(
 async def _target(store: Store, place: Place, state: PlannerState, seals: RecordSeals) -> Target:
     """Raises StartupError where the planner would ignore what it writes."""
     key = names.planner_target_key(place.namespace)
-    await check_may_write(store, [key], await members(place), seals)
+    await check_may_write(store, [key], await members_in(store, place.namespace), seals)
     seen = [facts.get("newest") for facts in state.planners.values()] if seals.checked else []
     newest = max((version for version in seen if isinstance(version, int)), default=0)
     records = AuthenticRecords(seals, newest=newest)
@@ -205,7 +316,7 @@ async def check_options(
     """
     devices: dict[str, int] = {}
     file: dict[str, Any] = {}
-    for facts in (await _all_facts(place)).values():
+    for facts in (await _facts(store, place)).values():
         file |= facts.get("options", {}).get("file", {})
         devices |= facts.get("planner", {}).get("devices", {})
     replaced = replaces("Planner", edit)
@@ -222,10 +333,6 @@ def _whoami() -> str:
     except KeyError:
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:256]
-
-
-_NONE = "no planner runs; graphs.disagg_planner has one"
-_SILENT = "no planner answers; if the graph has a secret, name it: --secret-file FILE"
 
 
 def _refusals(
@@ -247,17 +354,67 @@ def _refusals(
         return mistakes
     devices = by_role(facts["devices"])
     limits = msgspec.convert(facts["limits"], PlannerOptions)
-    asked: dict[Role, int] = {roles[component]: number for component, number in wanted.items()}
+    asked = {roles[component]: number for component, number in wanted.items()}
     return refusals(asked, counts, devices, limits)
 
 
-async def _planners(place: Place) -> dict[int, Mapping[str, Any]]:
+async def _facts(store: Store, place: Place) -> dict[int, Mapping[str, Any]]:
+    """What each planner reports at /health, by its lease."""
+    found = await members_in(store, place.namespace)
+    records = [record for record in found if record.component == "Planner"]
+    facts = await facts_of(records)
+    return {record.lease_id: facts[record.status_url] for record in records}
+
+
+def _as_json(state: PlannerState) -> dict[str, Any]:
     return {
-        lease_id: facts.get("planner", {}) for lease_id, facts in (await _all_facts(place)).items()
+        "planners": [
+            {"lease": f"{lease_id:x}", **facts} for lease_id, facts in state.planners.items()
+        ],
+        "leader": f"{state.leader.lease_id:x}" if state.leader else None,
+        "target": msgspec.to_builtins(state.target),
+        "paused": msgspec.to_builtins(state.paused),
+        "operations": [msgspec.to_builtins(operation) for operation in state.operations],
+        "malformed": state.malformed,
     }
 
 
-async def _all_facts(place: Place) -> dict[int, Mapping[str, Any]]:
-    records: list[EndpointRecord] = [r for r in await members(place) if r.component == "Planner"]
-    facts = await facts_of(records)
-    return {record.lease_id: facts[record.status_url] for record in records}
+def as_text(state: PlannerState) -> str:
+    lines = [f"! ignored: {problem}" for problem in state.malformed]
+    if not state.planners:
+        return "\n".join([*lines, "no planner runs"])
+    facts = state.shown
+    refused = facts.get("refused", {})
+    lines += [f"! the planner ignores {key}: {why}" for key, why in refused.items()]
+    if state.leader is None:
+        lines.append("no planner leads")
+    else:
+        others = len(state.planners) - 1
+        more = f", {others} more ready to take over" if others else ""
+        silent = "" if state.led_by else ", but it does not respond"
+        lines.append(f"planner {state.leader.lease_id:x} leads{silent}{more}")
+    if facts.get("hold"):
+        lines.append(f"hold: {facts['hold']}")
+    if state.paused is not None:
+        why = f": {state.paused.reason}" if state.paused.reason else ""
+        lines.append(f"paused by {state.paused.by}{why}")
+    if state.target is not None and state.target.manual:
+        numbers = ", ".join(f"{name}={count}" for name, count in state.target.manual.items())
+        lines.append(f"set by an operator, not reached yet: {numbers}")
+        reasons = {one["component"]: one["reason"] for one in facts.get("roles", [])}
+        for name in state.target.manual:
+            if name in reasons:
+                lines.append(f"  {name}: {reasons[name]}")
+        lines.append("  `dynamo-lite planner unset` gives them back to the planner")
+    if roles := facts.get("roles"):
+        rows = [{**one, "wanted": "?"} if one["wanted"] is None else one for one in roles]
+        lines += ["", table(_COLUMNS, [[str(row[name]) for name in _COLUMNS] for row in rows])]
+    lines += [f"would do: {action}" for action in facts.get("held", [])]
+    for operation in state.operations:
+        age = max(time.time() - operation.at, 0.0)
+        which = f" of {operation.lease_id:x}" if operation.lease_id else ""
+        lines.append(
+            f"under way: {operation.kind} {operation.component}{which} to {operation.count},"
+            f" {operation.phase}, for {age:.0f} s: {operation.reason}"
+        )
+    return "\n".join(lines)

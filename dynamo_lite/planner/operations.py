@@ -174,10 +174,7 @@ class Operations:
     async def _await_start(self, one: RunningOperation, counts: RoleCounts) -> None:
         if counts.starting:
             return
-        if counts.ready < one.record.count:
-            await self._under_way.end(one, "failed")
-            return
-        await self._under_way.end(one, "done", started=True)
+        await self._under_way.end(one, "failed" if counts.ready < one.record.count else "done")
 
     async def _order_withdrawal(
         self, one: RunningOperation, counted: Counted, counts: RoleCounts
@@ -188,9 +185,7 @@ class Operations:
         for count in range(counts.starting + counts.ready - 1, least - 1, -1):
             version = await self._version(one, version)
             await self._connector.remove(self._order(one, version, count))
-        # It would have taken longer still. Without this, starts that have become slower would all
-        # be withdrawn.
-        await self._under_way.end(one, "withdrawn", started=True)
+        await self._under_way.end(one, "withdrawn")
 
     async def _order_removal(
         self, one: RunningOperation, counted: Counted, counts: RoleCounts

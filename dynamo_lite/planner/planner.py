@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter as Tally
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.planner import drains
 from dynamo_lite.planner.authentic import AuthenticRecords
@@ -20,7 +22,6 @@ from dynamo_lite.planner.connector import (
     LocalConnector,
     by_role,
 )
-from dynamo_lite.planner.history import History, PlannerMetrics, as_text, roles_of
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed, until
 from dynamo_lite.planner.operations import Operations
@@ -32,6 +33,7 @@ from dynamo_lite.planner.policy.memory import (
     AddWorkers,
     PlannerMemory,
     Proposal,
+    RemoveWorker,
     WithdrawStart,
 )
 from dynamo_lite.planner.policy.planner import begun, plan
@@ -39,23 +41,81 @@ from dynamo_lite.planner.records import PlannerRecords
 from dynamo_lite.planner.roles import LastChanges, manual_counts, reached, roles_seen
 from dynamo_lite.planner.target import Target
 from dynamo_lite.planner.under_way import UnderWay
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import PlannerOptions, subset
-from dynamo_lite.protocol.planner import (
-    PlannerReport,
-    decode_explain_plan,
-)
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.runtime.sealed_records import RecordSeals
 
 logger = logging.getLogger(__name__)
+
+_KINDS: Mapping[type[Action], str] = {
+    AddWorkers: "add",
+    RemoveWorker: "remove",
+    WithdrawStart: "withdraw",
+}
+
+
+def as_text(action: Action) -> str:
+    """An action in words."""
+    component = COMPONENTS[action.role]
+    if isinstance(action, AddWorkers):
+        return f"{component} +{action.size}: {action.reason}"
+    if isinstance(action, WithdrawStart):
+        return f"{component} start withdrawn: {action.reason}"
+    which = "a starting one" if action.starting else "one"
+    return f"{component} -1 ({which}): {action.reason}"
+
+
+class PlannerMetrics:
+    def __init__(self, registry: CollectorRegistry):
+        self.leads = Gauge(
+            "dynamo_lite_planner_leads", "1 while this planner may act", registry=registry
+        )
+        self._workers = Gauge(
+            "dynamo_lite_planner_workers",
+            "Workers of each component: count (serving or starting) and wanted",
+            ["component", "kind"],
+            registry=registry,
+        )
+        self._actions = Counter(
+            "dynamo_lite_planner_actions",
+            "Changes that were decided: add, remove, withdraw; in a dry run, too",
+            ["component", "action", "held"],
+            registry=registry,
+        )
+        self._operations = Counter(
+            "dynamo_lite_planner_operations",
+            "Changes that have ended, by outcome: done, failed, withdrawn, refused, late",
+            ["component", "kind", "outcome"],
+            registry=registry,
+        )
+        self.failures = Counter(
+            "dynamo_lite_planner_failures",
+            "Ticks in which something could not be asked or ordered, by what: counts, store",
+            ["what"],
+            registry=registry,
+        )
+        self._ended: Tally[tuple[str, str, str]] = Tally()
+
+    def decided(self, proposal: Proposal) -> None:
+        for role, one in proposal.roles.items():
+            self._workers.labels(COMPONENTS[role], "count").set(one.count)
+            wanted = float("nan") if one.wanted is None else one.wanted
+            self._workers.labels(COMPONENTS[role], "wanted").set(wanted)
+        for held, actions in (("no", proposal.actions), ("yes", proposal.held)):
+            for action in actions:
+                self._actions.labels(COMPONENTS[action.role], _KINDS[type(action)], held).inc()
+
+    def ended(self, tally: Tally[tuple[str, str, str]]) -> None:
+        """tally: of all operations that have ended since the start."""
+        for key, number in tally.items():
+            if number > self._ended[key]:
+                self._operations.labels(*key).inc(number - self._ended[key])
+        self._ended = Tally(tally)
 
 
 class Planner:
@@ -75,7 +135,8 @@ class Planner:
         self._wake = asyncio.Event()
         self._memory = PlannerMemory()
         self._proposal = Proposal(hold="it has not looked yet")
-        self._history = History()
+        #: What was logged last.
+        self._told: object = None
         self._led = False
         #: Devices of one worker, by component.
         self._devices: dict[str, int] = {}
@@ -111,11 +172,8 @@ class Planner:
             lambda: self._observation.members.values(),
             self._least,
         )
-        explain = names.endpoint_subject(namespace, self._spec.component, "explain", host.lease.id)
-        handler = counted(self._on_explain, "explain", host.drops)
-        await enter(host.messaging.serve(explain, handler))
         host.spawn(self._run(connector), "planner")
-        await host.register("explain")
+        await host.register("plan")
         return {}
 
     async def drain(self, grace_s: float) -> None:
@@ -134,7 +192,11 @@ class Planner:
             "planner": {
                 "leads": records.leads,
                 "hold": self._proposal.hold,
-                "roles": [msgspec.to_builtins(role) for role in roles_of(self._proposal)],
+                "roles": [
+                    {"component": COMPONENTS[role], **asdict(one)}
+                    for role, one in self._proposal.roles.items()
+                ],
+                "held": [as_text(action) for action in self._proposal.held],
                 "operations": len(self._under_way),
                 "manual": dict(target.manual) if target else {},
                 "limits": asdict(self._limits),
@@ -186,7 +248,7 @@ class Planner:
         seen = self._seen(observed, number)
         now = self._host.clock.monotonic()
         self._memory, proposal = plan(self._memory, seen, self._limits, now)
-        self._show(proposal, now)
+        self._show(proposal)
         for action in proposal.actions:
             assert number is not None
             if await self._act(action, number):
@@ -213,12 +275,16 @@ class Planner:
             logger.warning("the numbers of workers are not known: %s", exc)
             return None
 
-    def _show(self, proposal: Proposal, now: float) -> None:
+    def _show(self, proposal: Proposal) -> None:
+        """Logs it if it acts or what it wants has changed."""
         self._proposal = proposal
         self._metrics.decided(proposal)
         self._metrics.ended(self._under_way.ended)
-        if self._history.add(proposal, now):
-            texts = [as_text(action) for action in (*proposal.actions, *proposal.held)]
+        texts = [as_text(action) for action in (*proposal.actions, *proposal.held)]
+        kinds = [text.partition(":")[0] for text in texts]
+        states = [(role, one.state, one.count, one.wanted) for role, one in proposal.roles.items()]
+        if proposal.actions or (proposal.hold, kinds, states) != self._told:
+            self._told = proposal.hold, kinds, states
             said = f" ({'would do' if proposal.hold else 'does'}: {'; '.join(texts)})"
             logger.info("%s%s", proposal.reason, said if texts else "")
 
@@ -295,13 +361,3 @@ class Planner:
             return None
         logger.info("%s %x is removed: %s", component, found.lease_id, found.reason)
         return members.get(found.lease_id)
-
-    async def _on_explain(self, payload: bytes) -> bytes:
-        asked = decode_explain_plan(payload)
-        assert self._records is not None
-        report = PlannerReport(
-            lease_id=self._host.lease.id,
-            leads=self._records.leads,
-            decisions=self._history.last(asked.last, self._host.clock.monotonic()),
-        )
-        return encode(report)

@@ -47,14 +47,11 @@ def roles_seen(
             continue
         counts = _without_leaving(number.roles[component], under_way.leaving(component))
         serving = observed.serving(role, under_way.victims(members))
-        start_s, start_p95_s = under_way.start_times(component)
         done, failed = under_way.starts(component)
         seen[role] = RoleSeen(
             counts=counts,
             others=max(serving - counts.ready - counts.starting, 0),
             operations=under_way.of(component),
-            start_s=start_s,
-            start_p95_s=start_p95_s,
             youngest_s=observed.youngest_s(role),
             starts_done=done,
             starts_failed=failed,

@@ -1,7 +1,7 @@
 """The changes that are under way, their records in etcd, and how those before have ended."""
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -10,7 +10,6 @@ import msgspec
 from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.departure import Departure
 from dynamo_lite.planner.policy.inputs import Operation
-from dynamo_lite.planner.policy.start_times import StartTimes
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.planner import ChangePhase, OperationRecord
 from dynamo_lite.runtime.clock import Clock
@@ -29,7 +28,6 @@ class RunningOperation:
     record: OperationRecord
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
-    resumed: bool = False
     #: Whether etcd has this record for sure.
     stored: bool = False
     #: Whether etcd has had any record of it for sure.
@@ -38,8 +36,6 @@ class RunningOperation:
     failures: int = 0
     retry_at: float = 0.0
     departure: Departure | None = None
-    #: How long its start took, measured once.
-    took_s: float | None = None
 
     @property
     def needs_new_id(self) -> bool:
@@ -62,7 +58,6 @@ class UnderWay:
         self._store, self._namespace, self._clock = store, namespace, clock
         self._records = records or AuthenticRecords()
         self._running: dict[int, RunningOperation] = {}
-        self._starts: defaultdict[str, StartTimes] = defaultdict(StartTimes)
         #: How operations have ended: (component, kind, outcome) to their number.
         self.ended: Counter[tuple[str, str, str]] = Counter()
         #: Leases that the connector does not know.
@@ -90,9 +85,7 @@ class UnderWay:
                 logger.warning("%s is dropped: it is too old", record)
                 await self._store.delete(key)
                 continue
-            self._running[record.id] = RunningOperation(
-                record, began=now, resumed=True, stored=True, known=True
-            )
+            self._running[record.id] = RunningOperation(record, began=now, stored=True, known=True)
             logger.info("resumes %s", record)
 
     def forget(self) -> None:
@@ -141,11 +134,6 @@ class UnderWay:
         self._removed &= set(live)
         return self._removed | {one.record.lease_id for one in self._running.values()}
 
-    def start_times(self, component: str) -> tuple[float | None, float | None]:
-        """Median and 95th percentile in seconds; None while there are too few."""
-        starts = self._starts[component]
-        return starts.median, starts.p95
-
     def starts(self, component: str) -> tuple[int, int]:
         """How many have succeeded and failed."""
         return (
@@ -179,13 +167,9 @@ class UnderWay:
         one.stored = one.known = True
         one.failures = 0
 
-    async def end(self, one: RunningOperation, outcome: str, *, started: bool = False) -> None:
-        """started: its time so far counts as one of a start."""
-        if one.took_s is None:
-            one.took_s = self._clock.monotonic() - one.began
+    async def end(self, one: RunningOperation, outcome: str) -> None:
+        """Raises StoreUnavailable; it goes on then."""
         await self._store.delete(self._key(one.record))
-        if started and not one.resumed:
-            self._starts[one.record.component].add(one.took_s)
         self._running.pop(one.record.id, None)
         if one.record.kind == "remove" and outcome != "refused":
             self._removed.add(one.record.lease_id)

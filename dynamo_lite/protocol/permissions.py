@@ -159,7 +159,6 @@ def _prefill_worker(namespace: str) -> Permissions:
 def _planner(namespace: str) -> Permissions:
     return Permissions(
         "Planner",
-        subscribe=(_endpoints(namespace, "Planner"),),
         read=(names.live_options_key(namespace, "Planner"),),
         # It revokes leases, for which etcd demands that it may delete their keys.
         write=(
@@ -195,7 +194,6 @@ def _operator(namespace: str) -> Permissions:
         publish=(
             _of_any(names.explain_subject, namespace),
             _of_any(names.forward_explain_subject, namespace),
-            _endpoints(namespace, "Planner"),
         ),
         write=(f"{namespace}/",),
     )

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.records import LeaseId, Natural, Text
 
 #: Longest line on a supervisor's socket, with its newline.
@@ -169,47 +168,3 @@ class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
     by: Text
     reason: Text = ""
     at: Wall = 0.0
-
-
-# Questions to a planner
-
-
-class ExplainPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a planner for its newest `last` decisions."""
-
-    last: Annotated[int, msgspec.Meta(ge=1, le=500)] = 20
-
-
-class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One component in a decision; see `planner/policy/memory.py: RolePlan`."""
-
-    component: ComponentName
-    state: Annotated[str, msgspec.Meta(max_length=16)]
-    count: Number
-    #: None: not known.
-    wanted: int | None
-    reason: Text
-
-
-class PlannerDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a planner decided. Recorded when it acts, and when its view changes."""
-
-    #: Seconds since the decision.
-    age_s: float
-    #: Why it may not act; empty if it may.
-    hold: Text = ""
-    #: The changes in words; while it may not act, the changes that it would make.
-    actions: list[Text] = []
-    roles: list[RoleDecision] = []
-
-
-class PlannerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A planner's answer, oldest decision first."""
-
-    lease_id: LeaseId
-    leads: bool
-    decisions: list[PlannerDecision] = []
-
-
-decode_explain_plan: Decoder[ExplainPlan] = Decoder(ExplainPlan)
-decode_planner_report: Decoder[PlannerReport] = Decoder(PlannerReport)

@@ -49,10 +49,6 @@ class RoleSeen:
     #: Serving workers that another supervisor has started and that cannot be removed here.
     others: int = 0
     operations: tuple[Operation, ...] = ()
-    #: Median seconds from the order of a worker until it was ready, and the 95th percentile; None:
-    #: not measured yet.
-    start_s: float | None = None
-    start_p95_s: float | None = None
     #: Age of the youngest serving worker; None: there is none, or its age is not known.
     youngest_s: float | None = None
     #: How many starts have ended, since this planner runs.

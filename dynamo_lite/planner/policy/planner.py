@@ -33,7 +33,7 @@ from dynamo_lite.planner.policy.memory import (
     WithdrawStart,
 )
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
-from dynamo_lite.planner.policy.step import RoleStep, RoleWish, is_a_tick_later, start_s
+from dynamo_lite.planner.policy.step import RoleStep, RoleWish, is_a_tick_later
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.runtime.backoff import Backoff
@@ -134,7 +134,7 @@ def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
     are cold, and their kernels compile."""
     if role is None or role.youngest_s is None:
         return role is not None
-    return role.youngest_s >= min(_YOUNG_S, start_s(role, limits) / 2)
+    return role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
 
 
 def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
@@ -147,7 +147,7 @@ def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping
             count=prefill.count,
             rate=memory.prefill_rate,
             work=memory.work,
-            start_s=start_s(prefill, limits),
+            start_s=limits.start_s,
         )
         short = need.up is not None and need.up > prefill.serving
     if (decode := seen.roles.get(Role.DECODE)) is not None:
@@ -157,7 +157,7 @@ def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping
             count=decode.count,
             prefill_short=short,
             work=memory.work,
-            start_s=start_s(decode, limits),
+            start_s=limits.start_s,
         )
     return needs
 

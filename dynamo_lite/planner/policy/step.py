@@ -38,18 +38,6 @@ class RoleWish:
     gives: bool = False
 
 
-def start_s(role: RoleSeen, limits: PlannerOptions) -> float:
-    """Seconds that a start takes: measured, or assumed."""
-    return limits.start_s if role.start_s is None else role.start_s
-
-
-def start_deadline_s(role: RoleSeen, limits: PlannerOptions) -> float:
-    """A start that takes longer is withdrawn."""
-    if role.start_p95_s is None:
-        return limits.start_timeout_s
-    return min(max(2 * role.start_p95_s, limits.tick_s), limits.start_timeout_s)
-
-
 def is_a_tick_later(before: float | None, now: float, limits: PlannerOptions) -> bool:
     """Whether a tick at `now` tells more than the one before. A change in etcd, also the planner's
     own, causes a tick at once, and over milliseconds every difference looks steep."""
@@ -188,7 +176,7 @@ class RoleStep:
         if seen.counts.starting and not seen.operations:
             since = self._memory.starting_since
             waited_s = 0.0 if since is None else self._now - since
-            overdue = waited_s > start_deadline_s(seen, self._limits)
+            overdue = waited_s > self._limits.start_timeout_s
             removal = RemoveWorker(role=role, starting=True, reason=reason, overdue=overdue)
             return RoleWish(remove=removal), reason
         if seen.counts.ready - max(free, 0) < 1 or seen.serving - max(free, 0) < 2:
@@ -203,7 +191,7 @@ class RoleStep:
         operations = self._seen.operations
         if not operations:
             return None
-        deadline_s = start_deadline_s(self._seen, self._limits)
+        deadline_s = self._limits.start_timeout_s
         late = tuple(
             WithdrawStart(
                 role=self._role,
@@ -233,7 +221,7 @@ class RoleStep:
         last = self._seen.changed
         if last is None or last.up is up:
             return ""
-        rest = max(self._limits.cooldown_s, start_s(self._seen, self._limits)) - last.age_s
+        rest = max(self._limits.cooldown_s, self._limits.start_s) - last.age_s
         if rest <= 0:
             return ""
         return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
