@@ -401,10 +401,6 @@ def as_text(state: PlannerState) -> str:
     if state.target is not None and state.target.manual:
         numbers = ", ".join(f"{name}={count}" for name, count in state.target.manual.items())
         lines.append(f"set by an operator, not reached yet: {numbers}")
-        reasons = {one["component"]: one["reason"] for one in facts.get("roles", [])}
-        for name in state.target.manual:
-            if name in reasons:
-                lines.append(f"  {name}: {reasons[name]}")
         lines.append("  `dynamo-lite planner unset` gives them back to the planner")
     if roles := facts.get("roles"):
         rows = [{**one, "wanted": "?"} if one["wanted"] is None else one for one in roles]

@@ -104,10 +104,9 @@ class PlannerOptions:
     prefill_up_share: Share = 0.8
     #: A decode worker is added above this share of the KV blocks or of `max-num-seqs`.
     decode_up_share: Share = 0.85
-    #: Assumed time of a start until one was measured.
+    #: Time of a start.
     start_s: SecondsOption = 60.0
-    #: A start that takes longer is withdrawn. With three measured starts the limit is twice their
-    #: 95th percentile, if that is less.
+    #: A start that takes longer is withdrawn.
     start_timeout_s: SecondsOption = 600.0
     #: Longest drain of a removed worker.
     drain_timeout_s: SecondsOption = 600.0

@@ -67,6 +67,7 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "config seal": "`config set` a value again: it seals all values of its component",
         "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
         "config watch": "`config get` shows what is set",
+        "planner explain": "`planner status`; the planner's log has each decision",
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": (

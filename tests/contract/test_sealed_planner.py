@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.cli import planner, planner_view
+from dynamo_lite.cli import planner
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
@@ -75,7 +75,7 @@ async def test_a_forged_order_is_not_carried_out(bench: Bench, tmp_path: Path, f
         await more_looks(bench)
         assert bench.supervisor.orders == []
         assert running.facts["manual"] == {} and running.facts["operations"] == 0
-        shown = planner_view.as_text(await planner.look(bench.store, place, bench.seals))
+        shown = planner.as_text(await planner.look(bench.store, place, bench.seals))
         for key in forged:
             assert f"! ignored: {key}: not authentic" in shown
             assert f"! the planner ignores {key}: not authentic" in shown

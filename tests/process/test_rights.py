@@ -65,12 +65,12 @@ class Rights:
         found = [line for line in lines if any(text in line.lower() for text in said)]
         return [*self.servers.violations(), *found]
 
-    def operator(self, *command: str, nats: bool = False, secret: bool = False) -> str:
+    def operator(self, *command: str, secret: bool = False) -> str:
         """The output of a command of `dynamo-lite` with the operator's rights."""
         urls = self.servers.options("Operator")
         done = run(
             *command,
-            *urls[0 if nats else 2 :],
+            *urls[2:],
             *("--namespace", NAMESPACE),
             *(("--secret-file", str(self.secret)) if secret else ()),
         )
@@ -179,10 +179,6 @@ async def test_the_planner_leads_and_the_operator_s_commands_work(rights: Rights
     await eventually(lambda: hold() == "paused")
     await asyncio.to_thread(rights.operator, "planner", "resume")
     await eventually(lambda: hold() != "paused")
-    told = await asyncio.to_thread(
-        lambda: rights.operator("planner", "explain", nats=True, secret=True)
-    )
-    assert told
     option = "Router.kv-router.kv-weight"
     await asyncio.to_thread(rights.operator, "config", "set", f"{option}=0.5", secret=True)
     options = f"{rights.status_url('Router')}/health"

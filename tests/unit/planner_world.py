@@ -92,8 +92,6 @@ class World:
                 Operation(id=i, kind=kind, age_s=self.now - began)  # pyright: ignore
                 for i, kind, began, _ in pool.operations
             ),
-            start_s=pool.start_s,
-            start_p95_s=pool.start_s,
             starts_done=pool.done,
             starts_failed=pool.failed,
             changed=self._changed(role),

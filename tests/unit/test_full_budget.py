@@ -13,7 +13,14 @@ from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 
 # The down window is so long that nothing is removed before its device is needed.
-FULL = PlannerOptions(budget_devices=4, prefill_max=32, decode_max=32, down_window_s=300.0)
+FULL = PlannerOptions(
+    budget_devices=4,
+    prefill_max=32,
+    decode_max=32,
+    down_window_s=300.0,
+    start_s=20.0,
+    start_timeout_s=40.0,
+)
 
 
 class FullWorld(World):

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dynamo_lite.planner.history import PlannerMetrics
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
+from dynamo_lite.planner.planner import PlannerMetrics
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.runtime.process.host import add_gauges

@@ -79,21 +79,6 @@ async def rig() -> AsyncIterator[Rig]:
         yield Rig(store, FakeSupervisor())
 
 
-async def test_starts_that_became_slower_are_granted_more_time(rig: Rig):
-    for _ in range(3):
-        await rig.add(P)
-        rig.supervisor.finish_starts()
-        await rig.advance(10.0)
-    assert rig.under_way.start_times(P) == (10.0, 10.0)
-    operation = await rig.add(P)
-    rig.now += 21.0
-    await rig.operations.withdraw(operation)
-    await rig.advance()
-    assert rig.under_way.starts(P) == (3, 1)
-    assert rig.under_way.start_times(P) == (10.0, 21.0)
-    assert rig.supervisor.ready == {P: 4, D: 1}
-
-
 async def test_a_withdrawal_is_ordered_after_its_record_is_stored(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
@@ -245,8 +230,6 @@ async def test_a_start_is_learned_once_however_often_its_record_cannot_be_delete
     for _ in range(4):
         await rig.advance(60.0)
     assert rig.under_way.starts(P) == (1, 0)
-    # Of three starts it would know the second one.
-    assert rig.under_way.start_times(P) == (60.0, None)
 
 
 async def test_an_operation_whose_record_may_be_stored_goes_on(rig: Rig):

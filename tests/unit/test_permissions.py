@@ -25,7 +25,7 @@ _ARGUMENTS = {
 #: Other programs ask these.
 _SERVED_ONLY = {("endpoint_subject", "Processor"), ("endpoint_subject", "VllmWorker")}
 _COMPONENTS = {
-    "endpoint_subject": ("Router", "Planner", "Processor", "VllmWorker"),
+    "endpoint_subject": ("Router", "Processor", "VllmWorker"),
     "endpoint_key": tuple(name for name in ALL if name != "Operator"),
     "health_subject": ("VllmWorker", "PrefillWorker"),
     "kv_subject": ("VllmWorker",),
@@ -107,7 +107,6 @@ STREAM = names.prefill_stream(NAMESPACE)
         (names.endpoint_subject(NAMESPACE, "Router", "pick", 0x1A), ["Frontend"]),
         (names.fates_subject(NAMESPACE, 0x1A), ["Frontend"]),
         (names.explain_subject(NAMESPACE, "e1"), ["Operator"]),
-        (names.endpoint_subject(NAMESPACE, "Planner", "explain", 0x1A), ["Operator"]),
     ],
 )
 def test_nobody_sends_what_another_component_sends(subject: str, senders: list[str]):

@@ -94,7 +94,7 @@ def test_a_constant_load_does_not_fall(rate: float):
 @pytest.mark.parametrize("falls", [False, True])
 def test_a_part_of_the_window_is_enough_while_the_arrivals_fall(falls: bool):
     memory = RoleMemory(count=3, known_since=0.0, needs=((100.0, 3), (180.0, 2)))
-    seen = RoleSeen(counts=RoleCounts(ready=3), start_s=20.0)
+    seen = RoleSeen(counts=RoleCounts(ready=3))
     step = RoleStep(D, memory, seen, Need(2, 2, ""), PlannerOptions(), 180.0, falls=falls)
     assert (step.demand()[1].remove is not None) is falls
 
@@ -134,8 +134,8 @@ def known(decode: int, arriving: float, **changes: float | None) -> tuple[Planne
     )
     seen = Seen(
         roles={
-            P: RoleSeen(counts=RoleCounts(ready=1), start_s=20.0),
-            D: RoleSeen(counts=RoleCounts(ready=decode), start_s=20.0),
+            P: RoleSeen(counts=RoleCounts(ready=1)),
+            D: RoleSeen(counts=RoleCounts(ready=decode)),
         },
         prefill=prefill_load(1000 * arriving, rate=10_000),
         decode=replace(load, **changes),
