@@ -5,7 +5,7 @@ are those of the tick's moment; in a graph they are up to a second older.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
@@ -13,6 +13,7 @@ from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
 from dynamo_lite.planner.policy.inputs import (
+    DecodeLoad,
     LastChange,
     Operation,
     PrefillLoad,
@@ -21,7 +22,7 @@ from dynamo_lite.planner.policy.inputs import (
     Seen,
 )
 from dynamo_lite.planner.policy.memory import AddWorkers, PlannerMemory, RemoveWorker
-from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
+from dynamo_lite.planner.policy.observed import Outstanding, decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -93,7 +94,7 @@ class PlannerScaler:
         free = max(self._limits.budget_devices - present, 0)
         outstanding = Outstanding(jobs=graph.queue.jobs, tokens=graph.queue.tokens)
         prefill = self._prefill(graph, now)
-        decode = decode_load(graph.decode.ready, outstanding, self._rates(graph, now))
+        decode = self._decode(graph, outstanding, now)
         self._remember(graph, now)
         return Seen(
             roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
@@ -115,10 +116,11 @@ class PlannerScaler:
             rate=rate,
         )
 
-    def _rates(self, graph: GraphModel, now: float) -> TokenRates:
+    def _decode(self, graph: GraphModel, outstanding: Outstanding, now: float) -> DecodeLoad:
         tally, then = graph.tally, self._since(_RATE_S, now)
         seconds, recent = now - then.at, tally.gaps.since(then.gaps)
-        return TokenRates(
+        return replace(
+            decode_load(graph.decode.ready, outstanding),
             admitted_per_s=(tally.admitted - then.admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,

@@ -14,21 +14,6 @@ _Taken = Sequence[tuple[float, int, Decision]]
 
 _COLUMNS = ("at", "request", "prompt", "to_compute", "queue", "verdict", "outcome", "took")
 
-#: Reason to what made the verdict, in numbers.
-_WHY = {
-    "long": "{uncached} to compute, more than {most}, and the queue has room",
-    "short": "{uncached} to compute, at most {most} are local",
-    "cached": "{uncached} to compute, at most {most} are local; the others are cached here",
-    "single_flight": "{uncached} to compute, after another request's remote prefill of the others",
-    "queue_full": "{queue.jobs} jobs in the queue, at least {limits.max_prefill_queue_size}",
-    "queue_tokens": "{queue.tokens} tokens queued, at least {limits.max_prefill_queue_tokens}",
-    "too_late": "{left} left",
-    "queue_unknown": "not read in the last {limits.queue_view_max_age_s:g} s",
-    "no_prefill_worker": "none is usable",
-    "leaving": "this worker was draining",
-    "not_transferable": "its KV depends on more than its tokens, or must not be cached",
-}
-
 
 def as_json(taken: _Taken) -> list[dict[str, Any]]:
     return [
@@ -45,7 +30,7 @@ def as_text(at: float, lease_id: int, d: Decision) -> str:
     tokens = limits.max_prefill_queue_tokens
     lines = [
         f"{d.request_id}  {as_clock(at)}  worker {lease_id:x}",
-        f"  verdict  {d.verdict}, {d.reason}: {_why(d)}",
+        f"  verdict  {d.verdict}, {d.reason}",
         f"  prompt   {d.prompt_tokens} tokens, {d.cached_tokens} of them cached here",
         f"  queue    {queue}",
         f"  limits   local up to {limits.max_local_prefill_length} tokens to compute, and from"
@@ -59,18 +44,6 @@ def as_text(at: float, lease_id: int, d: Decision) -> str:
             lines.append(f"  {'because' if taken_back else 'writer '}  {d.asked.detail}")
         lines.append(f"  attempt  {d.asked.attempt}")
     return "\n".join(lines)
-
-
-def _why(d: Decision) -> str:
-    if (why := _WHY.get(d.reason)) is None:
-        return d.reason
-    return why.format(
-        uncached=_count(d.uncached_tokens, "token"),
-        most=max(d.thresholds.max_local_prefill_length, 1),
-        left=as_time(max(d.time_left_s, 0.0)),
-        limits=d.thresholds,
-        queue=d.queue or QueueSeen(jobs=0, prefill_workers=0, age_s=0.0),
-    )
 
 
 def _queue(queue: QueueSeen) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from msgspec import UNSET, inspect
+from msgspec import UNSET
 
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
@@ -181,22 +181,6 @@ def _edit(
             print(f"{component}: no value differs")
 
 
-def accepted(component: str, option: str) -> str:
-    """The values that an option accepts, in words."""
-    kind = inspect.type_info(LIVE_OPTIONS[component][option])
-    types = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    return " or ".join(map(_words, types))
-
-
-def _words(kind: inspect.Type) -> str:
-    if isinstance(kind, inspect.NoneType):
-        return "null"
-    assert isinstance(kind, inspect.IntType | inspect.FloatType)
-    noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
-    low = f"≥ {kind.ge}" if kind.ge is not None else f"> {kind.gt}"
-    return f"{noun} {low} and ≤ {kind.le:,.0f}"
-
-
 def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`KEY=VALUE ...` by component. Raises ConfigError with every mistake."""
     edits: dict[str, dict[str, Any]] = {}
@@ -244,8 +228,7 @@ def _parsed(component: str, option: str, text: str) -> Any:
     try:
         return checked(component, option, value)
     except ProtocolError as exc:
-        message = f"expected {accepted(component, option)}, got {value!r}"
-        raise ConfigError([f"{key}: {message}"]) from exc
+        raise ConfigError([f"{component}.{exc}; got {value!r}"]) from exc
 
 
 def edited(values: Values, edit: Edit) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 A record needs the seal of the secret for its key, and may not be older than what this process has
 seen. A writer to etcd without the secret can therefore order nothing. The leader's record is not
-sealed: it orders nothing, and a writer to etcd could also delete it.
+sealed: it orders nothing, and a writer to etcd could also delete it. A pause has no age: it
+orders nothing, too.
 
 The numbers of the orders show which record is older: each version of the target record is higher
 than the one before, and each change takes a new version as its id before its record is stored.
 """
 
-import hashlib
 import logging
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 #: A change goes through its phases in this order.
 _PHASES = ("ordered", "leaving", "asked", "withdrawing")
-#: Number of past pauses that are remembered, because pauses have no version.
-_PAUSES = 1000
 
 R = TypeVar("R", TargetRecord, OperationRecord, PauseRecord)
 
@@ -62,7 +59,6 @@ class AuthenticRecords:
         self._believed: dict[str, tuple[bytes, msgspec.Struct]] = {}
         #: By key: what is there and is not believed.
         self._refused: dict[str, _Refused] = {}
-        self._past_pauses: deque[bytes] = deque(maxlen=_PAUSES)
 
     def __repr__(self) -> str:
         return f"AuthenticRecords(newest={self._newest}, refused={sorted(self._refused)})"
@@ -107,25 +103,16 @@ class AuthenticRecords:
             self._refuse(key, judged)
             return
         self._refused.pop(key, None)
-        last, self._believed[key] = self._believed.get(key), (data, judged)
-        if not self._seals.checked:
-            return
-        if isinstance(judged, TargetRecord):
+        self._believed[key] = data, judged
+        if self._seals.checked and isinstance(judged, TargetRecord):
             self._newest = max(self._newest, judged.version)
-        elif isinstance(judged, PauseRecord) and last is not None and last[0] != data:
-            self._past_pauses.append(_digest(last[0]))
 
     def gone(self, key: str) -> None:
-        """The key was deleted. A change or a pause that was there is over."""
+        """The key was deleted. A change that was there is over."""
         self._refused.pop(key, None)
-        last = self._believed.pop(key, None)
-        if last is None or not self._seals.checked:
-            return
-        data, record = last
-        if isinstance(record, OperationRecord):
+        _, record = self._believed.pop(key, (b"", None))
+        if self._seals.checked and isinstance(record, OperationRecord):
             self._over = max(self._over, record.id + 1)
-        elif isinstance(record, PauseRecord):
-            self._past_pauses.append(_digest(data))
 
     def _before(self, key: str, kind: type[R]) -> R | None:
         _, record = self._believed.get(key, (b"", None))
@@ -142,11 +129,11 @@ class AuthenticRecords:
             record = decode_json(content, kind)
         except ProtocolError as exc:
             return _Refused(data, "record", str(exc))
-        if self._seals.checked and (why := self._old(record, before, data)):
+        if self._seals.checked and (why := self._old(record, before)):
             return _Refused(data, "unauthentic", f"not authentic: {why}")
         return record
 
-    def _old(self, record: msgspec.Struct, before: msgspec.Struct | None, data: bytes) -> str:
+    def _old(self, record: msgspec.Struct, before: msgspec.Struct | None) -> str:
         """Why it is older than what was there; empty if it is not."""
         match record:
             case TargetRecord(version=version) if version < self._newest:
@@ -157,8 +144,6 @@ class AuthenticRecords:
                         return f"phase {record.phase} came after {before.phase}"
                 elif record.id < max(self._newest, self._over):
                     return f"change {record.id} is over"
-            case PauseRecord() if _digest(data) in self._past_pauses:
-                return "this pause is over"
             case _:
                 pass
         return ""
@@ -170,7 +155,3 @@ class AuthenticRecords:
         self._on_drop(refused.kind)
         if (more := self._log_limit.allow()) is not None:
             logger.warning("%s is ignored (and %d before it): %s", key, more, refused.why)
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()

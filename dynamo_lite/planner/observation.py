@@ -3,14 +3,13 @@
 The sums over decode workers are made in `planner/policy/observed.py`.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
+from dynamo_lite.planner.policy.observed import Outstanding, decode_load
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.overview import compose
 from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, total
@@ -114,11 +113,6 @@ class Observation:
 def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview) -> DecodeLoad:
     """decode: the workers with their pages."""
     admitted = [one.per_s for one in seen.decisions if one.verdict in _VERDICTS]
-    rates = TokenRates(
-        admitted_per_s=sum(admitted) if seen.rate_s else None,
-        tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
-        token_s=seen.tokens.mean_s,
-    )
     pages = [page for _, page in decode if page is not None]
     outstanding = None
     # A page without these metrics is that of a worker without remote prefills.
@@ -127,19 +121,13 @@ def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview
             jobs=round(_sum(pages, compose.OUTSTANDING_JOBS)),
             tokens=round(_sum(pages, compose.OUTSTANDING_TOKENS)),
         )
-    return decode_load([worker for worker, _ in decode], outstanding, rates)
+    return replace(
+        decode_load([worker for worker, _ in decode], outstanding),
+        admitted_per_s=sum(admitted) if seen.rate_s else None,
+        tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
+        token_s=seen.tokens.mean_s,
+    )
 
 
 def _sum(pages: Sequence[Samples], gauge: str) -> float:
     return sum(page.get((gauge, ()), 0.0) for page in pages)
-
-
-async def until(event: asyncio.Event, timeout_s: float) -> None:
-    """Waits for the event, `timeout_s` at most, and clears it."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
-    finally:
-        event.clear()

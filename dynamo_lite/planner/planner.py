@@ -23,7 +23,7 @@ from dynamo_lite.planner.connector import (
     by_role,
 )
 from dynamo_lite.planner.kubernetes import KubernetesConnector
-from dynamo_lite.planner.observation import Observation, Observed, until
+from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.planner.operations import Operations
 from dynamo_lite.planner.policy.drain import NoVictim, victim
 from dynamo_lite.planner.policy.inputs import Role, Seen
@@ -132,7 +132,6 @@ class Planner:
         self._connector = connector
         self._limits = subset(PlannerOptions, self._config)
         self._stack = AsyncExitStack()
-        self._wake = asyncio.Event()
         self._memory = PlannerMemory()
         self._proposal = Proposal(hold="it has not looked yet")
         #: What was logged last.
@@ -155,7 +154,7 @@ class Planner:
         # In a dry run it must not keep another planner from acting.
         elects = not self._config.dry_run
         self._authentic = authentic = AuthenticRecords(RecordSeals(host.secret), host.drops)
-        records = PlannerRecords(host, self._wake.set, authentic, elects=elects)
+        records = PlannerRecords(host, authentic, elects=elects)
         self._records = await enter(records)
         namespace, by = self._spec.namespace, f"{host.lease.id:x}"
         self._target = Target(host.store, namespace, by, host.clock, authentic)
@@ -224,7 +223,6 @@ class Planner:
         if mistakes := contradictions(limits, by_role(self._devices)):
             logger.warning("live options that contradict each other: %s", "; ".join(mistakes))
         self._limits = limits
-        self._wake.set()
 
     async def _run(self, connector: Connector) -> None:
         while True:
@@ -233,7 +231,7 @@ class Planner:
             except DynamoLiteError as exc:
                 self._metrics.failures.labels("store").inc()
                 logger.warning("the planner's tick failed: %s", exc)
-            await until(self._wake, self._limits.tick_s)
+            await asyncio.sleep(self._limits.tick_s)
 
     async def _tick(self, connector: Connector) -> None:
         records, operations = self._records, self._operations

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -40,19 +40,12 @@ _ACT_SHARE = 0.8
 
 
 class PlannerRecords:
-    """Async context manager; entering it waits for the first listing. on_change: called in the
-    event loop after a change. authentic: receives every record. elects: whether this process may
-    be elected. Raises DeadlineExceeded or StoreUnavailable."""
+    """Async context manager; entering it waits for the first listing. authentic: receives every
+    record. elects: whether this process may be elected. Raises DeadlineExceeded or
+    StoreUnavailable."""
 
-    def __init__(
-        self,
-        host: Host,
-        on_change: Callable[[], None],
-        authentic: AuthenticRecords,
-        *,
-        elects: bool,
-    ):
-        self._host, self._on_change, self._elects = host, on_change, elects
+    def __init__(self, host: Host, authentic: AuthenticRecords, *, elects: bool):
+        self._host, self._elects = host, elects
         self._authentic = authentic
         namespace = host.spec.namespace
         self._prefix = names.planner_prefix(namespace)
@@ -155,9 +148,6 @@ class PlannerRecords:
             else:
                 self._vacant.set()
             self._listed.set()
-            # The records of changes change because of a tick.
-            if isinstance(event, Snapshot) or not event.key.startswith(self._operations):
-                self._on_change()
 
     async def _elect(self) -> None:
         host = self._host

@@ -203,7 +203,7 @@ async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ..
     result = await asyncio.to_thread(run, "explain", "cmpl-a", *where)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0_cmpl-a-0-0a1b2c3d#1 ")
-    assert "  verdict  local, short: 3 tokens to compute, at most 4 are local" in result.stdout
+    assert "  verdict  local, short\n" in result.stdout
     assert "dead does not respond" in result.stderr
     [told] = json.loads((await run_async("explain", "b", "--json", *where)).stdout)
     assert (told["request_id"], told["verdict"]) == ("chatcmpl-b-0a1b2c3d#2", "local")

@@ -28,7 +28,7 @@ class Heir:
         host: Any = SimpleNamespace(
             store=self._store, spec=SimpleNamespace(namespace="n"), drops=uncounted
         )
-        async with PlannerRecords(host, lambda: None, self.records, elects=False) as self._watched:
+        async with PlannerRecords(host, self.records, elects=False) as self._watched:
             yield
 
     async def set_by_operator(self, **manual: int) -> None:

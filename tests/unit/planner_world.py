@@ -110,11 +110,6 @@ class World:
             self._do(action)
         return proposal
 
-    def tick_soon(self, after_s: float) -> Proposal:
-        """Another tick, this many seconds after the one before."""
-        self.now += after_s - self.limits.tick_s
-        return self.tick()
-
     def run(self, seconds: float) -> list[Proposal]:
         return [self.tick() for _ in range(round(seconds / self.limits.tick_s))]
 

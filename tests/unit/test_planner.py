@@ -63,14 +63,6 @@ def test_a_need_is_acted_on_in_the_second_tick():
     assert adds(w.tick(), P) == 1
 
 
-def test_a_tick_soon_after_another_one_confirms_no_need():
-    w = world()
-    w.prefill = prefill_load(1500)
-    w.tick()
-    assert not w.tick_soon(0.05).actions
-    assert adds(w.tick(), P) == 1
-
-
 @pytest.mark.parametrize(
     ("load", "wanted"),
     [

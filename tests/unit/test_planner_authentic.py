@@ -151,23 +151,6 @@ def test_a_change_of_before_the_start_is_not_begun_again(records: AuthenticRecor
     assert list(records.refused) == [operation_key(5)]
 
 
-def test_a_pause_that_is_over_does_not_pause(records: AuthenticRecords):
-    first, second = (
-        records.encoded(PAUSE, PauseRecord(by="me", reason="an upgrade", at=at))
-        for at in (1.0, 2.0)
-    )
-    records.came(PAUSE, first, PauseRecord)
-    records.came(PAUSE, first, PauseRecord)
-    assert not records.refused
-    records.came(PAUSE, second, PauseRecord)
-    records.gone(PAUSE)
-    for old in (first, second):
-        records.came(PAUSE, old, PauseRecord)
-        assert records.decoded(PAUSE, old, PauseRecord) is None
-        assert "this pause is over" in records.refused[PAUSE]
-        assert not records.unreadable(PAUSE)
-
-
 def test_a_sealed_record_that_cannot_be_read_is_no_forgery(
     records: AuthenticRecords, seals: RecordSeals, drops: Counter[str]
 ):

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo_lite.planner.policy.observed import Outstanding, TokenRates, decode_load
+from dynamo_lite.planner.policy.observed import Outstanding, decode_load
 
-RATES = TokenRates(admitted_per_s=3.0, tokens_per_s=900.0, token_s=0.02)
 REMOTE = Outstanding(jobs=2, tokens=2000)
 
 
@@ -20,27 +19,26 @@ class Report:
 
 
 def test_all_workers_together():
-    load = decode_load([Report(), Report()], REMOTE, RATES)
+    load = decode_load([Report(), Report()], REMOTE)
     assert (load.running, load.waiting) == (20, 8)
     assert load.kv_used == 1.0
     assert load.kv_parked == pytest.approx(0.2)
     # Two of those that wait have their blocks; each of the others needs what a running one has.
     assert load.queued == 6
     assert load.kv_waiting == pytest.approx(6 * 0.05)
-    assert (load.admitted_per_s, load.tokens_per_s) == (3.0, 900.0)
-    assert (load.token_s, load.max_running) == (0.02, 32)
+    assert load.max_running == 32
 
 
 def test_a_silent_worker_leaves_the_sums_incomplete():
-    load = decode_load([Report(), Report(running=None)], REMOTE, RATES)
+    load = decode_load([Report(), Report(running=None)], REMOTE)
     assert load.running == 10
     assert load.waiting is load.queued is load.kv_waiting is None
-    assert decode_load([Report(running=None)], REMOTE, RATES).running is None
+    assert decode_load([Report(running=None)], REMOTE).running is None
 
 
 def test_it_may_not_be_known_who_waits_for_memory():
-    load = decode_load([Report()], None, RATES)
+    load = decode_load([Report()], None)
     assert load.kv_parked is load.kv_waiting is load.queued is None
     assert load.waiting == 4
-    idle = decode_load([Report(waiting=0)], None, RATES)
+    idle = decode_load([Report(waiting=0)], None)
     assert (idle.queued, idle.kv_waiting) == (0, 0)

@@ -88,9 +88,8 @@ class RoleMemory:
     #: The number at the last tick, and whether it was about to change then.
     count: int | None = None
     busy: bool = False
-    #: Ticks in a row that wanted more workers, and the last that counted.
+    #: Ticks in a row that wanted more workers.
     up_ticks: int = 0
-    up_at: float = 0.0
     #: Since when the load is known without a gap; None: it is not.
     known_since: float | None = None
     #: (time, workers needed) of the down window: a later entry is always smaller, so the first one

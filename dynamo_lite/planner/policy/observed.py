@@ -42,21 +42,9 @@ class Outstanding:
     tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenRates:
-    """Of all decode workers together, over the last seconds; None: not known."""
-
-    #: Requests that got KV blocks, per second.
-    admitted_per_s: float | None
-    #: Output tokens per second, and the mean time between two of a request.
-    tokens_per_s: float | None
-    token_s: float | None
-
-
-def decode_load(
-    workers: Sequence[ReportsLoad], outstanding: Outstanding | None, rates: TokenRates
-) -> DecodeLoad:
-    """outstanding: None: not known, and so not how many requests wait for a remote prefill."""
+def decode_load(workers: Sequence[ReportsLoad], outstanding: Outstanding | None) -> DecodeLoad:
+    """Without rates. outstanding: None: not known, and so not how many requests wait for a remote
+    prefill."""
     known = [
         (w, w.running, w.waiting)
         for w in workers
@@ -85,8 +73,5 @@ def decode_load(
         running=running,
         waiting=waiting if complete else None,
         queued=without_blocks if waiting_known and complete else None,
-        admitted_per_s=rates.admitted_per_s,
-        tokens_per_s=rates.tokens_per_s,
-        token_s=rates.token_s,
         max_running=min((w.max_running for w in workers if w.max_running), default=None),
     )

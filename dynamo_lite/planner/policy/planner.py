@@ -4,8 +4,7 @@
 before (`memory.py`); `begun` adds to it what was done of the proposal. How many workers a load
 needs is `needs.py`. When a need becomes an order is `step.py`; the budget of all roles is here:
 
-- More workers: needed in two ticks in a row, at least half a tick's time apart; at most half as
-  many again, or four.
+- More workers: needed in two ticks in a row; at most half as many again, or four.
 - Fewer: needed in no tick of the whole down window, and the load was known all the time; while the
   arrivals surely fall a part of the window is enough. One at a time; of more than twenty workers
   five percent may drain together.
@@ -33,7 +32,7 @@ from dynamo_lite.planner.policy.memory import (
     WithdrawStart,
 )
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
-from dynamo_lite.planner.policy.step import RoleStep, RoleWish, is_a_tick_later
+from dynamo_lite.planner.policy.step import RoleStep, RoleWish
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.runtime.backoff import Backoff
@@ -111,8 +110,7 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     admitted, queued = load.admitted_per_s, load.queued
     if admitted is None or queued is None:
         return replace(work, per_s=None)
-    last = work.queued[-1][0] if work.queued else None
-    if decode is None or not is_a_tick_later(last, now, limits):
+    if decode is None:
         return work
     work = work.arrived(admitted, queued, now).served(
         admitted,

@@ -38,12 +38,6 @@ class RoleWish:
     gives: bool = False
 
 
-def is_a_tick_later(before: float | None, now: float, limits: PlannerOptions) -> bool:
-    """Whether a tick at `now` tells more than the one before. A change in etcd, also the planner's
-    own, causes a tick at once, and over milliseconds every difference looks steep."""
-    return before is None or now - before >= limits.tick_s / 2
-
-
 class RoleStep:
     """One tick of one role."""
 
@@ -85,16 +79,14 @@ class RoleStep:
 
     def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards what the load needs."""
-        seen, need, now = self._seen, self._need, self._now
+        seen, need = self._seen, self._need
         wanted = need.wanted(seen.count)
         wanted = None if wanted is None else min(max(wanted, self._least), self._most)
         goal = max(self._least if wanted is None else wanted, self._least)
         below = seen.count < self._least
         memory = self._memory
         if goal > seen.count:
-            before = memory.up_at if memory.up_ticks else None
-            if is_a_tick_later(before, now, self._limits):
-                memory = replace(memory, up_ticks=memory.up_ticks + 1, up_at=now)
+            memory = replace(memory, up_ticks=memory.up_ticks + 1)
         else:
             memory = replace(memory, up_ticks=0)
         under_way = self._under_way(wanted)
