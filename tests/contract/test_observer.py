@@ -1,4 +1,4 @@
-"""The observer on every store, over real status servers."""
+"""The observer, over real status servers."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -11,7 +11,6 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.status import StatusServer
@@ -57,14 +56,10 @@ class Cluster:
         return Observer(self.store, self.namespace)
 
 
-@pytest.fixture(params=["memory", "real"])
-async def cluster(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Cluster]:
+@pytest.fixture
+async def cluster(namespace: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
-        if request.param == "memory":
-            store: Store = await stack.enter_async_context(MemoryStore())
-        else:
-            etcd = request.getfixturevalue("etcd_url")
-            store = await stack.enter_async_context(EtcdStore(etcd))
+        store = await stack.enter_async_context(MemoryStore())
         yield Cluster(store, namespace, stack)
 
 
@@ -174,11 +169,8 @@ async def test_without_etcd_the_known_members_are_shown_and_the_page_says_so(
         b"nonsense",
     ],
 )
-async def test_who_answers_nonsense_is_silent(answer: bytes | None, namespace: str):
-    async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(MemoryStore())
-        cluster = Cluster(store, namespace, stack)
-        url = await stack.enter_async_context(answering(answer))
+async def test_who_answers_nonsense_is_silent(cluster: Cluster, answer: bytes | None):
+    async with answering(answer) as url:
         await cluster.register("VllmWorker", "generate", url)
         await cluster.register("PrefillWorker", "prefill", "file:///etc/passwd")
         async with cluster.observer() as observer:

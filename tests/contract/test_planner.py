@@ -296,25 +296,6 @@ async def test_without_etcd_it_does_not_act(
             assert bench.supervisor.orders == []
 
 
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        (
-            {"Nobody": 2},
-            "Nobody: the planner has no such role; accepted: PrefillWorker, VllmWorker",
-        ),
-        ({P: 8, D: 8}, "16 devices together, and budget-devices is 8"),
-    ],
-)
-async def test_numbers_that_cannot_be_are_refused(bench: Bench, wanted: dict[str, int], said: str):
-    place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
-    async with bench.planner() as running:
-        await eventually(lambda: running.facts["roles"])
-        with pytest.raises(ConfigError, match=said):
-            await planner.set_counts(bench.store, place, wanted)
-        assert await bench.target_record() is None
-
-
 async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: Bench):
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     bench.supervisor.devices_each = 2
@@ -336,6 +317,8 @@ async def test_what_cannot_be_reached_is_told_and_can_be_unset(bench: Bench):
         shown = planner.as_text(await planner.look(bench.store, place))
         assert "set by an operator, not reached yet: PrefillWorker=3" in shown
         assert "no device is free within the budget; an operator has set 3" in shown
+        with pytest.raises(ConfigError, match="no such role; accepted: PrefillWorker, VllmWorker"):
+            await planner.set_counts(bench.store, place, {"Nobody": 2})
         # Numbers that are not reached yet count as well as the present ones.
         with pytest.raises(ConfigError, match="9 devices together, and budget-devices is 8"):
             await planner.set_counts(bench.store, place, {D: 6})

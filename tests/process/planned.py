@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.services import PLANNER, Graph, Service
@@ -20,10 +19,9 @@ _RATE = 1000
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
     """load: a JSON file with the load of all workers together: `requests`, `kv` (in workers) and
-    `tokens_per_s`, `jobs` of prefill. fail_if: a file; while it exists, starts are refused."""
+    `tokens_per_s`, `jobs` of prefill."""
 
     load: str = ""
-    fail_if: str = ""
 
 
 class LoadedWorker:
@@ -35,8 +33,6 @@ class LoadedWorker:
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
-        if (fail_if := self._config["fail_if"]) and Path(fail_if).exists():
-            raise StartupError("told to fail")
         decodes = self._spec.component == "VllmWorker"
         endpoint = "generate" if decodes else "prefill"
         prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, endpoint)

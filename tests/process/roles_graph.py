@@ -1,65 +1,29 @@
-"""Graphs with workers of both roles: decode workers with null engines, stand-ins for prefill
-workers, and a client of them or the shipped Frontend."""
+"""A graph with workers of both roles: decode workers with null engines, stand-ins for prefill
+workers, and the shipped Frontend."""
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from dynamo_lite.serve.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Service
 from tests.process import null_graph
-from tests.process.fleet_graph import PACED, CallerConfig, FleetWorker
-from tests.process.prefill_reports import Period, report_prefills
 
 
-async def _file(path: str) -> None:
-    """Waits for a file; not at all without a name."""
-    while path and not Path(path).exists():
-        await asyncio.sleep(0.02)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TellingConfig(null_graph.NullWorkerConfig):
-    """start_if: a file without which a start waits."""
-
-    start_if: str = ""
-
-
-class TellingWorker(FleetWorker):
-    """Also reports to the planner that no prompt goes to prefill workers."""
-
-    def __init__(self, config: dict[str, Any], spec: Any):
-        own = dict(config)
-        self._start_if = own.pop("start_if")
-        super().__init__(own, spec)
-
-    async def start(self, host: Any) -> dict[str, Any]:
-        await _file(self._start_if)
-        facts = await super().start(host)
-        host.spawn(report_prefills(host, Period), "prefill-reports")
-        return facts
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IdleConfig:
-    """leave_if: a file without which a drain waits."""
-
-    leave_if: str = ""
+    """No options."""
 
 
 class IdleWorker:
     """A prefill worker without a job."""
 
-    def __init__(self, config: dict[str, Any], spec: Any):
-        self._config = IdleConfig(**config)
+    def __init__(self, config: dict[str, Any], spec: Any): ...
 
     async def start(self, host: Any) -> dict[str, Any]:
         await host.register("prefill")
         return {}
 
-    async def drain(self, grace_s: float) -> None:
-        await _file(self._config.leave_if)
+    async def drain(self, grace_s: float) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -73,14 +37,6 @@ PREFILL = Service(
     component=f"{__name__}:IdleWorker",
     scalable=True,
 )
-_DECODE = Service(
-    name="VllmWorker", config=TellingConfig, component=f"{__name__}:TellingWorker", scalable=True
-).with_defaults(**PACED)
-_CALLER = Service(name="Caller", config=CallerConfig, component="tests.process.fleet_graph:Caller")
-
-
-Called = Graph(services=(_CALLER, _DECODE, PREFILL))
-Planned = Graph(services=(_CALLER, PLANNER, _DECODE, PREFILL))
 
 
 def told(prompt: list[int], position: int) -> int:

@@ -152,14 +152,19 @@ def _reverse_at_once(planner: Planner) -> None:
 
 def _do_twice(planner: Planner) -> None:
     """A resumed addition starts from the beginning, whatever was ordered before the crash."""
-    order_additions = planner._operations._order_additions
+    order_additions, load = planner._operations._order_additions, planner._under_way.load
+    resumed: set[int] = set()
+
+    async def note() -> None:
+        await load()
+        resumed.update(one.record.id for one in planner._under_way)
 
     async def order_all(one: RunningOperation, counted: Counted, counts: RoleCounts) -> None:
-        if one.resumed:
+        if one.record.id in resumed:
             counts = RoleCounts(ready=one.record.before)
         await order_additions(one, counted, counts)
 
-    planner._operations._order_additions = order_all
+    planner._under_way.load, planner._operations._order_additions = note, order_all
 
 
 def _two_operations(planner: Planner) -> None:
