@@ -8,14 +8,14 @@ from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.options import NaturalOption, PlannerOptions
 
 #: A workload that can be scaled, by its resource and name.
-WORKLOAD = re.compile(r"(deployments|statefulsets)/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+WORKLOAD = re.compile(r"deployments/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
     """The workloads that a planner scales, and how it reaches the API server."""
 
-    #: Workload of the decode workers, as `deployments/NAME` or `statefulsets/NAME`.
+    #: Workload of the decode workers, as `deployments/NAME`.
     decode: str = ""
     #: Workload of the prefill workers; empty: there are none.
     prefill: str = ""
@@ -56,7 +56,7 @@ class PlannerConfig(PlannerOptions):
         mistakes = contradictions(self, self.kubernetes.devices if scaled else None)
         if scaled:
             mistakes += [
-                f"kubernetes.{name} is {value!r}: expected deployments/NAME or statefulsets/NAME"
+                f"kubernetes.{name} is {value!r}: expected deployments/NAME"
                 for name, value in (
                     ("decode", self.kubernetes.decode),
                     ("prefill", self.kubernetes.prefill or "deployments/none"),

@@ -76,10 +76,6 @@ class Connector(Protocol):
         """Those of the hosts of a component's workers from which one can be removed."""
         ...
 
-    def ends_unready_first(self, component: str) -> bool:
-        """Whether a removal ends a worker that is not ready, if there is one."""
-        ...
-
 
 class LocalConnector:
     """The supervisor of the graph on this host. state_dir: of the graph."""
@@ -106,10 +102,6 @@ class LocalConnector:
     def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
         """The supervisor refuses workers that are not its own."""
         return hosts
-
-    def ends_unready_first(self, component: str) -> bool:
-        """If the order names none."""
-        return True
 
     async def _ask(self, request: SupervisorRequest) -> SupervisorReply:
         async with SupervisorClient(self._state_dir, _TIMEOUT_S) as client:

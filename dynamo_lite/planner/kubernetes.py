@@ -1,4 +1,4 @@
-"""Deployments and StatefulSets as the place where workers are started and removed.
+"""Deployments as the place where workers are started and removed.
 
 A number of replicas is set through the `scale` subresource with the resource version that was
 read, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses which
@@ -79,17 +79,9 @@ class KubernetesConnector:
         await self._scale(order, up=False)
 
     def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
-        """A StatefulSet removes the pod with the highest number and no other."""
-        kind, _, name = self._workloads[component][0].partition("/")
-        own = [host for host in hosts if host.startswith(f"{name}-")]
-        if kind == "deployments":
-            return own
-        numbers = {host: _ordinal(host, name) for host in own}
-        return [max(numbers, key=lambda host: numbers[host])] if numbers else []
-
-    def ends_unready_first(self, component: str) -> bool:
-        """A ReplicaSet does so, before it looks at any cost."""
-        return self._workloads[component][0].startswith("deployments/")
+        """The pods of its Deployment."""
+        name = self._workloads[component][0].removeprefix("deployments/")
+        return [host for host in hosts if host.startswith(f"{name}-")]
 
     async def _counts(self, component: str) -> RoleCounts:
         found = _workload(await self._api.get(self._path(component)))
@@ -129,8 +121,3 @@ def _workload(answer: dict[str, Any]) -> _Workload:
     if min(numbers) < 0 or max(numbers) > 100_000:
         raise ProtocolError(f"Kubernetes: impossible numbers of replicas: {numbers}")
     return found
-
-
-def _ordinal(host: str, name: str) -> int:
-    number = host.removeprefix(f"{name}-")
-    return int(number) if number.isdecimal() else -1

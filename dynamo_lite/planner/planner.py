@@ -325,7 +325,7 @@ class Planner:
                 await self._operations.add(component, action.size, number, action.reason)
             elif isinstance(action, WithdrawStart):
                 await self._operations.withdraw(action.operation)
-            elif action.starting and not self._may_end_starting(component, action.overdue):
+            elif action.starting and not self._may_end_starting(action.overdue):
                 return False
             else:
                 chosen = None if action.starting else await self._victim(action.role)
@@ -339,11 +339,10 @@ class Planner:
             logger.warning("%s was not begun: %s", as_text(action), exc)
             return False
 
-    def _may_end_starting(self, component: str, overdue: bool) -> bool:
+    def _may_end_starting(self, overdue: bool) -> bool:
         """If the victim is not chosen, a start that succeeds meanwhile costs one that serves. So
-        only one that takes too long is ended, and where such ones go first."""
-        connected = self._connected
-        return connected.chooses_victim or (overdue and connected.ends_unready_first(component))
+        only one that takes too long is ended: a ReplicaSet ends pods that are not ready first."""
+        return self._connected.chooses_victim or overdue
 
     async def _victim(self, role: Role) -> EndpointRecord | None:
         """The one to remove; see `planner/policy/drain.py`."""

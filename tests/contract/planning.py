@@ -40,7 +40,7 @@ class FakeSupervisor:
     `add before`, `add after`, `remove before`, `remove after`, `prefer after`."""
 
     def __init__(self, *, chooses_victim: bool = True):
-        self.chooses_victim, self.unready_first = chooses_victim, True
+        self.chooses_victim = chooses_victim
         self.devices_each = self.devices_free = 0
         #: How often `counts` was called.
         self.looks = 0
@@ -100,9 +100,6 @@ class FakeSupervisor:
 
     def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
         return hosts
-
-    def ends_unready_first(self, component: str) -> bool:
-        return self.unready_first
 
     def _take(self, what: str, order: Order) -> None:
         if order.version <= self.version:

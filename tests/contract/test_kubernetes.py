@@ -219,11 +219,10 @@ async def test_the_victim_is_marked(server: ApiServer, account: Path):
         await connector.prefer(order(1, lease_id=5, host="../../secrets/x"))
 
 
-def test_only_own_pods_and_of_a_stateful_set_only_the_last_one(account: Path):
+def test_only_own_pods_are_removed(account: Path):
     api = KubernetesApi("https://kubernetes.default.svc", account, 1.0)
-    options = KubernetesOptions(decode="statefulsets/d", prefill="deployments/p")
+    options = KubernetesOptions(decode="deployments/d", prefill="deployments/p")
     connector = KubernetesConnector(api, options)
-    assert connector.removable(D, ["d-0", "d-9", "d-10", "other-11"]) == ["d-10"]
     assert connector.removable(P, ["p-1", "p-x", "q-1"]) == ["p-1", "p-x"]
 
 

@@ -239,9 +239,6 @@ class SimPods:
     def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
         return hosts
 
-    def ends_unready_first(self, component: str) -> bool:
-        return True
-
     async def _way(self) -> None:
         """Raises Unavailable."""
         if self._network.is_cut(self._who, "supervisor"):
