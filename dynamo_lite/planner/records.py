@@ -7,8 +7,6 @@ lease's time: an act and its timeouts then end before another planner can lead.
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Self
@@ -153,12 +151,7 @@ class PlannerRecords:
         host = self._host
         while True:
             await self._vacant.wait()
-            record = LeaderRecord(
-                lease_id=host.lease.id,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                since=host.clock.wall(),
-            )
+            record = LeaderRecord(lease_id=host.lease.id)
             try:
                 await host.store.create(self._leader_key, encode_json(record), lease=host.lease)
             except StoreUnavailable as exc:

@@ -99,9 +99,6 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The planner that acts, at `names.planner_leader_key(...)`, under that planner's lease."""
 
     lease_id: LeaseId
-    host: Text = ""
-    pid: Natural = 0
-    since: Wall = 0.0
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
