@@ -214,7 +214,14 @@ async def test_workers_that_came_while_one_drained_stay(rig: Rig, drained: set[i
     assert not rig.under_way.of(D)
 
 
-async def test_a_start_is_learned_once_however_often_its_record_cannot_be_deleted(rig: Rig):
+async def test_a_start_that_ends_without_a_worker_has_failed(rig: Rig):
+    await rig.add(P)
+    rig.supervisor.starting[P] = 0
+    await rig.advance()
+    assert rig.under_way.starts(P) == (0, 1)
+
+
+async def test_a_start_counts_once_however_often_its_record_cannot_be_deleted(rig: Rig):
     delete, refusals = rig.store.delete, 3
 
     async def away(key: str) -> bool:

@@ -14,7 +14,7 @@ from dynamo_lite.planner.roles import LastChanges
 from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.overview.metrics import Samples
-from dynamo_lite.runtime.overview.model import Latency, LiveProcess, Overview
+from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
 from dynamo_lite.runtime.overview.observer import Observer
 from tests.contract.planning import D, P
 from tests.twins.servers import MemoryStore
@@ -30,6 +30,7 @@ class Graph:
         self.now, self.tick_s = 100.0, 5.0
         self.workers: dict[str, LiveProcess] = {}
         self.metrics: dict[str, dict[str, float] | None] = {}
+        self.seen = SEEN
         host: Any = SimpleNamespace(
             store=MemoryStore(),
             spec=SimpleNamespace(namespace="n"),
@@ -43,7 +44,7 @@ class Graph:
                 str(int(worker.lease, 16)): _page(self.metrics[name])
                 for name, worker in self.workers.items()
             }
-            return msgspec.structs.replace(SEEN, workers=tuple(self.workers.values()))
+            return msgspec.structs.replace(self.seen, workers=tuple(self.workers.values()))
 
         monkeypatch.setattr(Observer, "look", look)
 
@@ -148,6 +149,21 @@ async def test_who_waits_for_a_remote_prefill_has_blocks(graph: Graph):
     unknown = (await graph.look()).decode
     assert unknown.kv_waiting is unknown.kv_parked is None
     assert unknown.waiting == 3, "as it says at /health"
+
+
+async def test_rates_are_of_what_got_blocks_and_unknown_at_the_first_look(graph: Graph):
+    verdicts = [("remote", 2.0), ("local", 1.0), ("passed", 9.0)]
+    graph.worker("a")
+    graph.seen = msgspec.structs.replace(
+        SEEN,
+        decisions=[Decisions(verdict=v, reason="", per_s=n, total=9) for v, n in verdicts],
+        tokens=Tokens(per_s=900.0, mean_s=0.02),
+    )
+    load = (await graph.look()).decode
+    assert (load.admitted_per_s, load.tokens_per_s, load.token_s) == (3.0, 900.0, 0.02)
+    graph.seen = msgspec.structs.replace(graph.seen, rate_s=0.0)
+    load = (await graph.look()).decode
+    assert load.admitted_per_s is load.tokens_per_s is None
 
 
 async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
