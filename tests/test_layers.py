@@ -55,7 +55,7 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_401,
+    "dynamo_lite/protocol": 2_350,
     "dynamo_lite/runtime": 7_094,
     "dynamo_lite/routing": 1_852,
     "dynamo_lite/transfer": 1_343,
@@ -63,10 +63,10 @@ BUDGET = {
     "dynamo_lite/disagg": 8_532,
     "dynamo_lite/vllm": 5_958,
     "dynamo_lite/forward": 7_095,
-    "dynamo_lite/planner": 3_734,
+    "dynamo_lite/planner": 3_456,
     "dynamo_lite/serve": 6_944,
-    "dynamo_lite/cli": 3_554,
-    "tests": 65_186,
+    "dynamo_lite/cli": 3_365,
+    "tests": 64_776,
     "tests/simulation": 9_191,
 }
 SLACK = 50

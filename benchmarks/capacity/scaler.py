@@ -26,6 +26,7 @@ from dynamo_lite.planner.policy.observed import Outstanding, decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.runtime.overview.model import LiveProcess
 
 #: Window of rates, as in `runtime/overview/compose.py`.
 _RATE_S = 10.0
@@ -120,7 +121,7 @@ class PlannerScaler:
         tally, then = graph.tally, self._since(_RATE_S, now)
         seconds, recent = now - then.at, tally.gaps.since(then.gaps)
         return replace(
-            decode_load(graph.decode.ready, outstanding),
+            decode_load([_reported(worker) for worker in graph.decode.ready], outstanding),
             admitted_per_s=(tally.admitted - then.admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,
@@ -169,3 +170,17 @@ class PlannerScaler:
             starts.failed += 1
         else:
             starts.done += 1
+
+
+def _reported(worker: DecodeWorkerModel) -> LiveProcess:
+    return LiveProcess(
+        component="VllmWorker",
+        instance=None,
+        lease="",
+        state="ready",
+        running=worker.running,
+        waiting=worker.waiting,
+        kv_usage=worker.kv_usage,
+        kv_tokens=worker.kv_tokens,
+        max_running=worker.max_running,
+    )

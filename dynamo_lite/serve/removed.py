@@ -70,10 +70,7 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "planner explain": "`planner status`; the planner's log has each decision",
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
-        "switch": (
-            "remove one worker, then add one: `dynamo-lite scale PrefillWorker=1`, then"
-            " `dynamo-lite scale VllmWorker=2`"
-        ),
+        "switch": "remove one worker and add one: `scale PrefillWorker=1`, `scale VllmWorker=2`",
         "sim": "`python -m tests.simulation` in a checkout",
         "simulate": "`python -m benchmarks.planner` in a checkout plays loads with a planner",
         "top --nats-url": "nothing: `top` reads etcd and the processes' status servers",

@@ -87,8 +87,7 @@ def _see(planner: Planner, other: Callable[[RoleSeen], RoleSeen]) -> None:
 
     def wrong(observed: Observed, number: Counted | None) -> Seen:
         seen = right(observed, number)
-        roles = {role: other(one) for role, one in seen.roles.items()}
-        return replace(seen, roles=roles)
+        return replace(seen, roles={role: other(one) for role, one in seen.roles.items()})
 
     planner._seen = wrong
 
@@ -109,10 +108,8 @@ def _see_all_ready(planner: Planner) -> None:
     async def victim(role: Role) -> EndpointRecord | None:
         members = planner._observation.members
         spared = planner._under_way.victims(members)
-        for lease_id, member in sorted(members.items()):
-            if member.component == COMPONENTS[role] and lease_id not in spared:
-                return member
-        return None
+        fit = (members[i] for i in sorted(members) if members[i].component == COMPONENTS[role])
+        return next((one for one in fit if one.lease_id not in spared), None)
 
     _see(planner, other)
     planner._victim = victim

@@ -6,32 +6,9 @@ and something beside them is left out, so that no worker is removed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from dynamo_lite.planner.policy.inputs import DecodeLoad
-
-
-class ReportsLoad(Protocol):
-    """A decode worker. None: it does not say."""
-
-    @property
-    def running(self) -> int | None: ...
-    @property
-    def waiting(self) -> int | None:
-        """Requests, also those that wait for a remote prefill."""
-        ...
-
-    @property
-    def kv_usage(self) -> float | None: ...
-    @property
-    def kv_tokens(self) -> int | None:
-        """That its KV blocks hold."""
-        ...
-
-    @property
-    def max_running(self) -> int | None:
-        """Requests that it runs at a time, at most."""
-        ...
+from dynamo_lite.runtime.overview.model import LiveProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +19,7 @@ class Outstanding:
     tokens: int = 0
 
 
-def decode_load(workers: Sequence[ReportsLoad], outstanding: Outstanding | None) -> DecodeLoad:
+def decode_load(workers: Sequence[LiveProcess], outstanding: Outstanding | None) -> DecodeLoad:
     """Without rates. outstanding: None: not known, and so not how many requests wait for a remote
     prefill."""
     known = [
