@@ -36,6 +36,7 @@ from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.scale import parse_targets
 from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.connector import COMPONENTS, by_role
+from dynamo_lite.planner.drains import ROLES
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
@@ -339,9 +340,8 @@ def _refusals(
     facts: Mapping[str, Any], wanted: Mapping[str, int], manual: Mapping[str, int]
 ) -> list[str]:
     """manual: numbers that were set before, and are not reached yet."""
-    roles = {component: role for role, component in COMPONENTS.items()}
     counts = {
-        roles[one["component"]]: manual.get(one["component"], one["count"])
+        ROLES[one["component"]]: manual.get(one["component"], one["count"])
         for one in facts["roles"]
     }
     known = [COMPONENTS[role] for role in counts]
@@ -354,7 +354,7 @@ def _refusals(
         return mistakes
     devices = by_role(facts["devices"])
     limits = msgspec.convert(facts["limits"], PlannerOptions)
-    asked = {roles[component]: number for component, number in wanted.items()}
+    asked = {ROLES[component]: number for component, number in wanted.items()}
     return refusals(asked, counts, devices, limits)
 
 

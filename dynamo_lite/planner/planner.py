@@ -215,8 +215,7 @@ class Planner:
         return KubernetesConnector(api, options)
 
     def _least(self, component: str) -> int:
-        role = next(role for role, name in COMPONENTS.items() if name == component)
-        return bounds(self._limits, role)[0]
+        return bounds(self._limits, drains.ROLES[component])[0]
 
     def _apply(self, values: Values) -> None:
         limits = applied(values, subset(PlannerOptions, self._config))

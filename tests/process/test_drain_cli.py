@@ -76,7 +76,7 @@ def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
         for arguments, message in (
             (("--pick", "VllmWorker"), "no other worker of this role could work; --force does it"),
             ((lease,), f"{lease} is the last VllmWorker that can work; --force drains it"),
-            (("--pick", "Caller"), "--pick Caller: accepted: VllmWorker, PrefillWorker"),
+            (("--pick", "Caller"), "--pick Caller: accepted: PrefillWorker, VllmWorker"),
             ((), "give either LEASE or --pick COMPONENT"),
             (("no lease",), "no lease: not a lease id"),
         ):
