@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_456,
     "dynamo_lite/serve": 6_944,
     "dynamo_lite/cli": 3_365,
-    "tests": 64_776,
+    "tests": 63_018,
     "tests/simulation": 9_191,
 }
 SLACK = 50
