@@ -34,7 +34,7 @@ HOMES = {
     "triton": ("vllm",),
     "nats": ("runtime/nats", "disagg/queue"),
     "aetcd": ("runtime/etcd",),
-    "aiohttp": ("forward",),
+    "aiohttp": ("forward", "runtime/kubernetes.py", "serve"),
     "zmq": ("vllm", "forward/kv_events.py"),
     "opentelemetry": ("runtime/tracing",),
     "pydantic": ("serve", "cli", "vllm/frontend"),

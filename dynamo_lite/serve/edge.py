@@ -21,9 +21,7 @@ _VARIABLE = "DYNAMO_LITE_VLLM_RS"
 _GET = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
 
 
-def settle_edge(
-    config: GraphConfig, document: Document, *, only: str | None = None
-) -> GraphConfig:
+def settle_edge(config: GraphConfig, document: Document, *, only: str | None = None) -> GraphConfig:
     """Returns the configuration with the path of the program where `edge: rust` is asked for.
 
     What keeps it from serving is added to the document's mistakes. only: the service that is

@@ -21,9 +21,14 @@ from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
-from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, local_address, url_of
-from dynamo_lite.serve.services.frontend.http_relay import ask_server
-from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, Ask, Processor, ask_app
+from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
+from dynamo_lite.serve.services.frontend.processor import (
+    ENDPOINTS,
+    Ask,
+    Processor,
+    ask_app,
+    ask_server,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -74,13 +79,13 @@ class Frontend:
     async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
         """Returns the URL."""
         host.progress("starting vLLM's Rust frontend")
-        url, local = url_of(sock), local_address(sock)
+        url = url_of(sock)
         self._app = self._rust = rust = await self._open_rust(host, sock, url)
         # Its process has a copy. With this one open, connections during a drain would wait here.
         sock.close()
         host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
-        await self._serve_processor(host, ask_server(*local), rust.served_model)
+        await self._serve_processor(host, ask_server(url), rust.served_model)
         return url
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
