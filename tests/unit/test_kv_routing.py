@@ -214,7 +214,7 @@ def test_a_score():
 @pytest.mark.parametrize("seed", range(20))
 def test_bookings_come_to_nothing(seed: int):
     """Whatever the order of answers and ends, nothing stays; meanwhile the sums are right."""
-    rng, bookings, now = random.Random(seed), PendingRequests(lambda worker: None), 0.0
+    rng, bookings, now = random.Random(seed), PendingRequests(), 0.0
     truth: dict[str, list[int]] = {}
     for n in range(200):
         now += rng.random() / 4
@@ -250,5 +250,5 @@ def test_bookings_come_to_nothing(seed: int):
     bookings.book("last", 9, [], prompt_tokens=1, prefill_tokens=1, now=now)
     bookings.released("last")
     assert repr(bookings) == "<PendingRequests requests=0 lingering=0>"
-    assert not any(bookings.levels([key]) for key in range(300))
+    assert not any(bookings.match([key]) for key in range(300))
     assert all(bookings.of(worker).empty for worker in range(10))
