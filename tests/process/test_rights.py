@@ -18,11 +18,10 @@ import pytest
 
 from dynamo_lite.cli.access import user_of
 from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.serve.run_state import RunState, read_run
-from tests.builders import eventually, graph_secret, prefill_job
+from tests.builders import eventually, graph_secret
 from tests.foreign import Heard, Try, subjects, tries
 from tests.forwarding import COMPLETION, TEXT
 from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
@@ -144,24 +143,6 @@ def decode_side(
         secret=rights.secret,
         done=done,
     )
-
-
-async def test_a_job_goes_through_the_queue_and_its_claim_is_granted(rights: Rights):
-    done: asyncio.Queue[WriterDone] = asyncio.Queue()
-    async with asyncio.timeout(60), decode_side(rights, done) as queue:
-        for attempt in ("a1", "a2"):
-            job = prefill_job(attempt, engine_id=ENGINE)
-            await queue.push(encode_sealed(job), message_id=attempt)
-            said = await done.get()
-            assert (said.attempt, said.outcome) == (attempt, "written")
-
-        async def answered() -> bool:
-            return (await queue.depth()).total == 0
-
-        await eventually(answered)
-
-        assert "  ok  " in await asyncio.to_thread(rights.operator, "ps", "--links")
-    assert rights.refusals() == []
 
 
 async def test_the_planner_leads_and_the_operator_s_commands_work(rights: Rights):

@@ -85,14 +85,6 @@ class Worker:
 
 
 @virtual
-async def test_an_engine_that_answers_is_well():
-    worker = Worker(Engine())
-    await worker.stays_ok(100)
-    assert 95 <= worker.statuses <= 105
-    await worker.close()
-
-
-@virtual
 async def test_a_stopped_engine_is_out_until_it_goes_on():
     worker = Worker(Engine())
     await worker.stays_ok(10)

@@ -13,12 +13,10 @@ from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.kv_routing import (
     REASONS,
-    Candidate,
     KvPicker,
     KvRoutingOptions,
     LoadReport,
     Shard,
-    score,
 )
 from dynamo_lite.routing.pending_requests import LINGER_S, PendingRequests
 from tests.builders import endpoint_record
@@ -204,11 +202,6 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
     router.load(2, requests=9, tokens=60)  # somebody else's
     assert router.pick([2] * 9) == 1
     assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
-
-
-def test_a_score():
-    options = KvRoutingOptions(kv_weight=2.0)
-    assert score(Candidate(endpoint_record(1), matched=10, load=4), options) == 16.0
 
 
 @pytest.mark.parametrize("seed", range(20))
