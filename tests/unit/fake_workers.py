@@ -49,8 +49,7 @@ def rows_of(token_ids: Sequence[int]) -> LogprobRows:
 
 @dataclass
 class Worker:
-    """`refusal` is what a request gets instead of an acceptance. frozen: it neither
-    takes nor gives anything until it is not."""
+    """`refusal` is what a request gets instead of an acceptance."""
 
     lease_id: int
     listed: bool = True
