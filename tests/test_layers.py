@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_734,
     "dynamo_lite/serve": 6_701,
     "dynamo_lite/cli": 3_554,
-    "tests": 63_559,
+    "tests": 61_782,
     "tests/simulation": 9_191,
 }
 SLACK = 50
