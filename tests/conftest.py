@@ -29,7 +29,6 @@ _LONGEST = (
     "process/test_planner.py",
     "process/test_rights.py",
     "process/test_termination.py",
-    "process/test_secret_rotation.py",
     "process/test_package.py",
     "process/test_serve_cli.py",
 )

@@ -34,7 +34,7 @@ HOMES = {
     "triton": ("vllm",),
     "nats": ("runtime/nats", "disagg/queue"),
     "aetcd": ("runtime/etcd",),
-    "aiohttp": ("forward",),
+    "aiohttp": ("forward", "runtime/kubernetes.py", "serve"),
     "zmq": ("vllm", "forward/kv_events.py"),
     "opentelemetry": ("runtime/tracing",),
     "pydantic": ("serve", "cli", "vllm/frontend"),
@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_350,
-    "dynamo_lite/runtime": 7_094,
-    "dynamo_lite/routing": 1_852,
+    "dynamo_lite/protocol": 2_344,
+    "dynamo_lite/runtime": 7_015,
+    "dynamo_lite/routing": 1_602,
     "dynamo_lite/transfer": 1_343,
     "dynamo_lite/request_plane": 2_226,
     "dynamo_lite/disagg": 8_532,
-    "dynamo_lite/vllm": 5_958,
+    "dynamo_lite/vllm": 5_936,
     "dynamo_lite/forward": 7_095,
     "dynamo_lite/planner": 3_456,
-    "dynamo_lite/serve": 6_944,
-    "dynamo_lite/cli": 3_365,
-    "tests": 63_018,
-    "tests/simulation": 9_191,
+    "dynamo_lite/serve": 6_699,
+    "dynamo_lite/cli": 3_363,
+    "tests": 61_389,
+    "tests/simulation": 9_190,
 }
 SLACK = 50
 

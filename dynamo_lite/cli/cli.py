@@ -159,9 +159,7 @@ def serve(
     check_planner_budget(config, document, only=service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
     if not document.mistakes:
-        config, note = settle_edge(config, document, only=service_name)
-        if note:
-            print(note, file=sys.stderr)
+        config = settle_edge(config, document, only=service_name)
     document.raise_mistakes()
     if dry_run:
         print(_as_yaml(graph, config), end="")

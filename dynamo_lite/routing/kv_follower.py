@@ -170,14 +170,13 @@ class KvFollower:
         peer = self._peers.get(lease_id)
         if peer is None or peer.load is None:
             return None
-        load, fresh_for_s = peer.load, peer.heard_at + LOAD_AGE_S - self._now()
-        if fresh_for_s < 0:
+        if peer.heard_at + LOAD_AGE_S < self._now():
             return None
+        load = peer.load
         return LoadReport(
             requests=load.running + load.waiting,
             prompt_tokens=load.prefill_tokens,
             kv_usage=load.kv_usage,
-            fresh_for_s=fresh_for_s,
         )
 
     def shard(self, lease_id: int) -> Shard | None:

@@ -6,7 +6,7 @@ where it reported a cut. So the longest prefixes are found by bisection, with a 
 prompt of any length; each is a miss of the processor's cache.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
 
 from dynamo_lite.routing.kv_chain import ChainHash
@@ -51,30 +51,6 @@ class _Sets:
                 workers[key] = others ^ bit
 
 
-class Holders(Collection[int]):
-    """A bit set of an index as the collection of its workers, until the index changes."""
-
-    __slots__ = ("_bit_of", "_bits", "_slots")
-
-    def __init__(self, bits: int, bit_of: Mapping[int, int], slots: Sequence[int | None]):
-        self._bits, self._bit_of, self._slots = bits, bit_of, slots
-
-    def __contains__(self, worker: object) -> bool:
-        return isinstance(worker, int) and bool(self._bits & self._bit_of.get(worker, 0))
-
-    def __len__(self) -> int:
-        return self._bits.bit_count()
-
-    def __iter__(self) -> Iterator[int]:
-        left = self._bits
-        while left:
-            lowest = left & -left
-            worker = self._slots[lowest.bit_length() - 1]
-            assert worker is not None
-            yield worker
-            left ^= lowest
-
-
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
@@ -110,28 +86,24 @@ class KvIndex:
 
         hashes: of a prompt's blocks, from the first on.
         """
-        return {worker: count for count, workers in self.levels(hashes) for worker in workers}
-
-    def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
-        """The same, the longest first: how many of the first blocks, and who holds them. Without
-        cuts it takes the same time however many workers hold them."""
-        found = [(count, self._holders(bits)) for count, bits in self._find(hashes)]
+        found = self._find(hashes)
+        counts = {worker: count for count, bits in found for worker in self._workers(bits)}
         cuts = self._cut.workers
-        if not found or not cuts or cuts.keys().isdisjoint(hashes):
-            return found
+        if not counts or not cuts or cuts.keys().isdisjoint(hashes):
+            return counts
         # Only the blocks before a worker's first cut count.
-        counts = {worker: count for count, workers in found for worker in workers}
         for count, key in enumerate(hashes):
-            for worker in self._holders(cuts.get(key, 0)):
+            for worker in self._workers(cuts.get(key, 0)):
                 counts[worker] = min(counts.get(worker, 0), count)
-        levels: dict[int, set[int]] = {}
-        for worker, count in counts.items():
-            levels.setdefault(count, set()).add(worker)
-        levels.pop(0, None)
-        return sorted(levels.items(), reverse=True, key=lambda level: level[0])
+        return {worker: count for worker, count in counts.items() if count}
 
-    def _holders(self, bits: int) -> Collection[int]:
-        return Holders(bits, self._bits, self._slots)
+    def _workers(self, bits: int) -> Iterator[int]:
+        while bits:
+            lowest = bits & -bits
+            # A worker that has left has no name.
+            if (worker := self._slots[lowest.bit_length() - 1]) is not None:
+                yield worker
+            bits ^= lowest
 
     def _find(self, hashes: Sequence[ChainHash]) -> list[tuple[int, int]]:
         """How many of the first blocks, and the bit set of the workers that hold exactly these;

@@ -1,12 +1,10 @@
 """Which decode worker takes a request: the one that holds its prefix and is not busy.
 
-The best score wins, and the members are not all looked at. Of the members that hold equally much of
-the prompt only the least loaded one can win, and of the others the least loaded one of all. So a
-choice takes as long as there are different lengths of held prefixes, not as there are members.
+The best score wins.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from dynamo_lite.protocol.errors import NoWorkers
@@ -25,9 +23,6 @@ __all__ = ("REASONS", "KvPicker", "KvView", "LoadReport", "Shard", "WorkerChoice
 REASONS = ("only", "session", "prefix", "load", "balance")
 
 _MAX_SESSIONS = 65_536
-
-#: For one prompt: numbers of held tokens, and the workers that hold that many.
-_Levels = Sequence[tuple[int, Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,8 @@ class KvPicker:
         self.matched_tokens = 0
         #: May be replaced at any time.
         self.options = options
-        self._now = now
-        self._loads = WorkerLoads(view, now, options)
+        self._view, self._now = view, now
+        self._loads = WorkerLoads(view)
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def pick(
@@ -111,24 +106,29 @@ class KvPicker:
     ) -> WorkerChoice:
         """`pick` without the prompt itself.
 
-        members: the same tuple as in the last call, unless they have changed; otherwise all of
-        them are looked at. hashes: returns those of the prompt's full blocks of a size in tokens.
-        Raises NoWorkers if all members are left out.
+        hashes: returns those of the prompt's full blocks of a size in tokens. Raises NoWorkers if
+        all members are left out.
         """
-        loads = self._loads
-        loads.update(members, self.options)
-        candidates = loads.order.count(without)
-        if not candidates:
+        members = [member for member in members if member.lease_id not in without]
+        if not members:
             raise NoWorkers("no live worker")
+        self._loads.forget_others(members)
         by_size: dict[int, Sequence[ChainHash]] = {}
-        levels = self._match(hashes, by_size)
+        matched = self._match(members, hashes, by_size)
         home = self._sessions.get(session) if session else None
-        chosen, reason = self._choose(levels, prompt_tokens, home, without)
-        if candidates == 1:
-            reason = "only"
+        candidates = [
+            Candidate(
+                member,
+                matched.get(member.lease_id, 0),
+                self._loads.of(member.lease_id),
+                prompt_tokens if member.lease_id == home else 0,
+            )
+            for member in members
+        ]
+        chosen, reason = self._choose(candidates, home)
         self._note(chosen, reason, session, prompt_tokens)
-        shard = loads.workers[chosen.member.lease_id].shard
-        loads.pending.book(
+        shard = self._view.shard(chosen.member.lease_id)
+        self._loads.pending.book(
             request_id,
             chosen.member.lease_id,
             by_size.get(shard.block_size, ()) if shard else (),
@@ -136,10 +136,10 @@ class KvPicker:
             prefill_tokens=prompt_tokens - chosen.matched,
             now=self._now(),
         )
-        return WorkerChoice(chosen, reason, candidates)
+        return WorkerChoice(chosen, reason, len(candidates))
 
     def reported(self, lease_id: int) -> None:
-        """The worker has reported a new load, or what it holds is indexed elsewhere."""
+        """The worker has reported a new load."""
         self._loads.reported(lease_id)
 
     def answered(self, request_id: str) -> None:
@@ -150,65 +150,46 @@ class KvPicker:
 
     def _match(
         self,
+        members: Sequence[EndpointRecord],
         hashes: Callable[[int], Sequence[ChainHash]],
         by_size: dict[int, Sequence[ChainHash]],
-    ) -> _Levels:
-        """Who holds the prompt's first blocks, or will hold them; the longest first. A worker may
-        be named more than once.
+    ) -> dict[int, int]:
+        """How many of the prompt's first tokens workers hold, or will hold.
 
         by_size: is filled with the prompt's hashes, by block size.
         """
-        levels: list[tuple[int, Collection[int]]] = []
-        for shard in self._loads.shards:
+        matched: dict[int, int] = {}
+
+        def note(counts: dict[int, int], size: int) -> None:
+            for worker, count in counts.items():
+                matched[worker] = max(matched.get(worker, 0), count * size)
+
+        seen: set[int] = set()
+        for member in members:
+            shard = self._view.shard(member.lease_id)
+            if shard is None or id(shard.index) in seen:
+                continue
+            seen.add(id(shard.index))
             size = shard.block_size
             if size not in by_size:
                 by_size[size] = hashes(size)
-                for count, workers in self._loads.pending.levels(by_size[size]):
-                    levels.append((count * size, workers))
-            for count, workers in shard.index.levels(by_size[size]):
-                levels.append((count * size, workers))
-        levels.sort(key=lambda level: -level[0])
-        return levels
+                note(self._loads.pending.match(by_size[size]), size)
+            note(shard.index.match(by_size[size]), size)
+        return matched
 
-    def _candidate(
-        self, lease_id: int, levels: _Levels, prompt_tokens: int, home: int | None
-    ) -> Candidate:
-        worker = self._loads.workers[lease_id]
-        matched = next((tokens for tokens, holders in levels if lease_id in holders), 0)
-        credit = prompt_tokens if lease_id == home else 0
-        return Candidate(worker.member, matched, worker.load, credit)
-
-    def _choose(
-        self, levels: _Levels, prompt_tokens: int, home: int | None, without: Set[int]
-    ) -> tuple[Candidate, str]:
-        """Only the least loaded workers can win: of all workers, and of each level."""
-        order = self._loads.order
-        full = not order.any_roomy(without)
-        finalists = {order.first(full=full, without=without)}
-        longest = 0
-        for tokens, holders in levels:
-            first = order.first(full=full, without=without, among=holders)
-            finalists.add(first)
-            if tokens > longest and (
-                first is not None
-                or order.first(full=not full, without=without, among=holders) is not None
-            ):
-                longest = tokens
-        if home is not None and home in order and home not in without and order.full(home) == full:
-            finalists.add(home)
-        found = [
-            self._candidate(lease_id, levels, prompt_tokens, home)
-            for lease_id in finalists
-            if lease_id is not None
-        ]
-        best = min(found, key=self._rank)
-        return best, _reason(best, home, longest)
-
-    def _rank(self, candidate: Candidate) -> tuple[float, int, int]:
-        """The smallest wins. Equally good ones take turns."""
-        lease_id = candidate.member.lease_id
-        position = self._loads.workers[lease_id].position
-        return -score(candidate, self.options), self._loads.turn(lease_id), position
+    def _choose(self, candidates: Sequence[Candidate], home: int | None) -> tuple[Candidate, str]:
+        """Equally good ones take turns."""
+        loads = self._loads
+        fit = [c for c in candidates if loads.has_room(c.member.lease_id)] or candidates
+        chosen = min(fit, key=lambda c: (-score(c, self.options), loads.turn(c.member.lease_id)))
+        if len(candidates) == 1:
+            return chosen, "only"
+        if chosen.member.lease_id == home:
+            return chosen, "session"
+        longest = max(c.matched for c in candidates)
+        if not longest:
+            return chosen, "load"
+        return chosen, "prefix" if chosen.matched == longest else "balance"
 
     def _note(
         self, chosen: Candidate, reason: str, session: str | None, prompt_tokens: int
@@ -223,12 +204,3 @@ class KvPicker:
             self._sessions.move_to_end(session)
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-
-
-def _reason(chosen: Candidate, home: int | None, longest: int) -> str:
-    """longest: how much of the prompt any candidate holds."""
-    if chosen.member.lease_id == home:
-        return "session"
-    if not longest:
-        return "load"
-    return "prefix" if chosen.matched == longest else "balance"

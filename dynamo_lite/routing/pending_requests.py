@@ -6,7 +6,7 @@ busier.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynamo_lite.routing.kv_chain import ChainHash
@@ -48,13 +48,9 @@ class PendingWork:
 
 
 class PendingRequests:
-    """Requests are known by their ids; unknown ids are ignored. `now`: monotonic seconds.
+    """Requests are known by their ids; unknown ids are ignored. `now`: monotonic seconds."""
 
-    changed: called with each worker whose requests or tokens have changed.
-    """
-
-    def __init__(self, changed: Callable[[int], None]) -> None:
-        self._changed = changed
+    def __init__(self) -> None:
         self._requests: dict[str, _PendingRequest] = {}
         self._work: dict[int, PendingWork] = {}
         self._expected = KvIndex(_MAX_BLOCKS)
@@ -70,10 +66,10 @@ class PendingRequests:
         """Read-only."""
         return self._work.get(worker) or PendingWork()
 
-    def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
+    def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
         """How many of the first blocks workers will hold after their pending requests; see
-        `KvIndex.levels`."""
-        return self._expected.levels(hashes)
+        `KvIndex.match`."""
+        return self._expected.match(hashes)
 
     def book(
         self,
@@ -97,7 +93,6 @@ class PendingRequests:
         for key in hashes:
             expected[key] = expected.get(key, 0) + 1
         self._expected.stored(worker, hashes)
-        self._changed(worker)
 
     def answered(self, request_id: str, now: float) -> None:
         """The request's first token has arrived."""
@@ -105,7 +100,6 @@ class PendingRequests:
         if request is None:
             return
         self._computed(request)
-        self._changed(request.worker)
         if request.hashes:
             self._lingering.append((now + LINGER_S, request.worker, request.hashes))
             request.hashes = ()
@@ -118,7 +112,6 @@ class PendingRequests:
         self._computed(request)
         self._work[request.worker].requests -= 1
         self._expect_no_longer(request.worker, request.hashes)
-        self._changed(request.worker)
 
     def _computed(self, request: _PendingRequest) -> None:
         work = self._work[request.worker]

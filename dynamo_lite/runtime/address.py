@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.credentials import BadCredentials, check_creds, check_nkey, read_login
+from dynamo_lite.runtime.credentials import BadCredentials, check_nkey, read_login, user_jwt
 from dynamo_lite.runtime.tls import TlsFiles
 
 #: Up to the last @ of a URL: real passwords contain unescaped @, / and commas.
@@ -119,7 +119,8 @@ def _parse(url: str, kind: _Kind) -> ServerAddress:
     tls = _tls(given, url, kind, secure=secure)
     try:
         user, password = _login(_credentials(first), given, url, kind) or (None, None)
-        creds = check_creds(_path(given["creds"])) if "creds" in given else None
+        if (creds := _path(given["creds"]) if "creds" in given else None) is not None:
+            user_jwt(creds)
         nkey = check_nkey(_path(given["nkey"])) if "nkey" in given else None
     except BadCredentials as exc:
         raise _mistake(kind, url, str(exc)) from exc

@@ -7,12 +7,10 @@ contents.
 import os
 from pathlib import Path
 
-import nkeys
-
 from dynamo_lite.runtime.secret import open_to_others
 
 _LONGEST_BYTES = 64 << 10
-_JWT, _SEED = b"-----BEGIN NATS USER JWT-----", b"-----BEGIN USER NKEY SEED-----"
+_JWT = b"-----BEGIN NATS USER JWT-----"
 
 
 class BadCredentials(ValueError):
@@ -32,20 +30,6 @@ def read_login(path: Path) -> tuple[str, str | None]:
     return user, password if colon else None
 
 
-def check_creds(path: Path) -> Path:
-    """`path`, if it is a credentials file of NATS. Raises BadCredentials."""
-    user_jwt(path)
-    lines = _read("creds", path).splitlines()
-    try:
-        _check_seed(lines[lines.index(_SEED) + 1])
-    except (ValueError, IndexError) as exc:
-        problem = (
-            f"creds={path} has no NKey seed of a user; make the file with `nsc generate creds`"
-        )
-        raise BadCredentials(problem) from exc
-    return path
-
-
 def user_jwt(path: Path) -> bytearray:
     """The JWT of a credentials file of NATS. Raises BadCredentials."""
     lines = _read("creds", path).splitlines()
@@ -60,27 +44,9 @@ def user_jwt(path: Path) -> bytearray:
 
 
 def check_nkey(path: Path) -> Path:
-    """`path`, if it has the seed of an NKey. Raises BadCredentials."""
-    try:
-        _check_seed(_read("nkey", path).strip())
-    except ValueError as exc:
-        if isinstance(exc, BadCredentials):
-            raise
-        problem = f"nkey={path} is not the seed of a user's NKey (SU...); `nk -gen user` makes one"
-        raise BadCredentials(problem) from exc
+    """`path`, if it is a file for its owner only. Raises BadCredentials."""
+    _read("nkey", path)
     return path
-
-
-def _check_seed(seed: bytes) -> None:
-    """Raises ValueError."""
-    try:
-        pair = nkeys.from_seed(bytearray(seed.strip()))
-        is_user = bytes(pair.public_key).startswith(b"U")
-        pair.wipe()
-    except Exception as exc:  # of several packages
-        raise ValueError("not a seed") from exc
-    if not is_user:
-        raise ValueError("not a user's seed")
 
 
 def _read(name: str, path: Path) -> bytes:

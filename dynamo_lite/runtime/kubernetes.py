@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import h11
+import aiohttp
 import msgspec
+from yarl import URL
 
 from dynamo_lite.protocol.errors import (
     ConfigError,
@@ -37,7 +38,6 @@ class KubernetesApi:
         parts = urlsplit(url)
         if parts.scheme != "https" or not parts.hostname or parts.path.strip("/"):
             raise ConfigError([f"kubernetes.url: expected https://HOST[:PORT], got {url}"])
-        self._host, self._port = parts.hostname, parts.port or 443
         self._netloc = parts.netloc
         self._token, self._timeout_s = account / "token", timeout_s
         try:
@@ -69,9 +69,9 @@ class KubernetesApi:
                 status, answer = await self._exchange(method, path, body)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"Kubernetes: {method} {path}", self._timeout_s) from exc
-        except OSError as exc:
+        except (OSError, aiohttp.ClientConnectionError) as exc:
             raise Unavailable(f"Kubernetes at {self._netloc}: {exc}") from exc
-        except h11.RemoteProtocolError as exc:
+        except aiohttp.ClientError as exc:
             raise ProtocolError(f"Kubernetes: {method} {path}: {exc}") from exc
         if status == 200:
             return _decoded(answer)
@@ -82,28 +82,27 @@ class KubernetesApi:
 
     async def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         # Read each time: the token is replaced while the pod runs.
-        headers = [
-            ("Host", self._netloc),
-            ("Authorization", f"Bearer {self._bearer()}"),
-            ("Accept", "application/json"),
-            ("Connection", "close"),
-        ]
+        headers = {"Authorization": f"Bearer {self._bearer()}", "Accept": "application/json"}
         if body:
-            headers += [("Content-Type", _MERGE_PATCH), ("Content-Length", str(len(body)))]
-        connection = h11.Connection(h11.CLIENT)
-        reader, writer = await asyncio.open_connection(
-            self._host, self._port, ssl=self._context, server_hostname=self._host
-        )
-        try:
-            request = h11.Request(method=method, target=path, headers=headers)
-            writer.write(connection.send(request) or b"")
-            if body:
-                writer.write(connection.send(h11.Data(data=body)) or b"")
-            writer.write(connection.send(h11.EndOfMessage()) or b"")
-            await writer.drain()
-            return await _answer(connection, reader)
-        finally:
-            writer.transport.abort()
+            headers["Content-Type"] = _MERGE_PATCH
+        url = URL(f"https://{self._netloc}{path}", encoded=True)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(
+                method,
+                url,
+                data=body or None,
+                headers=headers,
+                ssl=self._context,
+                allow_redirects=False,
+            ) as answer,
+        ):
+            content = bytearray()
+            async for part in answer.content.iter_any():
+                content += part
+                if len(content) > _MAX_BYTES:
+                    raise OSError(f"the answer is longer than {_MAX_BYTES} bytes")
+            return answer.status, bytes(content)
 
     def _bearer(self) -> str:
         return _line(self._token)
@@ -117,25 +116,6 @@ def _line(file: Path) -> str:
     if not text or not text.isascii() or not text.isprintable():
         raise OSError(f"{file} is not one line of printable ASCII characters")
     return text
-
-
-async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Raises OSError or h11.RemoteProtocolError."""
-    status, body = 0, bytearray()
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(1 << 16))
-        elif isinstance(event, h11.Response):
-            status = event.status_code
-        elif isinstance(event, h11.Data):
-            body += event.data
-            if len(body) > _MAX_BYTES:
-                raise OSError(f"the answer is longer than {_MAX_BYTES} bytes")
-        elif isinstance(event, h11.EndOfMessage):
-            return status, bytes(body)
-        elif not isinstance(event, h11.InformationalResponse):
-            raise OSError("the connection was closed without an answer")
 
 
 def _decoded(answer: bytes) -> dict[str, Any]:

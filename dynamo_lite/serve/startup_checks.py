@@ -21,7 +21,6 @@ from dynamo_lite.planner.connector import COMPONENTS, by_role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
-    ServerAddress,
     host_port,
     parse_etcd_url,
     parse_nats_url,
@@ -38,7 +37,6 @@ from dynamo_lite.serve.processes import can_listen, output_of
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
 
-_REACH_TIMEOUT_S = 3.0
 _ACCESS_TIMEOUT_S = 60.0
 
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
@@ -233,10 +231,6 @@ async def check_servers(servers: ServersToCheck) -> None:
     queue = servers.queue
     if servers.nats is None and queue is not None and queue.replicas > 1:
         raise StartupError(single_server_text(queue.replicas))
-    if servers.nats is not None:
-        await _check_reachable("NATS", servers.nats, parse_nats_url(servers.nats))
-    if servers.etcd is not None:
-        await _check_reachable("etcd", servers.etcd, parse_etcd_url(servers.etcd))
     if servers.nats is None and servers.etcd is None:
         return
     failed = "the check of NATS and etcd failed"
@@ -249,20 +243,3 @@ async def check_servers(servers: ServersToCheck) -> None:
         raise StartupError(f"{failed}: {exc}") from exc
     if problems:
         raise StartupError("; ".join(problems))
-
-
-async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
-    """Raises StartupError unless one of the servers accepts a connection."""
-    problems: list[str] = []
-    for host, port in address.hosts:
-        try:
-            async with asyncio.timeout(_REACH_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(host, port)
-        except TimeoutError:
-            problems.append(f"connect timeout after {_REACH_TIMEOUT_S:g} s")
-        except OSError as exc:
-            problems.append(exc.strerror or str(exc))
-        else:
-            writer.close()
-            return
-    raise StartupError(f"{what} at {redact(url)} is unreachable: {'; '.join(problems)}")

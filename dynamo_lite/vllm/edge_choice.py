@@ -49,12 +49,6 @@ _REASONS = {
 _PARSERS = ("tool-call-parser", "reasoning-parser")
 #: The program's error for a parser that it does not have.
 _UNKNOWN_PARSER = re.compile(r"\w+ parser `[^`]*` is not registered \(choose from: [^)]*\)")
-#: Limits whose refusals have a status of their own at the Python edge alone.
-_LIMITS = {
-    "max_in_flight_requests": "429",
-    "max_queued_tokens": "429",
-    "default_request_timeout_s": "504",
-}
 
 
 @dataclass(frozen=True)
@@ -99,22 +93,6 @@ def obstacles(
         reason = "vLLM's Rust frontend does not read the header x-request-timeout"
         found.append(Obstacle("max-request-timeout-s", reason))
     return found
-
-
-def configured_limits(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Obstacle]:
-    """The limits whose refusals the Rust frontend answers with 500, as it does all of them.
-
-    Without those at their defaults: these protect the processes, and clients do not plan with
-    them. options, defaults: of a Frontend or a decode worker, in snake_case.
-    """
-    return [
-        Obstacle(
-            key.replace("_", "-"),
-            f"what it refuses gets {status} with edge: python, and 500 with edge: rust",
-        )
-        for key, status in _LIMITS.items()
-        if key in options and options[key] != defaults[key]
-    ]
 
 
 def find_program(given: str | None) -> Path | None:

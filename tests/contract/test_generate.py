@@ -204,13 +204,6 @@ async def test_a_request_too_large_to_send_is_refused_for_good(remote: Setup, ex
     assert remote.server.in_flight == 2 and remote.outputs.lost == []
 
 
-async def test_one_connection_carries_concurrent_requests(remote: Setup):
-    async with asyncio.TaskGroup() as group:
-        for i in range(50):
-            group.create_task(remote.client.submit(remote.member, generate_request(f"r{i}")))
-    assert len({request.client_id for request in remote.engine.running.values()}) == 1
-
-
 async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):
     client = RemoteGenerateClient(
         "hasty", remote.outputs.on_deltas, remote.outputs.on_lost, request_timeout_s=0.05
@@ -344,17 +337,6 @@ async def greet(setup: Setup) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 def submit_of(request_id: str, client_id: str = "raw") -> bytes:
     request = encode(generate_request(request_id, client_id=client_id))
     return frame(encode(Submit(request_id=request_id, request=request)))
-
-
-async def test_the_wire_of_a_whole_request(remote: Setup):
-    async with asyncio.timeout(5):
-        reader, writer = await greet(remote)
-        writer.write(submit_of("a"))
-        assert await read_frame(reader) == SubmitReply(request_id="a", reply=Accepted())
-        remote.server.deliver([tokens("a", 7)])
-        assert await read_frame(reader) == Deltas(deltas=[tokens("a", 7)])
-        writer.close()
-        await remote.engine.until(lambda: remote.engine.aborted == ["a"])
 
 
 async def test_a_malformed_request_is_refused_and_its_connection_goes_on(remote: Setup):

@@ -239,21 +239,6 @@ async def test_bad_beats_are_counted_and_change_nothing(graph: Graph) -> None:
     assert await graph.next_turn() == ({A}, set())
 
 
-async def test_a_number_that_is_not_the_worker_s_mutes_it_for_a_few_beats_only(
-    graph: Graph,
-) -> None:
-    await graph.join(A)
-    await graph.beat(A, 5)
-    await graph.beat(A, 1 << 60)
-    for number in (6, 7, 8):
-        await graph.beat(A, number, ok=False)
-    await graph.dropped("late", 3)
-    await graph.beat(A, 9, ok=False)
-    assert await graph.next_turn() == (set(), {A})
-    await graph.beat(A, 10)
-    assert await graph.next_turn() == ({A}, set())
-
-
 async def test_who_leaves_is_forgotten_and_may_come_back(graph: Graph) -> None:
     await graph.join(A)
     assert await graph.next_turn() == (set(), {A})

@@ -202,21 +202,6 @@ class Router:
         )
 
 
-async def test_a_late_router_gets_all_of_it_at_once(
-    messaging: Messaging, store: MemoryStore, namespace: str
-) -> None:
-    async with Worker(messaging, store, namespace, 7) as worker:
-        for prompt in PROMPTS[:10]:
-            worker.compute(prompt)
-        worker.load = Load(running=3)
-        for _ in range(2):  # it is killed, and another one takes its place
-            async with Router(messaging, store, namespace) as router:
-                await router.settled()
-                assert router.sees(worker)
-                report = router.follower.load(7)
-                assert report is not None and report.requests == 3
-
-
 async def test_a_gap_is_noticed_and_repaired(
     messaging: Messaging, store: MemoryStore, namespace: str
 ) -> None:

@@ -507,13 +507,6 @@ async def test_a_service_whose_end_is_cancelled_leaves_no_subscription(
             await messaging.request("s", b"", timeout_s=5)
 
 
-async def test_leaving_during_an_outage_is_bounded(nats_server) -> None:
-    async with asyncio.timeout(8):
-        async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
-            await nats_server.kill()
-            await wait_for_connection(messaging, False)
-
-
 async def test_leaving_during_an_outage_leaves_no_task_behind(nats_server: PrivateServer) -> None:
     before = asyncio.all_tasks()
     async with NatsMessaging(nats_server.url) as messaging:

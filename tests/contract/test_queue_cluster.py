@@ -19,13 +19,12 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
     StartupError,
 )
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.tasks import running as owned
 from tests.builders import eventually
 from tests.clusters import NatsCluster, nats_cluster
 from tests.conftest import running
 from tests.contract import test_queue
-from tests.contract.test_queue import pull, push, push_again, push_when_there_is_room, until_total
+from tests.contract.test_queue import pull, push, push_again
 from tests.servers import PrivateServer, jetstream_of
 from tests.sim import contract
 
@@ -70,22 +69,6 @@ async def open_queue(
             return await stack.enter_async_context(queue_of(cluster_url, namespace, replicated))
 
         yield open_one
-
-
-async def test_the_cap_is_exact_on_three_servers(open_queue: test_queue.Opener) -> None:
-    config = QueueConfig(max_jobs=10, push_timeout_s=5.0)
-    queues = [await open_queue(config), await open_queue(config)]
-    outcomes = await asyncio.gather(
-        *(push(queues[i % 2], b"x", list(Lane)[i % 3]) for i in range(400)), return_exceptions=True
-    )
-    assert sum(isinstance(outcome, int) for outcome in outcomes) == 10
-    assert all(isinstance(outcome, int | QueueFull) for outcome in outcomes)
-    job = await pull(queues[0])
-    with pytest.raises(QueueFull):
-        await push(queues[1], b"in flight jobs count")
-    await job.ack()
-    await push_when_there_is_room(queues[1], b"again")
-    await until_total(queues[0], 10)
 
 
 # A server is lost

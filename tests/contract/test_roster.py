@@ -1,7 +1,5 @@
 """The roster on every store."""
 
-import asyncio
-
 import msgspec
 import pytest
 
@@ -87,13 +85,6 @@ async def test_members_stay_during_an_outage_and_leave_after_it(etcd_server) -> 
             assert roster.members == (member,)
             await etcd_server.restart(wiped=True)
             assert await roster.wait(lambda members: not members, 10) == ()
-
-
-async def test_two_waiters_see_the_same_change(store: Store, namespace: str) -> None:
-    async with Roster(store, f"{namespace}/") as roster, asyncio.TaskGroup() as group:
-        waits = [group.create_task(roster.wait(bool, 5)) for _ in range(2)]
-        member = await put(store, namespace, 0x1)
-    assert [wait.result() for wait in waits] == [(member,), (member,)]
 
 
 @virtual

@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import threading
 import time
 from collections.abc import AsyncIterator
 from itertools import groupby
@@ -311,20 +310,3 @@ async def test_a_missing_server_is_named_without_credentials() -> None:
     assert "secret" not in str(failure.value)
     with pytest.raises(StoreUnavailable):
         await store.get("k")
-
-
-def test_the_store_works_in_a_thread_of_its_own(etcd_url: str, namespace: str) -> None:
-    results: list[object] = []
-
-    async def use() -> None:
-        async with EtcdStore(etcd_url) as store, store.lease(5) as lease:
-            async with store.watch(f"{namespace}/") as events:
-                assert await take(events) == Snapshot({})
-                await store.put(f"{namespace}/k", b"1", lease=lease)
-                assert await take(events) == Put(f"{namespace}/k", b"1")
-            results.append(await store.get(f"{namespace}/k"))
-
-    thread = threading.Thread(target=lambda: asyncio.run(use()))
-    thread.start()
-    thread.join(timeout=20)
-    assert results == [b"1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.external import LOGIN, USERS, Certificates, etcd, etcd_url, nats, nats_tls, nats_url
-from tests.process.command import ROOT, STUB, invoke, run, serving
+from tests.process.command import ROOT, invoke, run, serving
 
 pytestmark = pytest.mark.heavy
 
@@ -61,35 +61,6 @@ async def test_a_graph_on_external_servers(tmp_path: Path, urls: Urls) -> None:
     assert not shows_secrets("".join(command.output))
     for log in (state_dir / "logs").iterdir():
         assert not shows_secrets(log.read_text())
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        (LOGIN, "me:wrong-s3cret", "refuses the user name"),
-        ("ca=", "ca=STRANGER&old=", "its certificate is not trusted"),
-    ],
-)
-async def test_refusals_are_told_before_the_start(
-    tmp_path: Path, urls: Urls, certificates: Certificates, old: str, new: str, complaint: str
-) -> None:
-    new = new.replace("STRANGER", f"{certificates.folder}/stranger.pem")
-
-    def wrong(url: str) -> str:
-        return re.sub(r"old=[^&]*&", "", url.replace(old, new))
-
-    for bad, name in (
-        (Urls(wrong(urls.nats), urls.etcd), "NATS at tls://localhost:"),
-        (Urls(urls.nats, wrong(urls.etcd)), "etcd at https://127.0.0.1:"),
-    ):
-        state = ("--state-dir", str(tmp_path / "state"))
-        result = run("serve", STUB, *state, *_NAMESPACE, env=bad.environment)
-        assert result.returncode == 1
-        (line,) = result.stderr.splitlines()
-        assert line.startswith(f"error: cannot use {name}")
-        assert complaint in line
-        assert not shows_secrets(result.stdout + result.stderr)
-        assert not list((tmp_path / "state").glob("logs/*"))
 
 
 def test_the_script_takes_no_password_on_the_command_line(tmp_path: Path) -> None:

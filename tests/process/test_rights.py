@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,18 +17,15 @@ import httpx
 import pytest
 
 from dynamo_lite.cli.access import user_of
-from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
-from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.serve.run_state import RunState, read_run
-from tests.builders import eventually, graph_secret, prefill_job
+from tests.builders import eventually, graph_secret
 from tests.foreign import Heard, Try, subjects, tries
 from tests.forwarding import COMPLETION, TEXT
 from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
 from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
 from tests.process.joining import joining
-from tests.process.null_decode import ENGINE, decode_engine
+from tests.process.null_decode import ENGINE
 from tests.process.null_graph import answer
 from tests.scripted import Fleet, ScriptedEngine, nixl
 
@@ -132,36 +129,6 @@ async def test_a_request_is_placed_by_the_router_and_answered(rights: Rights):
     health = f"{rights.status_url('Router')}/health"
     await eventually(lambda: httpx.get(health, timeout=30).json()["requests"] == 0)
     assert rights.refusals() == seen == []
-
-
-def decode_side(
-    rights: Rights, done: asyncio.Queue[WriterDone]
-) -> AbstractAsyncContextManager[PrefillQueue]:
-    return decode_engine(
-        nats_url=rights.servers.nats_url("VllmWorker"),
-        etcd_url=rights.servers.etcd_url("VllmWorker"),
-        namespace=NAMESPACE,
-        secret=rights.secret,
-        done=done,
-    )
-
-
-async def test_a_job_goes_through_the_queue_and_its_claim_is_granted(rights: Rights):
-    done: asyncio.Queue[WriterDone] = asyncio.Queue()
-    async with asyncio.timeout(60), decode_side(rights, done) as queue:
-        for attempt in ("a1", "a2"):
-            job = prefill_job(attempt, engine_id=ENGINE)
-            await queue.push(encode_sealed(job), message_id=attempt)
-            said = await done.get()
-            assert (said.attempt, said.outcome) == (attempt, "written")
-
-        async def answered() -> bool:
-            return (await queue.depth()).total == 0
-
-        await eventually(answered)
-
-        assert "  ok  " in await asyncio.to_thread(rights.operator, "ps", "--links")
-    assert rights.refusals() == []
 
 
 async def test_the_planner_leads_and_the_operator_s_commands_work(rights: Rights):

@@ -49,13 +49,11 @@ def rows_of(token_ids: Sequence[int]) -> LogprobRows:
 
 @dataclass
 class Worker:
-    """`refusal` is what a request gets instead of an acceptance. frozen: it neither
-    takes nor gives anything until it is not."""
+    """`refusal` is what a request gets instead of an acceptance."""
 
     lease_id: int
     listed: bool = True
     dead: bool = False
-    frozen: bool = False
     own_tokens: bool = False
     tokens_per_step: int = 1
     accepts_after_s: float = 0.0
@@ -65,7 +63,6 @@ class Worker:
     asked: list[GenerateRequest] = field(default_factory=list)
     running: dict[str, GenerateRequest] = field(default_factory=dict)
     given: dict[str, int] = field(default_factory=dict)
-    thawed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def step(self, wire_id: str) -> TokenDelta:
         request, position = self.running[wire_id], self.given[wire_id]
@@ -88,11 +85,7 @@ class Worker:
 
 
 class FakeWorkers:
-    """A GenerateClient. ends: (request id, how), as the client under test reported them.
-
-    finished: attempts that a worker ran to their end, for a client that had not
-    given it up.
-    """
+    """A GenerateClient. ends: (request id, how), as the client under test reported them."""
 
     def __init__(self, count: int):
         self.workers = {i: Worker(i) for i in range(1, count + 1)}
@@ -102,7 +95,6 @@ class FakeWorkers:
         self.client: FailoverClient | None = None
         self.owner: dict[str, Worker] = {}  # of accepted attempts
         self.deaf: set[str] = set()  # attempts that nobody listens to any more
-        self.finished: list[str] = []
         self.pumps: set[asyncio.Task[None]] = set()
         self.closed = False
 
@@ -148,9 +140,6 @@ class FakeWorkers:
             raise NoResponders(f"worker {worker.lease_id} is not there")
         if worker.accepts_after_s:
             await asyncio.sleep(worker.accepts_after_s)
-        while worker.frozen and not worker.dead:
-            worker.thawed.clear()
-            await worker.thawed.wait()
         if worker.dead or self.closed:
             raise Unavailable("the worker's stream broke")
         if worker.refusal is not None:
@@ -181,10 +170,9 @@ class FakeWorkers:
 
     # What happens to workers
 
-    def kill(self, lease_id: int, *, listed: bool = False) -> None:
+    def kill(self, lease_id: int) -> None:
         worker = self.workers[lease_id]
-        worker.dead, worker.listed = True, listed
-        worker.thawed.set()
+        worker.dead, worker.listed = True, False
         self._lose(worker, "connection lost")
         worker.running.clear()
         self.changed()
@@ -203,11 +191,6 @@ class FakeWorkers:
         assert self.client is not None
         self.client.members_changed()
 
-    def thaw(self, lease_id: int) -> None:
-        worker = self.workers[lease_id]
-        worker.frozen = False
-        worker.thawed.set()
-
     def running(self) -> dict[int, list[str]]:
         return {i: list(worker.running) for i, worker in self.workers.items() if worker.running}
 
@@ -221,15 +204,11 @@ class FakeWorkers:
         """The answer, a step at a time; also to a client that has given the worker up."""
         while True:
             await asyncio.sleep(STEP_S)
-            if worker.frozen and not worker.dead:
-                worker.thawed.clear()
-                await worker.thawed.wait()
             if worker.dead or wire_id not in worker.running:
                 return
             delta = worker.step(wire_id)
             if delta.finish_reason is not None:
                 del worker.running[wire_id]
-                self.finished += [wire_id] if wire_id not in self.deaf else []
             self._on_deltas([delta])
 
 

@@ -6,12 +6,6 @@ from hypothesis import strategies as st
 from dynamo_lite.request_plane.admission import Admission, Limits
 
 
-def test_without_limits_everything_is_admitted():
-    admission = Admission(Limits())
-    assert [admission.enter(str(i), 10**9) for i in range(3)] == [None] * 3
-    assert admission.in_flight == 3
-
-
 def test_requests_in_flight_are_limited():
     admission = Admission(Limits(in_flight=2))
     for key in ("a", "b"):

@@ -97,25 +97,17 @@ def test_the_program_must_have_the_version_of_the_installed_vllm(tmp_path: Path)
         check_version(good, vllm_version())
 
 
-def settled(*flags: str) -> tuple[GraphConfig, str, Document]:
+def settled(*flags: str) -> tuple[GraphConfig, Document]:
     document = read_document(ROOT / "configs" / "agg.yaml", list(flags))
     config = resolve(load_graph("graphs.agg:Frontend"), document)
     assert document.mistakes == []
-    config, note = settle_edge(config, document)
-    return config, note, document
-
-
-def edge_of(config: GraphConfig) -> str:
-    frontend = config.get("Frontend")
-    assert frontend is not None
-    return frontend.options["edge"]
+    return settle_edge(config, document), document
 
 
 def test_rust_is_refused_with_every_option_that_it_cannot_honour(tmp_path: Path):
     binary = f"--Frontend.edge-binary={program(tmp_path)}"
     refused = ("--Frontend.ssl-ciphers=x", "--Frontend.dashboard=true")
-    _, note, document = settled("--Frontend.edge=rust", binary, *refused)
-    assert note == ""
+    _, document = settled("--Frontend.edge=rust", binary, *refused)
     assert [mistake.partition(":")[0] for mistake in document.mistakes] == [
         "--Frontend.ssl-ciphers",
         "--Frontend.dashboard",
@@ -123,71 +115,15 @@ def test_rust_is_refused_with_every_option_that_it_cannot_honour(tmp_path: Path)
     assert all("not with `edge: rust`" in mistake for mistake in document.mistakes)
 
 
-def test_auto_takes_rust_where_it_can_and_says_why_not(tmp_path: Path):
-    binary = f"--Frontend.edge-binary={program(tmp_path)}"
-    config, note, document = settled("--Frontend.edge=auto", binary)
-    assert (edge_of(config), note, document.mistakes) == ("rust", "", [])
-    for option, reason in (
-        ("--Frontend.ssl-ciphers=x", "ssl-ciphers: "),
-        ("--Graph.otlp-endpoint=http://127.0.0.1:1", "a client's traceparent"),
-        ("--Frontend.host=0.0.0.0", "Frontend.host: clients of 0.0.0.0 could send vllm-rs a chat"),
-        (f"--Frontend.edge-binary={tmp_path}/absent", "there is no file"),
-    ):
-        config, note, document = settled("--Frontend.edge=auto", binary, option)
-        assert (edge_of(config), document.mistakes) == ("python", [])
-        assert "auto takes Python" in note and reason in note
-    # Each difference is told where Rust is asked for.
-    different = ("--Graph.otlp-endpoint=http://127.0.0.1:1", "--Frontend.host=0.0.0.0")
-    config, note, _ = settled("--Frontend.edge=rust", binary, *different)
-    host, traces = note.splitlines()
-    assert edge_of(config) == "rust"
-    assert host.startswith("Frontend.edge: rust: Frontend.host: clients of 0.0.0.0 could send")
-    assert traces.startswith("Frontend.edge: rust: Graph.otlp-endpoint: a client's traceparent is")
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [
-        "--Frontend.max-in-flight-requests=100",
-        "--Frontend.default-request-timeout-s=60",
-        "--VllmWorker.max-queued-tokens=100000",
-    ],
-)
-def test_auto_takes_python_for_a_limit_whose_refusals_rust_answers_with_500(
-    tmp_path: Path, limit: str
-):
-    binary = f"--Frontend.edge-binary={program(tmp_path)}"
-    config, note, document = settled("--Frontend.edge=auto", binary, limit)
-    assert (edge_of(config), document.mistakes) == ("python", [])
-    key = limit.removeprefix("--").partition("=")[0]
-    assert f"auto takes Python: {key}: what it refuses gets " in note and "500" in note
-    config, note, document = settled("--Frontend.edge=rust", binary, limit)
-    assert (edge_of(config), document.mistakes) == ("rust", [])
-    assert note.startswith(f"Frontend.edge: rust: {key}: what it refuses gets ")
-
-
-def test_limits_at_their_defaults_leave_auto_the_rust_edge(tmp_path: Path):
-    defaults = asdict(FrontendConfig())
-    named = [
-        f"--Frontend.{key.replace('_', '-')}={defaults[key]}"
-        for key in ("max_in_flight_requests", "max_queued_tokens", "default_request_timeout_s")
-    ]
-    binary = f"--Frontend.edge-binary={program(tmp_path)}"
-    config, note, _ = settled("--Frontend.edge=auto", binary, *named)
-    assert (edge_of(config), note) == ("rust", "")
-
-
 @pytest.mark.parametrize("key", ["tool-call-parser", "reasoning-parser"])
 def test_a_parser_that_the_program_does_not_have_is_an_obstacle(tmp_path: Path, key: str):
     binary = f"--Frontend.edge-binary={program(tmp_path)}"
-    _, _, document = settled("--Frontend.edge=rust", binary, f"--Frontend.{key}=other")
+    _, document = settled("--Frontend.edge=rust", binary, f"--Frontend.{key}=other")
     [mistake] = document.mistakes
     assert mistake.startswith(f"--Frontend.{key}: not with `edge: rust`: vllm-rs: ")
     assert "is not registered (choose from: known)" in mistake
-    config, note, _ = settled("--Frontend.edge=auto", binary, f"--Frontend.{key}=other")
-    assert edge_of(config) == "python" and f"auto takes Python: {key}: vllm-rs: " in note
-    config, note, _ = settled("--Frontend.edge=auto", binary, f"--Frontend.{key}=known")
-    assert (edge_of(config), note) == ("rust", "")
+    _, document = settled("--Frontend.edge=rust", binary, f"--Frontend.{key}=known")
+    assert document.mistakes == []
 
 
 def test_a_host_without_a_frontend_needs_no_program(tmp_path: Path):
@@ -207,11 +143,11 @@ def test_the_environment_names_the_program_and_a_missing_one_is_named(
 ):
     path = program(tmp_path)
     monkeypatch.setenv("DYNAMO_LITE_VLLM_RS", str(path))
-    config, _, _ = settled("--Frontend.edge=rust")
+    config, _ = settled("--Frontend.edge=rust")
     frontend = config.get("Frontend")
     assert frontend is not None and frontend.options["edge_binary"] == str(path)
     monkeypatch.setattr("dynamo_lite.serve.edge.find_program", lambda given: None)
-    _, _, document = settled("--Frontend.edge=rust")
+    _, document = settled("--Frontend.edge=rust")
     [mistake] = document.mistakes
     assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake
 

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
 import textwrap
-import time
 
 import msgspec
 import pytest
@@ -16,7 +14,6 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment
 from dynamo_lite.runtime.store import LeaseLoss
@@ -259,24 +256,6 @@ async def test_a_missing_server_is_a_failed_start() -> None:
     assert await run.start() == 1
     assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"
     assert run.worker.calls == []
-
-
-async def test_a_revoke_by_another_client_is_noticed_fast(
-    nats_url: str, etcd_url: str, namespace: str
-) -> None:
-    run = Run(nats_url=nats_url, etcd_url=etcd_url, lease_ttl_s=30.0)
-    run.spec = dataclasses.replace(run.spec, namespace=namespace)
-    run.environment = ProcessEnvironment()
-    exit_code = run.start()
-    lease = int((await run.until("ready"))["lease"], 16)
-    async with asyncio.timeout(15), EtcdStore(etcd_url) as other:
-        assert list(await other.get_prefix(components_prefix(namespace)))
-        started = time.monotonic()
-        assert await other.revoke(lease)
-        await run.until("draining")
-        noticed = time.monotonic()
-        assert await exit_code == 0
-    assert noticed - started < 0.5
 
 
 async def test_a_second_signal_ends_the_process_at_once() -> None:

@@ -110,17 +110,6 @@ async def test_with_a_certificate_it_is_https_and_nothing_else(issued: Issued):
         assert url.startswith("http://") and (await client.get(url)).text == "http"
 
 
-async def test_a_key_may_be_in_the_file_of_the_certificate(issued: Issued, tmp_path: Path):
-    both = tmp_path / "both.pem"
-    parts = (Path(path).read_text() for path in issued.server.files)
-    both.write_text("".join(parts))
-    async with (
-        serving(HttpOptions(tls=TlsOptions(certfile=str(both)))) as url,
-        httpx.AsyncClient(verify=issued.trust) as client,
-    ):
-        assert (await client.get(url)).text == "https"
-
-
 async def test_clients_that_must_have_a_certificate(issued: Issued, tmp_path: Path):
     tls = replace(issued.server, ca_certs=str(tmp_path / "ca.pem"), cert_reqs=ssl.CERT_REQUIRED)
     mine, theirs = issued.write("client"), issued.write("stranger", authority=trustme.CA())
@@ -135,18 +124,6 @@ async def test_clients_that_must_have_a_certificate(issued: Issued, tmp_path: Pa
                 else:
                     with pytest.raises(httpx.TransportError):
                         await client.get(url)
-
-
-async def test_the_ciphers_that_are_named(issued: Issued):
-    cipher = "ECDHE-ECDSA-AES256-GCM-SHA384"
-    tls = replace(issued.server, ciphers=cipher)
-    async with serving(HttpOptions(tls=tls)) as url:
-        port = int(url.rpartition(":")[2])
-        trust = issued.trust
-        trust.maximum_version = ssl.TLSVersion.TLSv1_2
-        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
-        assert writer.get_extra_info("cipher")[0] == cipher
-        writer.close()
 
 
 async def test_a_certificate_that_is_replaced_is_served_without_a_restart(
@@ -277,12 +254,6 @@ async def test_paths_whose_requests_are_not_logged(caplog: pytest.LogCaptureFixt
         said = [record.getMessage() for record in caplog.records if record.name == logger.name]
         assert ["/other" in line for line in said] == [True]
     assert not logger.filters
-
-
-def test_a_socket_of_ipv6_has_brackets():
-    with socket.socket(socket.AF_INET6) as sock:
-        sock.bind(("::1", 0))
-        assert url_of(sock, tls=True).startswith("https://[::1]:")
 
 
 def test_the_hint_knows_of_the_certificate_and_the_key():

@@ -13,12 +13,10 @@ from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.kv_routing import (
     REASONS,
-    Candidate,
     KvPicker,
     KvRoutingOptions,
     LoadReport,
     Shard,
-    score,
 )
 from dynamo_lite.routing.pending_requests import LINGER_S, PendingRequests
 from tests.builders import endpoint_record
@@ -206,15 +204,10 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
     assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
 
 
-def test_a_score():
-    options = KvRoutingOptions(kv_weight=2.0)
-    assert score(Candidate(endpoint_record(1), matched=10, load=4), options) == 16.0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_bookings_come_to_nothing(seed: int):
     """Whatever the order of answers and ends, nothing stays; meanwhile the sums are right."""
-    rng, bookings, now = random.Random(seed), PendingRequests(lambda worker: None), 0.0
+    rng, bookings, now = random.Random(seed), PendingRequests(), 0.0
     truth: dict[str, list[int]] = {}
     for n in range(200):
         now += rng.random() / 4
@@ -250,5 +243,5 @@ def test_bookings_come_to_nothing(seed: int):
     bookings.book("last", 9, [], prompt_tokens=1, prefill_tokens=1, now=now)
     bookings.released("last")
     assert repr(bookings) == "<PendingRequests requests=0 lingering=0>"
-    assert not any(bookings.levels([key]) for key in range(300))
+    assert not any(bookings.match([key]) for key in range(300))
     assert all(bookings.of(worker).empty for worker in range(10))

@@ -1,6 +1,5 @@
 """Log lines as text and as JSON, and the requests that they are about."""
 
-import ast
 import io
 import json
 import logging
@@ -77,37 +76,6 @@ def test_ids_are_what_the_log_call_says_and_nothing_else(
     template: str, args: tuple[Any, ...], found: dict[str, str]
 ) -> None:
     assert ids(record(template, *args)) == found
-
-
-def test_every_log_call_about_an_id_says_so_in_one_way() -> None:
-    """Where an argument is a request's or an attempt's id, the JSON form finds it."""
-    missed: list[str] = []
-    seen = 0
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for call in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(call, ast.Call) or not _is_log(call):
-                continue
-            names = {arg.attr for arg in call.args if isinstance(arg, ast.Attribute)}
-            wanted = {"request_id", "attempt"} & names
-            seen += len(wanted)
-            texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
-            template = texts[0] if texts else ""
-            at = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Constant)), 0)
-            # As if every argument had its own name as its value.
-            values = [arg.attr if isinstance(arg, ast.Attribute) else "" for arg in call.args]
-            found = ids(record(template, *values[at + 1 :]))
-            if any(found.get(name) != name for name in wanted):
-                missed.append(f"{file.name}:{call.lineno}: {template}")
-    assert not missed and seen > 8
-
-
-def _is_log(call: ast.Call) -> bool:
-    function = call.func
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.value.id in ("logger", "_log")
-    )
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from starlette.testclient import TestClient
 
-from dynamo_lite.protocol.errors import EngineDied
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED
@@ -16,9 +14,6 @@ from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
 from tests.twins.servers import MemoryMessaging
 from tests.unit.process_run import Run, get
-from tests.unit.test_engine_probe import Engine
-from tests.unit.test_engine_probe import Worker as Probing
-from tests.unit.virtual import virtual
 
 WELL = {"ok": True, "dead": "", "checks": {"model": "", "engine": ""}}
 
@@ -92,28 +87,6 @@ def test_only_what_a_restart_heals_is_against_liveness() -> None:
     assert liveness(WELL)["ok"] and liveness(NOT_LOADED)["ok"] and liveness({"ok": False})["ok"]
     dead = liveness({**WELL, "dead": "no step"})
     assert not dead["ok"] and dead["checks"]["engine"] == {"ok": False, "detail": "no step"}
-
-
-@virtual
-async def test_an_engine_is_unready_soon_and_dead_late() -> None:
-    worker = Probing(Engine())
-    await asyncio.sleep(5)
-    worker.engine.answers.clear()
-    await asyncio.sleep(10)
-    facts = worker.probe.facts()
-    assert not facts["ok"] and "not answered" in facts["checks"]["engine"]
-    assert liveness(facts)["ok"]
-    worker.messaging.set_connected(False)
-    assert worker.probe.facts()["ok"], "nobody hears an answer during an outage"
-    await asyncio.sleep(60)
-    assert liveness(worker.probe.facts())["ok"]
-    worker.messaging.set_connected(True)
-    while liveness(worker.probe.facts())["ok"]:
-        assert not worker.task.done()
-        await asyncio.sleep(0.5)
-    with pytest.raises(EngineDied):
-        await worker.task
-    assert not liveness(worker.probe.facts())["ok"]
 
 
 async def test_a_process_answers_from_its_start_to_its_end() -> None:

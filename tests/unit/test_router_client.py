@@ -20,6 +20,8 @@ ROUTER, WORKER = endpoint_record(9, "Router", "pick"), endpoint_record(1)
 class Broker:
     """Disconnected while `away`. Its router places every request."""
 
+    connected = True
+
     def __init__(self) -> None:
         self.away, self.refused = False, 0
         self.notices: list[RequestOutcomes] = []

@@ -178,16 +178,6 @@ def test_a_failure_while_a_task_is_ended_is_logged(caplog: pytest.LogCaptureFixt
     assert "task follower failed" in caplog.text and "on its way out" in caplog.text
 
 
-@virtual
-async def test_running_ends_its_task_with_the_context():
-    with pytest.raises(KeyError):
-        async with running(loses_cancels(1), name="follower") as task:
-            assert task.get_name() == "follower"
-            await asyncio.sleep(1)
-            raise KeyError
-    assert task.cancelled()
-
-
 def test_a_body_ends_with_the_failure_of_a_task_that_it_needs(caplog: pytest.LogCaptureFixture):
     left: list[str] = []
 

@@ -32,10 +32,6 @@ SILENT_S = 3.0
 #: been delayed or disconnected; heartbeats in its own buffers are read in this time.
 SECOND_LOOK_S = 1.0
 
-#: This many consecutive heartbeats are the worker's own, although another process has sent a
-#: higher number.
-_IN_ROW = 4
-
 #: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
 
@@ -48,9 +44,6 @@ class MemberHealth:
     well_at: float
     #: Number of the newest heartbeat.
     number: int = -1
-    #: The last number below `number`, and how many led to it without a gap.
-    late: int = -1
-    late_in_row: int = 0
     #: The content of the newest heartbeat.
     ok: bool = True
     detail: str = ""
@@ -65,17 +58,6 @@ class MemberHealth:
     def trouble(self) -> str:
         """What is wrong; empty when only heartbeats are missing, or nothing."""
         return "" if self.ok else self.detail or "it cannot work"
-
-    def is_news(self, number: int) -> bool:
-        """Whether the heartbeat is newer than the newest one, or shows that the newest one was
-        forged: consecutive late heartbeats are no repetition."""
-        if number <= self.number:
-            self.late_in_row = self.late_in_row + 1 if number == self.late + 1 else 1
-            self.late = number
-            if self.late_in_row < _IN_ROW:
-                return False
-        self.late, self.late_in_row = -1, 0
-        return True
 
     def take(self, heartbeat: Heartbeat) -> None:
         """It is the newest one."""
@@ -210,7 +192,7 @@ class HealthMonitor:
         member = self._members.get(heartbeat.lease_id)
         if member is None:
             self._drop("unknown")
-        elif not member.is_news(heartbeat.number):
+        elif heartbeat.number <= member.number:
             self._drop("late")
         else:
             self._update(heartbeat.lease_id, heartbeat)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Self
 from urllib.parse import urlsplit
 
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -185,15 +186,9 @@ class _LoggingExporter(SpanExporter):
 
 def _exporter(options: TracingOptions) -> SpanExporter:
     parts = urlsplit(options.endpoint)
-    if options.grpc:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
-
-        return Grpc(endpoint=options.endpoint, insecure=parts.scheme == "http")
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
-
     if parts.path in ("", "/"):
         parts = parts._replace(path="/v1/traces")
-    return Http(endpoint=parts.geturl())
+    return OTLPSpanExporter(endpoint=parts.geturl())
 
 
 def _nanoseconds(seconds: float) -> int:

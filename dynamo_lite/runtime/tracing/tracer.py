@@ -30,10 +30,6 @@ class TracingOptions:
     #: follow the client's decision instead.
     ratio: float = 1.0
 
-    @property
-    def grpc(self) -> bool:
-        return urlsplit(self.endpoint).port == _GRPC_PORT
-
 
 class Tracer(Protocol):
     """Used in the event loop of the process; never blocks."""
@@ -97,16 +93,17 @@ def record_notes(tracer: Tracer, notes: Sequence[Sequence[Any]]) -> None:
 def check_endpoint(url: str) -> str | None:
     """What is wrong with an endpoint; None when it is valid.
 
-    `http[s]://HOST[:PORT][/PATH]`: OTLP over gRPC at port 4317, else over HTTP, at
-    /v1/traces where no path is given.
+    `http[s]://HOST[:PORT][/PATH]`: OTLP over HTTP, at /v1/traces where no path is given.
     """
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        port = parts.port
     except ValueError as exc:
         return f"{exc}, got {url!r}"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return f"expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
+    if port == _GRPC_PORT:
+        return f"{_GRPC_PORT} is the port for gRPC; name the one for HTTP, which is 4318 by default"
     if parts.username is not None or parts.query or parts.fragment:
         return "user names, queries and fragments are not supported; see OTEL_EXPORTER_OTLP_HEADERS"
     return None

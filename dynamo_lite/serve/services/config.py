@@ -32,8 +32,8 @@ class FrontendConfig(AdmissionOptions):
     host: str = "127.0.0.1"
     #: Port to listen on; 0 takes a free one.
     port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
-    #: Which of vLLM's HTTP frontends serves; auto: Rust where nothing configured needs Python.
-    edge: Literal["python", "rust", "auto"] = "python"
+    #: Which of vLLM's HTTP frontends serves.
+    edge: Literal["python", "rust"] = "python"
     #: Path of `vllm-rs`, the program of the Rust frontend; None: found beside the vLLM package, or
     #: in the environment variable DYNAMO_LITE_VLLM_RS.
     edge_binary: str | None = None

@@ -15,17 +15,20 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
-from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, local_address, url_of
-from dynamo_lite.serve.services.frontend.http_relay import ask_server
-from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, Ask, Processor, ask_app
-from dynamo_lite.serve.services.frontend.shared_metrics import SharedMetrics
+from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
+from dynamo_lite.serve.services.frontend.processor import (
+    ENDPOINTS,
+    Ask,
+    Processor,
+    ask_app,
+    ask_server,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -71,18 +74,18 @@ class Frontend:
         await host.register("http", stream=address)
         await self._serve_processor(host, ask_app(app.asgi, app.api_key), app.served_model)
         # Last: a failure after this would break accepted requests.
-        return await self._serve_http(host, app, sock, address)
+        return await self._serve_http(host, app, sock)
 
     async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
         """Returns the URL."""
         host.progress("starting vLLM's Rust frontend")
-        url, local = url_of(sock), local_address(sock)
+        url = url_of(sock)
         self._app = self._rust = rust = await self._open_rust(host, sock, url)
         # Its process has a copy. With this one open, connections during a drain would wait here.
         sock.close()
         host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
-        await self._serve_processor(host, ask_server(*local), rust.served_model)
+        await self._serve_processor(host, ask_server(url), rust.served_model)
         return url
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
@@ -125,12 +128,8 @@ class Frontend:
             )
         )
 
-    async def _serve_http(
-        self, host: Host, app: "OpenAiApp", sock: socket.socket, address: str
-    ) -> str:
+    async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
         asgi = await self._with_dashboard(host, app.asgi)
-        if self._spec.instances > 1:
-            asgi = await self._with_shared_metrics(host, asgi, address)
         served = asgi if host.probes is None else Probed(asgi, host.probes)
         quiet = replace(app.http, quiet_paths=app.http.quiet_paths | {OVERVIEW})
         server = HttpServer(served, sock, quiet, on_drop=host.drops)
@@ -148,13 +147,6 @@ class Frontend:
         observer = Observer(host.store, self._spec.namespace, host.drops)
         await self._stack.enter_async_context(observer)
         return Dashboard(app, observer, any_name=self._config.dashboard is True)
-
-    async def _with_shared_metrics(self, host: Host, app: "ASGIApp", address: str) -> "ASGIApp":
-        prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, "http")
-        frontends = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
-        return SharedMetrics(
-            app, lambda: [m for m in frontends.members if m.transport.stream == address]
-        )
 
     async def _serve_processor(self, host: Host, ask: Ask, model: str) -> None:
         processor = Processor(ask, on_drop=host.drops)

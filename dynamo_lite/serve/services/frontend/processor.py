@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import aiohttp
+
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -69,6 +71,22 @@ def ask_app(app: Any, api_key: str | None = None) -> Ask:
             return await call.body()
         finally:
             await call.disconnect()
+
+    return ask
+
+
+def ask_server(url: str) -> Ask:
+    """Asks an HTTP server on this host: few requests, each with one body."""
+
+    async def ask(path: str, body: bytes) -> bytes:
+        """Raises aiohttp.ClientError. A cancel closes the connection, which aborts the request."""
+        headers = {name.decode(): value.decode() for name, value in HEADERS}
+        limits = aiohttp.ClientTimeout(total=None)
+        async with (
+            aiohttp.ClientSession(timeout=limits) as session,
+            session.post(f"{url}{path}", data=body, headers=headers) as answer,
+        ):
+            return await answer.read()
 
     return ask
 

@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 #: How long a request waits for routers, in total.
 ANSWER_S = 0.5
-#: How often a router that has failed is probed.
-PROBE_S = 1.0
+#: How long a router that has failed is left alone. A killed one stays registered until its lease
+#: expires, and precedes its replacement in the order.
+ALONE_S = 5.0
 _AGAIN_S = 1.0
 
 
 class RemoteRouter(WorkerSelector):
     """Sends pick requests to the first router of the roster that responds.
 
-    All Frontends use the same order, so one router knows all requests. A router that fails gets
-    probes in the background instead of pick requests, until it answers one: while NATS is out of
-    reach, at most the first requests wait. Async context manager; the roster must be open.
+    All Frontends use the same order, so one router knows all requests. While NATS is disconnected
+    none is asked. Async context manager; the roster must be open.
 
     Args:
         lease_id: of this Frontend.
@@ -68,8 +68,8 @@ class RemoteRouter(WorkerSelector):
         #: Router to the ids (answered, released) that were not published yet.
         self._outcomes: dict[int, tuple[list[str], list[str]]] = {}
         self._has_outcomes = asyncio.Event()
-        #: Routers that have failed and are probed.
-        self._failed: dict[int, asyncio.Task[None]] = {}
+        #: Routers that have failed, and until when they are left alone.
+        self._failed: dict[int, float] = {}
         self._tasks = OwnedTasks()
         self._members: Sequence[EndpointRecord] = ()
         self._by_lease: Mapping[int, EndpointRecord] = {}
@@ -81,11 +81,6 @@ class RemoteRouter(WorkerSelector):
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.end()
 
-    @property
-    def failed(self) -> frozenset[int]:
-        """The lease ids of routers that have failed and have not answered since."""
-        return frozenset(self._failed)
-
     async def choose(
         self,
         members: Sequence[EndpointRecord],
@@ -96,13 +91,21 @@ class RemoteRouter(WorkerSelector):
         if not candidates:
             raise NoWorkers("no live worker")
         until = _now() + ANSWER_S
-        for router in self._routers.members:
-            if router.lease_id in self._failed or (left_s := until - _now()) <= 0:
+        for router in self._routers.members if self._messaging.connected else ():
+            now = _now()
+            if now < self._failed.get(router.lease_id, 0.0) or now >= until:
                 continue
             try:
-                return await self._request_pick(router, candidates, request, left_s)
+                return await self._request_pick(router, candidates, request, until - now)
             except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
-                self._fail(router, f"request {request.request_id}: {exc}")
+                self._failed[router.lease_id] = _now() + ALONE_S
+                logger.warning(
+                    "router %x failed, and is left alone for %g s: request %s: %s",
+                    router.lease_id,
+                    ALONE_S,
+                    request.request_id,
+                    exc,
+                )
         self._fallbacks.inc()
         return self._fallback.pick(members, request, without)
 
@@ -115,48 +118,6 @@ class RemoteRouter(WorkerSelector):
         if not without:
             return self._by_lease
         return {k: member for k, member in self._by_lease.items() if k not in without}
-
-    def _fail(self, router: EndpointRecord, why: str) -> None:
-        """A killed router stays registered until its lease expires, and precedes its
-        replacement in the order."""
-        if router.lease_id in self._failed:
-            return
-        logger.warning("router %x failed, it is probed until it answers: %s", router.lease_id, why)
-        name = f"probe router {router.lease_id:x}"
-        self._failed[router.lease_id] = self._tasks.start(self._probe(router), name=name)
-
-    async def _probe(self, router: EndpointRecord) -> None:
-        """Ends when the router answers, or is not registered any more."""
-        try:
-            while True:
-                await asyncio.sleep(PROBE_S)
-                if self._routers.get(router.lease_id) is None or await self._answers(router):
-                    return
-        finally:
-            del self._failed[router.lease_id]
-
-    async def _answers(self, router: EndpointRecord) -> bool:
-        """Whether the router replies to a request without candidates. It counts no request for
-        it."""
-        self._sent += 1
-        probe = PickRequest(
-            client=self._lease_id,
-            request_id=f"probe~{self._sent}",
-            prompt_token_ids=[],
-            candidates=[],
-        )
-        try:
-            reply = await self._messaging.request(
-                router.transport.nats_tcp, encode(probe), timeout_s=ANSWER_S
-            )
-            decode_pick_reply(reply)
-        except ProtocolError:
-            self._on_drop("pick_reply")
-            return False
-        except (Unavailable, DeadlineExceeded):
-            return False
-        logger.info("router %x answers again", router.lease_id)
-        return True
 
     def answered(self, request_id: str) -> None:
         if (placed := self._placed.get(request_id)) is not None:
