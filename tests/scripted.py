@@ -132,8 +132,6 @@ class ScriptedEngine:
         self.load: tuple[int, int] = (0, 0)
         #: Of the prompt's tokens; with it, `/generate` answers as SGLang does.
         self.input_logprobs: list[Any] | None = None
-        #: Answers `/tokenize`, if there is one.
-        self.tokenize: Callable[[Any], list[int]] | None = None
         self.legs: list[Leg] = []
         self.port = 0
         self._runner: web.ServerRunner | None = None
@@ -231,8 +229,6 @@ class ScriptedEngine:
             return web.json_response(body, status=fault.status, headers=self._ids(leg))
         if fault.stage == "before_head":
             return _cut(request)
-        if leg.route == "/tokenize" and self.tokenize is not None:
-            return web.json_response({"tokens": self.tokenize(leg.body)})
         native = leg.route == "/generate" and self.input_logprobs is not None
         if not isinstance(leg.body, dict) or not (native or leg.route in GENERATES):
             return web.json_response({"passed": leg.route, "body": leg.body})

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.forward.known_blocks import PromptTokens
 from dynamo_lite.forward.named import NOTHING, Named
 from dynamo_lite.forward.protocols.base import (
     CHAT,
@@ -73,8 +72,6 @@ class ClientRequest:
     removed: tuple[str, ...] = ()
     #: Engines that the client's headers name.
     named: Named = NOTHING
-    #: The prompt's tokens, if engines publish the blocks that they hold.
-    tokens: PromptTokens | None = None
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 

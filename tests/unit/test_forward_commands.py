@@ -30,8 +30,6 @@ def mistakes(*words: str) -> list[str]:
         ({"--transfer-port": "70000"}, "--transfer-port 70000: expected 1 to 65535"),
         ({"--transfer-host": "0.0.0.0"}, "transfer-host is '0.0.0.0': expected the host name or"),
         ({"--notify-port": "0"}, "--notify-port 0: expected 1 to 65535"),
-        ({"--kv-events": "tcp://*:1"}, "expected tcp://HOST:PORT, got 'tcp://*:1'"),
-        ({"--kv-replay": "tcp://h:1"}, "kv-replay needs kv-events"),
         ({"--url": "http://h:50000", "--protocol": "kvt-batch"}, "at port 70000"),
         ({"--namespace": "A B"}, "--namespace A B: not a namespace"),
         ({"--etcd-url": "ftp://h"}, "etcd URL ftp://h: expected"),
