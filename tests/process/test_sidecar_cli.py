@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 
 from tests.builders import eventually
-from tests.external import Certificates
-from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines, trusting
+from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
 from tests.process.command import ROOT, Serving, run
 from tests.scripted import Fault
 
@@ -41,21 +40,14 @@ class Running(Asked):
 
 
 @asynccontextmanager
-async def sidecar(
-    *arguments: str, llmd: bool = False, https: Certificates | None = None
-) -> AsyncIterator[Running]:
-    """It is ready; on the way out it must be gone. llmd: the decode engine is named by llm-d's
-    flag. https: of the sidecar alone."""
+async def sidecar(*arguments: str) -> AsyncIterator[Running]:
+    """It is ready; on the way out it must be gone."""
     async with AsyncExitStack() as stack:
         made = await asked_engines(stack, "nixl", 1, 1, None)
-        if https is not None:
-            made["session"] = await stack.enter_async_context(trusting(https))
-        decode = made["decode"][0]
-        where = (f"--vllm-port={decode.port}",) if llmd else ("--decode", decode.url)
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "dynamo_lite.cli.cli", "sidecar", "--port", "0"),
-                *(*where, *arguments),
+                *("--decode", made["decode"][0].url, *arguments),
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -109,22 +101,6 @@ async def test_a_second_signal_ends_it_at_once():
             await asked
         async with asyncio.timeout(5):
             await b.decode[0].legs[0].aborted.wait()
-
-
-async def test_it_takes_llmds_command_line(certificates: Certificates, tmp_path: Path):
-    for file, pem in (("tls.crt", "server.pem"), ("tls.key", "server-key.pem")):
-        (tmp_path / file).write_bytes((certificates.folder / pem).read_bytes())
-    arguments = (
-        *("--connector=nixlv2", "-v=4", "--secure-proxy=true", "--cert-path", str(tmp_path)),
-        *("--data-parallel-size=1", "--enable-prefiller-sampling"),
-        *("--max-idle-conns-per-host", "100", "--tls-insecure-skip-verify=prefiller"),
-    )
-    async with sidecar(*arguments, llmd=True, https=certificates) as b:
-        assert b.url.startswith("https://")
-        assert await b.text(b.header) == TEXT
-        assert len(b.prefill[0].legs) == 1
-        note = next(line for line in b.process.output if line.startswith("note: "))
-        assert "-v" in note and "--max-idle-conns-per-host" in note
 
 
 @pytest.mark.parametrize(
