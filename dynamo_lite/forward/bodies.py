@@ -181,6 +181,10 @@ def _alone(route: str, body: Body) -> str:
     parameters = plain(body.get("sampling_params")) if route == TOKENS else None
     if isinstance(parameters, dict) and "prompt_logprobs" in parameters:
         return "prompt_logprobs"
+    # From this position of the prompt on; each engine has those of its own tokens only.
+    start = _small(body.get("logprob_start_len")) if route == SGLANG_GENERATE else None
+    if start not in (None, -1) and _set(body.get("return_logprob")):
+        return "prompt_logprobs"
     if _set(body.get("use_beam_search")):
         return "beam_search"
     if "prompt_embeds" in body:
