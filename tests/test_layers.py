@@ -62,11 +62,11 @@ BUDGET = {
     "dynamo_lite/request_plane": 2_226,
     "dynamo_lite/disagg": 8_532,
     "dynamo_lite/vllm": 5_958,
-    "dynamo_lite/forward": 7_095,
+    "dynamo_lite/forward": 6_416,
     "dynamo_lite/planner": 3_734,
     "dynamo_lite/serve": 6_944,
     "dynamo_lite/cli": 3_379,
-    "tests": 64_414,
+    "tests": 62_639,
     "tests/simulation": 9_191,
 }
 SLACK = 50
