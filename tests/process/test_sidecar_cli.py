@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from tests.builders import eventually
-from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
+from tests.external import Certificates
+from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines, trusting
 from tests.process.command import ROOT, Serving, run
 from tests.scripted import Fault
 
@@ -40,10 +41,11 @@ class Running(Asked):
 
 
 @asynccontextmanager
-async def sidecar(*arguments: str) -> AsyncIterator[Running]:
-    """It is ready; on the way out it must be gone."""
+async def sidecar(*arguments: str, https: Certificates | None = None) -> AsyncIterator[Running]:
+    """It is ready; on the way out it must be gone. https: of the sidecar alone."""
     async with AsyncExitStack() as stack:
         made = await asked_engines(stack, "nixl", 1, 1, None)
+        made["session"] = await stack.enter_async_context(trusting(https))
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "dynamo_lite.cli.cli", "sidecar", "--port", "0"),
@@ -73,9 +75,12 @@ async def sidecar(*arguments: str) -> AsyncIterator[Running]:
             serving.end()
 
 
-async def test_it_serves_and_drains():
+async def test_it_serves_https_and_drains(certificates: Certificates):
     """A stream that is open at SIGTERM is finished."""
-    async with sidecar("--protocol", "nixl") as b:
+    cert, key = map(str, certificates.files())
+    options = ("--protocol", "nixl", "--tls-cert", cert, "--tls-key", key)
+    async with sidecar(*options, https=certificates) as b:
+        assert b.url.startswith("https://")
         assert await b.text(b.header) == TEXT
         assert len(b.prefill[0].legs) == len(b.decode[0].legs) == 1
         hold = asyncio.Event()
