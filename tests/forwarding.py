@@ -1,8 +1,7 @@
 """A Forwarder's server in front of scripted engines, in one process."""
 
-import itertools
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,6 @@ from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of
-from dynamo_lite.forward.known_blocks import KnownBlocks
-from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
@@ -79,7 +76,6 @@ class Rig(Asked):
     forwarding: Forwarding
     placer: Placer
     server: ForwardServer
-    known: KnownBlocks
 
     async def check(self) -> None:
         """One check of every engine."""
@@ -142,12 +138,10 @@ async def rig(
     cached: tuple[int | None, int | None] = (None, None),
     https: Certificates | None = None,
     ca_file: str | None = None,
-    events: Sequence[dict[str, str]] = (),
     on_drop: OnDrop = uncounted,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """https: of all servers. ca_file: of all engines. events: of the first engines, prefill engines
-    first. options: of `ForwarderConfig`."""
+    """https: of all servers. ca_file: of all engines. options: of `ForwarderConfig`."""
     async with AsyncExitStack() as stack:
         made = await asked_engines(stack, protocol, prefill, decode, https, cached)
         config = ForwarderConfig(
@@ -158,11 +152,8 @@ async def rig(
                     role=engine.role,
                     transfer_port=_transfer_port(engine, protocol),
                     ca_file=ca_file,
-                    **own,
                 )
-                for engine, own in itertools.zip_longest(
-                    (*made["prefill"], *made["decode"]), events, fillvalue={}
-                )
+                for engine in (*made["prefill"], *made["decode"])
             ),
             **options,
         )
@@ -172,10 +163,9 @@ async def rig(
         sent = SentPrompts()
         # Not entered: a test checks the engines when it means to.
         monitor = EngineMonitor(engines, upstream, config, sent)
-        kv = await stack.enter_async_context(EngineKv(engines, upstream))
-        placer = Placer(engines, kind, config, sent, kv.known)
+        placer = Placer(engines, kind, config, sent)
         forwarding = await stack.enter_async_context(
-            Forwarding(kind, config, placer, upstream, monitor, tokenizer=kv.tokenizer)
+            Forwarding(kind, config, placer, upstream, monitor)
         )
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
@@ -194,7 +184,6 @@ async def rig(
             forwarding=forwarding,
             placer=placer,
             server=server,
-            known=kv.known,
         )
         await r.check()
         yield r

@@ -175,14 +175,6 @@ class Cluster:
         async with self.session.get(f"{running.ready['status_url']}/metrics") as answer:
             return await answer.text()
 
-    async def shows(self, running: Running, line: str) -> None:
-        """Returns once its metrics have this line."""
-
-        async def shown() -> bool:
-            return line in (await self.metrics(running)).splitlines()
-
-        await eventually(shown, PATIENCE_S)
-
     async def healthy(
         self, running: Running, accept: Callable[[dict[str, Any]], Any]
     ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tests.builders import eventually
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENS = "/inference/v1/generate"
-GENERATES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, TOKENS)
+GENERATES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, TOKENS, "/generate")
 
 #: `no_output`: a stream fails in place of its first output, as vLLM's when the KV was not loaded.
 Stage = Literal["before_head", "after_head", "mid_stream", "status", "no_output"]
@@ -130,10 +130,6 @@ class ScriptedEngine:
         self.line_end = b"\n"
         #: Running and waiting requests.
         self.load: tuple[int, int] = (0, 0)
-        #: Of the prompt's tokens; with it, `/generate` answers as SGLang does.
-        self.input_logprobs: list[Any] | None = None
-        #: Answers `/tokenize`, if there is one.
-        self.tokenize: Callable[[Any], list[int]] | None = None
         self.legs: list[Leg] = []
         self.port = 0
         self._runner: web.ServerRunner | None = None
@@ -231,10 +227,7 @@ class ScriptedEngine:
             return web.json_response(body, status=fault.status, headers=self._ids(leg))
         if fault.stage == "before_head":
             return _cut(request)
-        if leg.route == "/tokenize" and self.tokenize is not None:
-            return web.json_response({"tokens": self.tokenize(leg.body)})
-        native = leg.route == "/generate" and self.input_logprobs is not None
-        if not isinstance(leg.body, dict) or not (native or leg.route in GENERATES):
+        if not isinstance(leg.body, dict) or leg.route not in GENERATES:
             return web.json_response({"passed": leg.route, "body": leg.body})
         try:
             extra = await self.handover(self, leg)
@@ -274,10 +267,8 @@ class ScriptedEngine:
         return usage
 
     def _native(self, leg: Leg) -> list[dict[str, Any]]:
-        """SGLang's own answer; each event of its streams has all log probabilities so far."""
-        one = {"text": "t", "meta_info": {"input_token_logprobs": self.input_logprobs, "id": "1"}}
-        if leg.body.get("return_logprob") in (None, False, [False]):
-            del one["meta_info"]["input_token_logprobs"]
+        """SGLang's own answer."""
+        one = {"text": "t", "meta_info": {"id": "1"}}
         texts = leg.body["text"]
         if isinstance(texts, list):
             return [{**one, "index": number} for number in range(len(texts))]

@@ -46,7 +46,7 @@ HOMES = {
 #: Files, and folders of files, with values in and values out.
 PURE = (
     *("disagg/attempts", "disagg/decision", "planner/policy"),
-    *("forward/protocols", "forward/choosing.py", "forward/known_blocks.py"),
+    *("forward/protocols", "forward/choosing.py"),
     *("request_plane/admission.py", "request_plane/migration.py", "runtime/backoff.py"),
     *("routing/kv_chain.py", "routing/kv_index.py", "routing/kv_routing.py"),
     *("routing/pending_requests.py", "routing/pickers.py", "routing/worker_loads.py"),
@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_344,
+    "dynamo_lite/protocol": 2_341,
     "dynamo_lite/runtime": 7_015,
     "dynamo_lite/routing": 1_602,
     "dynamo_lite/transfer": 1_343,
     "dynamo_lite/request_plane": 2_226,
     "dynamo_lite/disagg": 8_532,
     "dynamo_lite/vllm": 5_936,
-    "dynamo_lite/forward": 7_095,
+    "dynamo_lite/forward": 6_416,
     "dynamo_lite/planner": 3_456,
-    "dynamo_lite/serve": 6_699,
-    "dynamo_lite/cli": 3_363,
-    "tests": 61_389,
+    "dynamo_lite/serve": 6_697,
+    "dynamo_lite/cli": 3_188,
+    "tests": 60_623,
     "tests/simulation": 9_190,
 }
 SLACK = 50

@@ -78,9 +78,7 @@ app.add_typer(access.app, name="access")
 app.command()(join_command.join)
 app.add_typer(planner.app, name="planner")
 app.command()(explain.explain)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    sidecar_command.sidecar
-)
+app.command()(sidecar_command.sidecar)
 app.command()(scale.scale)
 app.command()(drain.drain)
 

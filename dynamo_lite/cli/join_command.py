@@ -50,13 +50,6 @@ def join(
             help="PEM file with the authorities of its certificate; default: the system's."
         ),
     ] = None,
-    kv_events: Annotated[
-        str | None,
-        typer.Option(help="Where it publishes KV events, tcp://HOST:PORT, as Forwarders reach it."),
-    ] = None,
-    kv_replay: Annotated[
-        str | None, typer.Option(help="Where it sends missed KV events again, tcp://HOST:PORT.")
-    ] = None,
     namespace: Namespace = None,
     etcd_url: EtcdUrl = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
@@ -111,8 +104,6 @@ def join(
         notify_port=notify_port,
         model=model,
         ca_file=ca_file,
-        kv_events=kv_events,
-        kv_replay=kv_replay,
         health_interval_s=health_interval_s,
     )
     place = find_place(state_dir, etcd_url, namespace)

@@ -1,16 +1,13 @@
 """`dynamo-lite sidecar`: a server beside one stock decode engine."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from dynamo_lite.cli.arguments import LogLines, Verbose
-from dynamo_lite.cli.llmd_flags import LlmdFlags, parse
 from dynamo_lite.protocol.errors import ConfigError
 
-_DECODE = "http://127.0.0.1:8200"
 #: Their engines learn each other's addresses from both legs, or from an answer.
 PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
 _ENGINES = "Engines"
@@ -19,31 +16,26 @@ _STAGES = ("prefiller", "decoder")
 
 
 def sidecar(
-    context: typer.Context,
     decode: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help=f"The decode engine's server. (default: {_DECODE})"),
-    ] = None,
+        str, typer.Option(metavar="URL", help="The decode engine's server.")
+    ] = "http://127.0.0.1:8200",
     protocol: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"How KV is handed over: {', '.join(PROTOCOLS)}. (default: nixl)",
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="NAME", help=f"How KV is handed over: {', '.join(PROTOCOLS)}."),
+    ] = "nixl",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 in a pod.")
     ] = "127.0.0.1",
     ranks: Annotated[
-        int | None,
+        int,
         typer.Option(
             min=1,
             help="Data-parallel ranks: the decode engine's rank r listens r ports above --decode,"
-            " and is served r ports above --port. (default: 1)",
+            " and is served r ports above --port.",
             rich_help_panel=_ENGINES,
         ),
-    ] = None,
+    ] = 1,
     allow_prefiller: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,12 +46,12 @@ def sidecar(
         ),
     ] = None,
     prefiller_choice: Annotated[
-        Literal["first", "random"] | None,
+        Literal["first", "random"],
         typer.Option(
-            help="Which one of several that a request names. (default: first)",
+            help="Which one of several that a request names.",
             rich_help_panel=_ENGINES,
         ),
-    ] = None,
+    ] = "first",
     prefill_timeout_s: Annotated[
         float,
         typer.Option(
@@ -138,8 +130,7 @@ def sidecar(
     Routes that generate nothing pass through as they are. `/health`, `/live` and `/ready`
     are its own. It needs neither etcd nor NATS.
 
-    It can stand where llm-d's routing sidecar stands, and takes its flags, such as
-    --vllm-port, --connector, --data-parallel-size, --cert-path and --enable-tls.
+    It can stand where llm-d's routing sidecar stands; its documentation compares the flags.
 
     The first SIGTERM or Ctrl-C drains: open answers may finish within --grace-s, then it
     exits with 0. A second one ends it at once, with 130.
@@ -156,46 +147,26 @@ def sidecar(
     from dynamo_lite.forward.sidecar import run
     from dynamo_lite.forward.sidecar_options import SidecarConfig, decode_engines, trusted_engine
 
-    theirs = parse(context.args)
-    for name, ours, other in (
-        ("--decode", decode, theirs.decode_port),
-        ("--protocol", protocol, theirs.protocol),
-        ("--ranks", ranks, theirs.ranks),
-        ("--transfer-port", transfer_port, theirs.transfer_port),
-        ("--tls-cert", tls_cert, theirs.cert_path),
-    ):
-        if ours is not None and other is not None:
-            theirs.mistakes.append(f"{name} is given twice: as llm-d's flag, too")
-    cert, key = _certificate(theirs, tls_cert, tls_key)
-    if theirs.mistakes:
-        raise ConfigError(theirs.mistakes)
-    if theirs.ignored:
-        print(f"note: without effect here: {', '.join(theirs.ignored)}", file=sys.stderr)
-    unverified = {*(insecure_skip_verify or ()), *theirs.unverified}
+    unverified = set(insecure_skip_verify or ())
     if wrong := unverified.difference(_STAGES):
         raise ConfigError([f"--insecure-skip-verify {min(wrong)}: expected {' or '.join(_STAGES)}"])
-    scheme = "https" if "decoder" in theirs.https else "http"
-    url = decode or (
-        f"{scheme}://127.0.0.1:{theirs.decode_port}" if theirs.decode_port else _DECODE
-    )
-    https = prefiller_https or "prefiller" in theirs.https
     try:
         config = SidecarConfig(
             forwarder=ForwarderConfig(
                 host=host,
                 port=port,
-                tls_cert=cert,
-                tls_key=key,
-                protocol=_protocol(protocol or theirs.protocol or "nixl"),
+                tls_cert=None if tls_cert is None else str(tls_cert),
+                tls_key=None if tls_key is None else str(tls_key),
+                protocol=_protocol(protocol),
                 engines=decode_engines(
                     trusted_engine(
                         ca_file,
                         "decoder" in unverified,
-                        url=url,
+                        url=decode,
                         role="decode",
                         transfer_host=transfer_host,
                     ),
-                    ranks or theirs.ranks or 1,
+                    ranks,
                 ),
                 prefill_timeout_s=prefill_timeout_s,
                 idle_timeout_s=idle_timeout_s,
@@ -204,12 +175,12 @@ def sidecar(
             prefillers=trusted_engine(
                 ca_file,
                 "prefiller" in unverified,
-                url=f"{'https' if https else 'http'}://localhost:1",
+                url=f"{'https' if prefiller_https else 'http'}://localhost:1",
                 role="prefill",
-                transfer_port=transfer_port or theirs.transfer_port,
+                transfer_port=transfer_port,
             ),
             allowed=_split(allow_prefiller) or PRIVATE,
-            choice=prefiller_choice or ("random" if theirs.sampling else "first"),
+            choice=prefiller_choice,
             metrics_port=metrics_port,
         )
     except ValueError as exc:
@@ -227,19 +198,3 @@ def _protocol(name: str) -> Any:
 def _split(given: list[str] | None) -> tuple[str, ...]:
     parts = [part.strip() for value in given or () for part in value.split(",")]
     return tuple(part for part in parts if part)
-
-
-def _certificate(
-    theirs: LlmdFlags, cert: Path | None, key: Path | None
-) -> tuple[str | None, str | None]:
-    """The files of the own certificate and key, if HTTPS is served."""
-    if theirs.secure is False:
-        return None, None
-    if theirs.cert_path is not None:
-        folder = Path(theirs.cert_path)
-        return str(folder / "tls.crt"), str(folder / "tls.key")
-    if theirs.secure and cert is None:
-        theirs.mistakes.append(
-            "--secure-proxy needs a certificate here: --tls-cert and --tls-key, or --cert-path"
-        )
-    return None if cert is None else str(cert), None if key is None else str(key)

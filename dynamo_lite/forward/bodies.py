@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.forward.known_blocks import PromptTokens
 from dynamo_lite.forward.named import NOTHING, Named
 from dynamo_lite.forward.protocols.base import (
     CHAT,
@@ -73,8 +72,6 @@ class ClientRequest:
     removed: tuple[str, ...] = ()
     #: Engines that the client's headers name.
     named: Named = NOTHING
-    #: The prompt's tokens, if engines publish the blocks that they hold.
-    tokens: PromptTokens | None = None
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 
@@ -183,6 +180,10 @@ def _alone(route: str, body: Body) -> str:
         return "prompt_logprobs"
     parameters = plain(body.get("sampling_params")) if route == TOKENS else None
     if isinstance(parameters, dict) and "prompt_logprobs" in parameters:
+        return "prompt_logprobs"
+    # From this position of the prompt on; each engine has those of its own tokens only.
+    start = _small(body.get("logprob_start_len")) if route == SGLANG_GENERATE else None
+    if start not in (None, -1) and _set(body.get("return_logprob")):
         return "prompt_logprobs"
     if _set(body.get("use_beam_search")):
         return "beam_search"

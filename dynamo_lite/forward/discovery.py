@@ -8,7 +8,6 @@ import msgspec
 
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.options import ROLES, EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.protocol.records import EndpointRecord
@@ -88,10 +87,9 @@ class Discovery:
         engines: KnownEngines,
         monitor: EngineMonitor,
         placer: Placer,
-        kv: EngineKv,
         config: ForwarderConfig,
     ):
-        self._roster, self._engines, self._kv = roster, engines, kv
+        self._roster, self._engines = roster, engines
         self._monitor, self._placer, self._config = monitor, placer, config
         self._listed = tuple(engine.name for engine in engines.all)
         self._joined: dict[str, KnownEngine] = {}
@@ -122,12 +120,10 @@ class Discovery:
             "engine %s (%s) has joined, lease %s", engine.name, engine.options.role, record.lease
         )
         self._monitor.follow(engine)
-        self._kv.follow(engine)
         return engine
 
     def _remove(self, engine: KnownEngine) -> None:
         logger.info("engine %s (%s) has left", engine.name, engine.options.role)
         self._engines.remove(engine)
         self._placer.forget(engine)
-        self._kv.leave(engine)
         self._monitor.compare()

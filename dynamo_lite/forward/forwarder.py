@@ -12,7 +12,6 @@ from dynamo_lite.forward.discovery import Discovery
 from dynamo_lite.forward.engines import KnownEngines, check_trust
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
-from dynamo_lite.forward.kv_events import EngineKv
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import Placer
@@ -48,17 +47,16 @@ class Forwarder:
         upstream = await enter(Upstream(config.idle_timeout_s))
         sent = SentPrompts()
         monitor = await enter(EngineMonitor(engines, upstream, config, sent))
-        kv = await enter(EngineKv(engines, upstream))
-        placer = Placer(engines, self._protocol, config, sent, kv.known)
+        placer = Placer(engines, self._protocol, config, sent)
         if config.discovers:
             check_trust(config.joined_ca_file, "joined-ca-file")
             prefix = names.components_prefix(self._spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
-            Discovery(roster, engines, monitor, placer, kv, config)
+            Discovery(roster, engines, monitor, placer, config)
         self._forwarding = forwarding = await enter(
-            Forwarding(self._protocol, config, placer, upstream, monitor, tokenizer=kv.tokenizer)
+            Forwarding(self._protocol, config, placer, upstream, monitor)
         )
-        host.registry.register(ForwardMetrics(forwarding, placer, engines, kv))
+        host.registry.register(ForwardMetrics(forwarding, placer, engines))
         await enter(self._explaining(host, forwarding))
         await host.register("http", stream=advertised_address(config.host, port))
         assert host.probes is not None

@@ -80,8 +80,6 @@ class JoinOptions(EngineOptions):
             transfer_host=self.transfer_host,
             transfer_port=self.transfer_port,
             notify_port=self.notify_port,
-            kv_events=self.kv_events,
-            kv_replay=self.kv_replay,
         )
 
 

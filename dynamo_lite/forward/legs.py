@@ -6,7 +6,7 @@ An engine aborts a request whose connection is closed before the end of its answ
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,14 +109,11 @@ class Legs:
         self._tasks.remove(opening)
         self._left.append(opening)
 
-    async def prefill(
-        self, one: Sending, *, streams: bool, on_data: Callable[[bytes], None] | None = None
-    ) -> PrefillAnswer:
+    async def prefill(self, one: Sending, *, streams: bool) -> PrefillAnswer:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
-        and dropped, and `all` notices when it fails. on_data: else takes the whole answer.
-        Raises LegFailed, Final."""
+        and dropped, and `all` notices when it fails. Raises LegFailed, Final."""
         try:
-            answer = await self._prefill(one, streams, on_data)
+            answer = await self._prefill(one, streams)
         except LegFailed as exc:
             self._note.leg_ends(self._taken["prefill"], exc.kind)
             raise
@@ -124,9 +121,7 @@ class Legs:
             self._note.leg_ends(self._taken["prefill"])
         return answer
 
-    async def _prefill(
-        self, one: Sending, streams: bool, on_data: Callable[[bytes], None] | None
-    ) -> PrefillAnswer:
+    async def _prefill(self, one: Sending, streams: bool) -> PrefillAnswer:
         deadline = asyncio.get_running_loop().time() + self._config.prefill_timeout_s
         with self._in_time(one.engine):
             async with asyncio.timeout_at(deadline):
@@ -138,10 +133,6 @@ class Legs:
                     return PrefillAnswer()
                 data = await response.read()
         try:
-            if on_data is not None:
-                on_data(data)
-            if response.content_type == "text/event-stream":
-                return PrefillAnswer()
             return prefill_answer(data)
         except (ValueError, RecursionError) as exc:
             raise LegFailed(one.engine, "prefill", "malformed", type(exc).__name__) from exc

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -11,21 +10,17 @@ from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.placing import Places
 from dynamo_lite.forward.workflow import Forwarding
 
-if TYPE_CHECKING:
-    from dynamo_lite.forward.kv_events import EngineKv
-
 
 class ForwardMetrics(Collector):
-    """Reads the counts from their owners. kv: None: no engine could publish KV events."""
+    """Reads the counts from their owners."""
 
     def __init__(
         self,
         forwarding: Forwarding,
         placer: Places,
         engines: KnownEngines,
-        kv: "EngineKv | None" = None,
     ):
-        self._stats, self._placer, self._engines, self._kv = forwarding.stats, placer, engines, kv
+        self._stats, self._placer, self._engines = forwarding.stats, placer, engines
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -74,21 +69,6 @@ class ForwardMetrics(Collector):
         reasons = Counter((why.reason,) for why in self._engines.unused.values())
         reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines)
         yield _filled(unused, reasons)
-        if self._kv is not None:
-            yield from _of_kv(self._kv)
-
-
-def _of_kv(kv: "EngineKv") -> Iterable[Metric]:
-    text = "Batches of KV events by result: applied, seen before, malformed; times of missing ones"
-    batches = CounterMetricFamily("dynamo_lite_forward_kv_batches", text, labels=("result",))
-    yield _filled(batches, {(result,): n for result, n in kv.known.batches.items()})
-    text = "Prompts by how their tokens were found out"
-    prompts = CounterMetricFamily("dynamo_lite_forward_tokenized", text, labels=("result",))
-    yield _filled(prompts, {(result,): n for result, n in kv.tokenizer.results.items()})
-    text = "Different KV blocks that engines hold by their own events"
-    yield GaugeMetricFamily("dynamo_lite_forward_kv_blocks", text, value=len(kv.known))
-    text = "Engines whose KV events are followed"
-    yield GaugeMetricFamily("dynamo_lite_forward_kv_engines", text, value=kv.known.following)
 
 
 def _filled(

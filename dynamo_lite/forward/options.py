@@ -57,22 +57,12 @@ class EngineOptions:
     notify_port: Port | None = None
     #: PEM file of the authorities that may have signed its certificate; None: the system's.
     ca_file: str | None = None
-    #: `tcp://HOST:PORT` where it publishes its KV events (vLLM's `--kv-events-config`); None: its
-    #: blocks are assumed.
-    kv_events: str | None = None
-    #: `tcp://HOST:PORT` where it replays its KV events; see kv_events.
-    kv_replay: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
         parse_engine_url(self.url)
         if self.transfer_host is not None:
             _check_transfer_host(self.transfer_host)
-        for endpoint in (self.kv_events, self.kv_replay):
-            if endpoint is not None:
-                _check_endpoint(endpoint)
-        if self.kv_replay is not None and self.kv_events is None:
-            raise ValueError("kv-replay needs kv-events")
         if not self.secure and self.ca_file is not None:
             raise ValueError("ca-file needs an https:// URL")
 
@@ -188,17 +178,6 @@ def _check_transfer_host(host: str) -> None:
             f"transfer-host is {host!r}: expected the host name or IP address under which other"
             " engines reach this one, without a port or brackets, and not that of all interfaces"
         )
-
-
-def _check_endpoint(text: str) -> None:
-    problem = f"expected tcp://HOST:PORT, got {text!r}"
-    try:
-        parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError as exc:
-        raise ValueError(problem) from exc
-    if parts.scheme != "tcp" or host in (None, "*") or not port or parts.path:
-        raise ValueError(problem)
 
 
 def parse_engine_url(url: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from dynamo_lite.forward.protocols.base import (
     PrefillAnswer,
 )
 from dynamo_lite.forward.relay import relay
-from dynamo_lite.forward.rewriting import UNCHANGED, Changes, InputLogprobs, changes_for
+from dynamo_lite.forward.rewriting import UNCHANGED, Changes, changes_for
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
 
@@ -134,16 +134,13 @@ class LegOrders:
         body, protocol = job.request.body, self.protocol
         first = protocol.prefill(body, attempt)
         second = protocol.decode(body, attempt, None)
-        joins = protocol.joins_input_logprobs(body, job.request.route)
-        logprobs = InputLogprobs() if joins else None
-        streams = protocol.prefill_streams and job.request.stream and not joins
+        streams = protocol.prefill_streams and job.request.stream
 
         async def prefilled(legs: Legs) -> PrefillAnswer:
             """The decode engine may take over the KV after the leg's end."""
             ends, ids = prefill.ends, attempt.prefill.engine_ids
             one = sending(prefill, "prefill", first)
-            on_data = None if logprobs is None else logprobs.read
-            answer = await self._prefill(legs, one, attempt, streams=streams, on_data=on_data)
+            answer = await self._prefill(legs, one, attempt, streams=streams)
             legs.stays(prefill, ends, ids, streams=job.request.stream)
             return answer
 
@@ -155,7 +152,7 @@ class LegOrders:
                 answer, response = prefilling.result(), decoding.result()
                 computed()
                 self.placer.sent(prefill, placement)
-                changes = changes_for(second, answer, logprobs)
+                changes = changes_for(second, answer)
                 await self._relay(job, legs, response, computed, changes=changes)
         self.placer.sent(engine, placement)
 
@@ -200,12 +197,11 @@ class LegOrders:
         attempt: HandoverAttempt,
         *,
         streams: bool = False,
-        on_data: Callable[[bytes], None] | None = None,
     ) -> PrefillAnswer:
         """A prefill leg. Raises LegFailed also if another process has answered than the one that
         the decode engine waits for, or an engine of another protocol."""
         engine = one.engine
-        answer = await legs.prefill(one, streams=streams, on_data=on_data)
+        answer = await legs.prefill(one, streams=streams)
         before, misfit = engine.misfit, self.protocol.mismatch(answer)
         engine.misfit, engine.asked_again_at = misfit, 0.0
         if misfit:

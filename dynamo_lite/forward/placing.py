@@ -17,7 +17,6 @@ from dynamo_lite.forward.choosing import (
 )
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.known_blocks import KnownBlocks, PromptTokens
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.protocol.errors import NoWorkers
@@ -58,8 +57,6 @@ class EnginePlacement:
     #: Why there is no prefill leg.
     alone: str
     chain: Sequence[ChainHash]
-    #: None: estimated, from the text.
-    tokens: PromptTokens | None = None
     prompt_tokens: int
     #: Tokens of the prompt that are not assumed to be in the prefill engine's cache.
     uncached_tokens: int
@@ -98,8 +95,7 @@ def why_alone(request: ClientRequest, protocol: ForwardProtocol) -> str:
 
 
 class Placer:
-    """Chooses engines and remembers which prompts they were sent. known: the blocks of engines that
-    publish them; for other engines they are assumed."""
+    """Chooses engines and remembers which prompts they were sent."""
 
     def __init__(
         self,
@@ -107,12 +103,10 @@ class Placer:
         protocol: ForwardProtocol,
         config: ForwarderConfig,
         sent: SentPrompts,
-        known: KnownBlocks,
     ):
         #: Choices by leg and reason.
         self.choices: Counter[tuple[str, str]] = Counter()
         self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
-        self._known = known
         strategies: dict[str, Strategy] = {
             "prefill": config.prefill_choice,
             "decode": config.decode_choice,
@@ -131,8 +125,8 @@ class Placer:
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
         chain = text_chain(request.prompt) if self._compares else []
-        matched = self._matched(chain, request.tokens)
-        tokens = len(request.tokens or ()) or tokens_of(request.prompt)
+        matched = self._sent.matched(chain)
+        tokens = tokens_of(request.prompt)
         alone = tried.alone or self._alone(request)
         prefilling = [] if alone else self._engines.prefilling(tried.prefill)
         if not alone and not prefilling:
@@ -151,7 +145,6 @@ class Placer:
             decode=decode,
             alone=alone,
             chain=chain,
-            tokens=request.tokens,
             prompt_tokens=tokens,
             # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
             # prompt.
@@ -163,7 +156,7 @@ class Placer:
         without = Tried(prefill=tried.prefill, decode=set(tried.decode), choices=tried.choices)
         if placement.prefill is not None:
             without.decode.add(placement.prefill.number)
-        matched = self._matched(placement.chain, placement.tokens)
+        matched = self._sent.matched(placement.chain)
         return self._choose_decode(without, matched, alone=False)
 
     def prefill_failed(self, failure: LegFailed) -> None:
@@ -180,11 +173,6 @@ class Placer:
         self._sent.forget(engine.number)
         for chooser in self._choosers.values():
             chooser.forget(engine.name)
-
-    def _matched(self, chain: Sequence[ChainHash], tokens: PromptTokens | None) -> dict[int, int]:
-        """How many tokens of the prompt each engine holds, or is assumed to hold."""
-        assumed = self._sent.matched(chain)
-        return assumed if tokens is None else assumed | self._known.matched(tokens)
 
     def _alone(self, request: ClientRequest) -> str:
         """Raises CannotServe."""

@@ -5,18 +5,10 @@ events that contain what changes are parsed.
 
 **Cached tokens.** A decode engine that got its KV from a prefill engine may report nearly the whole
 prompt as cached. The client gets the number of tokens that the prefill engine had in its cache.
-
-**Log probabilities of the prompt.** With `return_logprob`, SGLang's `/generate` answers
-`meta_info.input_token_logprobs`. The prefill engine has those of the tokens that it computed, the
-decode engine has the rest. The client gets the prefill engine's list followed by the decode
-engine's, also in each event of a stream. Source: sgl-project/sglang,
-`sgl-model-gateway/src/routers/http/pd_router.rs`. SGLang's gateway does not change batches; here
-each sequence gets its own list. The lists are joined as JSON text: no number is decoded.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -30,56 +22,6 @@ _CACHED = b'"cached_tokens"'
 #: By this field vLLM 0.32 tells the decode engine what its usage must show.
 _TOLD = "remote_prefill_cached_tokens"
 _TOLD_BYTES = f'"{_TOLD}"'.encode()
-_LOGPROBS = "input_token_logprobs"
-_LOGPROBS_BYTES = b'"input_token_logprobs"'
-
-_Object: TypeAlias = dict[str, msgspec.Raw]
-
-
-class InputLogprobs:
-    """Reads the prefill engine's answer, and changes the decode engine's."""
-
-    def __init__(self) -> None:
-        #: By index of the sequence: the text between the brackets of its list.
-        self._lists: dict[int, bytes] = {}
-
-    def read(self, data: bytes) -> None:
-        """A whole answer of the prefill engine: JSON, or a stream of events."""
-        if data.lstrip()[:1] in (b"{", b"["):
-            self._read_document(data)
-            return
-        for line in data.split(b"\n"):
-            if line.startswith(b"data:") and _LOGPROBS_BYTES in line:
-                self._read_document(line[5:])
-
-    def joined(self, document: bytes) -> bytes:
-        """The decode engine's answer, or one event's JSON, with both lists; unchanged if it has
-        none."""
-        if not self._lists or _LOGPROBS_BYTES not in document:
-            return document
-        value = _decoded(document)
-        if isinstance(value, list):
-            return msgspec.json.encode(
-                [self._join(one, number) for number, one in enumerate(value)]
-            )
-        return document if value is None else msgspec.json.encode(self._join(value, 0))
-
-    def _read_document(self, data: bytes) -> None:
-        value = _decoded(data)
-        for number, one in enumerate(value if isinstance(value, list) else [value or {}]):
-            inner = _inner(_object(one.get("meta_info")).get(_LOGPROBS))
-            if inner is not None:
-                self._lists[_index(one, number)] = inner
-
-    def _join(self, answer: _Object, number: int) -> _Object:
-        first = self._lists.get(_index(answer, number))
-        meta = _object(answer.get("meta_info"))
-        second = _inner(meta.get(_LOGPROBS))
-        if first is None or second is None:
-            return answer
-        both = b",".join(part for part in (first, second) if part.strip())
-        meta[_LOGPROBS] = msgspec.Raw(b"[" + both + b"]")
-        return {**answer, "meta_info": msgspec.Raw(msgspec.json.encode(meta))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +32,10 @@ class Changes:
     cached_tokens: int | None = None
     #: A request id of ours that contains addresses, and its replacement.
     hidden: tuple[bytes, bytes] | None = None
-    #: The prefill engine's log probabilities.
-    logprobs: InputLogprobs | None = None
 
     @property
     def any(self) -> bool:
-        return not (self.cached_tokens is self.hidden is self.logprobs is None)
+        return not (self.cached_tokens is self.hidden is None)
 
     def whole(self, data: bytes) -> bytes:
         """Changes an answer that is one JSON document."""
@@ -103,47 +43,37 @@ class Changes:
             data = data.replace(*self.hidden)
         if self.cached_tokens is not None:
             data = with_cached_tokens(data, self.cached_tokens)
-        return data if self.logprobs is None else self.logprobs.joined(data)
+        return data
 
     def events(self, data: bytes) -> bytes:
         """Changes whole events."""
         if self.hidden is not None:
             data = data.replace(*self.hidden)
-        cached, logprobs = self.cached_tokens, self.logprobs
-        if cached is not None:
-            data = _each(data, _CACHED, lambda event: with_cached_tokens(event, cached))
-        return data if logprobs is None else _each(data, _LOGPROBS_BYTES, logprobs.joined)
+        cached = self.cached_tokens
+        if cached is None or _CACHED not in data:
+            return data
+        return b"\n".join(
+            _corrected(line, cached) if line.startswith(b"data:") and _CACHED in line else line
+            for line in data.split(b"\n")
+        )
 
 
-def _each(data: bytes, mark: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """Changes the JSON of the events that contain the mark."""
-    if mark not in data:
-        return data
-    return b"\n".join(
-        _with_change(line, change) if line.startswith(b"data:") and mark in line else line
-        for line in data.split(b"\n")
-    )
-
-
-def _with_change(line: bytes, change: Callable[[bytes], bytes]) -> bytes:
+def _corrected(line: bytes, cached: int) -> bytes:
     """A line without its LF. It keeps the CR of a CRLF."""
-    return b"data: " + change(line[5:].strip()) + (b"\r" if line.endswith(b"\r") else b"")
+    event = with_cached_tokens(line[5:].strip(), cached)
+    return b"data: " + event + (b"\r" if line.endswith(b"\r") else b"")
 
 
 UNCHANGED = Changes()
 
 
-def changes_for(
-    leg: Leg,
-    answer: PrefillAnswer,
-    logprobs: InputLogprobs | None = None,
-) -> Changes:
-    """The changes for the answer of this leg. answer, logprobs: of the prefill leg."""
+def changes_for(leg: Leg, answer: PrefillAnswer) -> Changes:
+    """The changes for the answer of this leg. answer: of the prefill leg."""
     cached, hidden = cached_by_prefill(answer, leg.body), None
     if leg.hidden is not None:
         found, shown = leg.hidden
         hidden = (found.encode(), shown.encode())
-    return Changes(cached_tokens=cached, hidden=hidden, logprobs=logprobs)
+    return Changes(cached_tokens=cached, hidden=hidden)
 
 
 def cached_by_prefill(answer: PrefillAnswer, decode_body: Body) -> int | None:
@@ -206,32 +136,3 @@ def _correct(value: Any, cached: int) -> None:
         if isinstance(details, dict) and details.get("cached_tokens") is not None:
             details["cached_tokens"] = cached
     _correct(value.get("usage"), cached)
-
-
-def _decoded(document: bytes) -> _Object | list[_Object] | None:
-    try:
-        return msgspec.json.decode(document, type=_Object | list[_Object])
-    except (ValueError, RecursionError):
-        return None
-
-
-def _object(value: msgspec.Raw | None) -> _Object:
-    try:
-        return {} if value is None else msgspec.json.decode(value, type=_Object)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _inner(value: msgspec.Raw | None) -> bytes | None:
-    """The text between the brackets; None if the value is not a list."""
-    text = b"" if value is None else bytes(value).strip()
-    return text[1:-1] if text.startswith(b"[") else None
-
-
-def _index(answer: _Object, number: int) -> int:
-    """Events of a batch say which sequence they are of."""
-    try:
-        value: Any = msgspec.json.decode(answer["index"])
-    except (KeyError, ValueError, RecursionError):
-        return number
-    return value if isinstance(value, int) else number

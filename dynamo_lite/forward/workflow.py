@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -26,7 +26,6 @@ from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.orders import ForwardJob, LegOrders
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Places
 from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, LegOrder, Peer
-from dynamo_lite.forward.tokenizer import Tokenizer
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import ForwardAttempt
@@ -60,7 +59,7 @@ class Stats:
 
 
 class Forwarding:
-    """Async context manager. tokenizer: finds the tokens of prompts; None: they are not needed."""
+    """Async context manager."""
 
     def __init__(
         self,
@@ -69,13 +68,10 @@ class Forwarding:
         placer: Places,
         upstream: Upstream,
         monitor: EngineMonitor,
-        *,
-        tokenizer: Tokenizer | None = None,
     ):
         self._orders = LegOrders(protocol, config, placer, upstream, monitor)
         self.stats = Stats(self._orders.answered)
         self.decisions = ForwardDecisionLog()
-        self._tokenizer = tokenizer
         self._protocol, self._config, self._placer = protocol, config, placer
 
     async def __aenter__(self) -> Self:
@@ -97,9 +93,6 @@ class Forwarding:
         if request.sequences > MAX_SEQUENCES:
             text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
             return await self._refuse(client, error(400, "BadRequestError", text))
-        if self._tokenizer is not None:
-            tokens = await self._tokenizer.tokens(incoming, request)
-            request = replace(request, tokens=tokens)
         job = self._job(incoming, request, client)
         self.decisions.append(job.note)
         await self._run(job)

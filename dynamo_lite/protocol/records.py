@@ -56,9 +56,6 @@ class StockEngine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     transfer_port: Port | None = None
     #: MoRIIO's second port.
     notify_port: Port | None = None
-    #: `tcp://HOST:PORT` where it publishes its KV events, and where it replays them.
-    kv_events: Annotated[str, msgspec.Meta(max_length=512)] | None = None
-    kv_replay: Annotated[str, msgspec.Meta(max_length=512)] | None = None
 
 
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

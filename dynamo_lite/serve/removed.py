@@ -14,13 +14,15 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "Forwarder.body-timeout-s": "nothing: a body may take 60 s to arrive",
         "Forwarder.connect-timeout-s": "nothing: a connection to an engine may take 2 s",
         "Forwarder.engines.insecure-skip-verify": "`ca-file`: the authority of its certificate",
+        "Forwarder.engines.kv-events": "nothing: engines hold what they were sent",
+        "Forwarder.engines.kv-replay": "nothing: engines hold what they were sent",
         "Forwarder.health-timeout-s": "nothing: a check of an engine may take 5 s",
         "Forwarder.joined-insecure-skip-verify": "`joined-ca-file`: the authorities' certificates",
         "Forwarder.load-interval-s": "nothing: the load of engines is read each second",
         "Forwarder.prefill-failure": "nothing: the decode engine computes the prompt",
         "Forwarder.routing.max-index-blocks": "nothing: 500,000 blocks are remembered",
         "Forwarder.routing.temperature": "nothing: the best engine is taken",
-        "Forwarder.tokenize-timeout-s": "nothing: a prompt's tokens are waited for 0.5 s",
+        "Forwarder.tokenize-timeout-s": "nothing: amounts of tokens are estimates",
         "Frontend.canary": "nothing: heartbeats report an engine that does not work",
         "Frontend.kv-router.temperature": "nothing: the best worker is taken",
         "Frontend.kv-router.max-index-blocks": "nothing: 2,000,000 blocks are remembered",
@@ -37,14 +39,8 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
         "Graph.restart-max-s": "a crashed process is started again after at most 5 s",
-        **{
-            f"{section}.load-weight": "1 always; `kv-weight` weighs a held token against it"
-            for section in _ROUTING
-        },
-        **{
-            f"{section}.request-load-tokens": "32 tokens for each request always"
-            for section in _ROUTING
-        },
+        **{f"{section}.load-weight": "1 always; weigh by `kv-weight`" for section in _ROUTING},
+        **{f"{section}.request-load-tokens": "32 tokens always" for section in _ROUTING},
         **{f"{section}.max-kv-usage": "0.95 always" for section in _ROUTING},
         "Planner.connector": "`kubernetes` with a workload in it means Kubernetes",
         "Planner.kubernetes.timeout-s": "5 s always",
@@ -69,6 +65,8 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "config watch": "`config get` shows what is set",
         "planner explain": "`planner status`; the planner's log has each decision",
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
+        "join --kv-events": "nothing: the engine is assumed to hold what it was sent",
+        "join --kv-replay": "nothing: the engine is assumed to hold what it was sent",
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": "remove one worker and add one: `scale PrefillWorker=1`, `scale VllmWorker=2`",
         "sim": "`python -m tests.simulation` in a checkout",

@@ -864,6 +864,8 @@ async def test_a_client_that_goes_during_the_prefill_closes_every_leg(name: str,
 
 @pytest.mark.parametrize("name", TWO_LEGS)
 async def test_a_client_that_goes_before_the_first_byte_closes_the_decode_leg(name: str):
+    """A decode engine that has the request then frees the prefill engine's blocks; one that never
+    gets it would leave them to their lease."""
     async with rig(name) as r:
         await warm(r)
         async with slow(r.decode[0]):
@@ -871,22 +873,8 @@ async def test_a_client_that_goes_before_the_first_byte_closes_the_decode_leg(na
             await until(1, r.decode[0])
             asked.cancel()
             await aborted(r.decode[0].legs[0])
-        assert len(r.decode[0].legs) == 1
-
-
-async def test_blocks_of_a_client_that_goes_are_freed_through_the_decode_engine():
-    """A decode engine that has the request frees the prefill engine's blocks when its leg closes;
-    one that never gets it would leave them to their lease."""
-    async with rig("nixl") as r:
-        async with slow(r.decode[0]):
-            async with slow(r.prefill[0]):
-                asked = asyncio.create_task(r.text())
-                await until(1, r.prefill[0])
-            await until(1, r.decode[0])
-            asked.cancel()
-            leg = r.decode[0].legs[0]
-            assert leg.params["do_remote_prefill"] is True
-            await aborted(leg)
+        [leg] = r.decode[0].legs
+        assert name != "nixl" or leg.params["do_remote_prefill"] is True
 
 
 async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engine():

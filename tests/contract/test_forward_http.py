@@ -8,7 +8,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from dynamo_lite.forward import http
 from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.tls import server_context
 from tests.builders import eventually
 from tests.external import Certificates
@@ -286,20 +284,6 @@ async def test_an_engine_whose_certificate_is_not_trusted_gets_nothing(
         assert (await r.ask())[0] == 503
         assert r.fleet.legs == []
         assert "certificate" in r.engines.all[1].trouble.lower()
-
-
-def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path):
-    cert, key = certificates.files()
-    other = certificates.files("client")[1]
-    missing = tmp_path / "none.pem"
-    for pair, said in (
-        ((missing, key), f"tls-cert={missing} cannot be read"),
-        ((cert, missing), f"tls-key={missing} cannot be read"),
-        ((cert, other), "are not a matching PEM pair"),
-        ((key, key), "are not a matching PEM pair"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            server_context(*pair)
 
 
 def test_contradictory_options_are_refused():

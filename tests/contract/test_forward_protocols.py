@@ -153,6 +153,22 @@ async def test_a_batch_has_a_room_for_each_sequence():
         assert status == 400 and "sequences" in answer["error"]["message"]
 
 
+async def test_sglangs_own_route():
+    async with rig("sglang") as r:
+        asked = {"text": "hello", "return_logprob": True, "logprob_start_len": -1}
+        status, answer = await r.ask(asked, route="/generate")
+        assert (status, answer["text"]) == (200, "t")
+        status, answers = await r.ask({**asked, "text": ["a", "b"]}, route="/generate")
+        assert status == 200 and [one["index"] for one in answers] == [0, 1]
+        data = json.dumps({**asked, "stream": True}).encode()
+        async with r.session.post(f"{r.url}/generate", data=data) as shown:
+            assert (await shown.read()).count(b'"text"') == 2
+        assert r.answered == {("disaggregated", ""): 3}
+        # Each engine has those of its own tokens of the prompt only.
+        status, _ = await r.ask({**asked, "logprob_start_len": 0}, route="/generate")
+        assert status == 501 and len(r.fleet.legs) == 6
+
+
 async def test_engines_without_a_prefill_of_their_own_are_not_asked_for_one():
     async with rig("sglang") as r:
         for fields in ({"echo": True}, {"prompt_logprobs": 1}):
@@ -207,12 +223,13 @@ async def test_a_staged_choice_takes_the_decode_engine_after_the_prefill_leg(whe
 
 async def test_a_prefix_goes_where_it_was_sent():
     async with rig("nixl", prefill=3, prefill_choice="prefix") as r:
-        prompts = [letter * 4000 for letter in "abc"]
+        # Fewer than engines: taking turns would spread them.
+        prompts = [letter * 4000 for letter in "ab"]
         for _ in range(4):
             for prompt in prompts:
                 await r.text(prompt=prompt)
         seen = [{leg.body["prompt"] for leg in engine.legs} for engine in r.prefill]
-        assert sorted(map(len, seen)) == [1, 1, 1]
+        assert sorted(map(len, seen)) == [0, 1, 1]
 
 
 async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():

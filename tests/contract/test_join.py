@@ -40,8 +40,6 @@ async def test_a_record_says_how_an_engine_is_used(c: Cluster):
         protocol="mooncake",
         transfer_host="127.0.0.1",
         transfer_port=engine.port,
-        kv_events="tcp://127.0.0.1:5557",
-        kv_replay="tcp://127.0.0.1:5558",
     )
     record = (await c.records())["PrefillEngine"]
     assert f"{record.lease_id:x}" == joined.lease
@@ -56,8 +54,6 @@ async def test_a_record_says_how_an_engine_is_used(c: Cluster):
         protocol="mooncake",
         transfer_host="127.0.0.1",
         transfer_port=engine.port,
-        kv_events="tcp://127.0.0.1:5557",
-        kv_replay="tcp://127.0.0.1:5558",
     )
     health = await c.health(joined)
     assert health["ok"] is True and health["state"] == "ready"

@@ -11,7 +11,6 @@ from typing import Any
 from tests.builders import eventually
 from tests.forwarding import TEXT, Asked, asked_engines
 from tests.process.command import Serving, run, serving
-from tests.process.joining import joining
 from tests.scripted import Fault
 
 GRAPH = "graphs.forward:Forwarder"
@@ -55,34 +54,7 @@ async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
             assert len(engine.legs) == 9
 
 
-async def test_engines_join_every_process_of_a_shared_port(tmp_path: Path):
-    """Also: `join` finds etcd as other commands do."""
-    async with AsyncExitStack() as stack:
-        made = await asked_engines(stack, "nixl", 0, 1, None)
-        options = ("--Forwarder.port=0", "--Forwarder.ServiceArgs.workers=2")
-        with serving(tmp_path, *options, graph=GRAPH) as graph:
-            line = await asyncio.to_thread(graph.wait_line, "ready http")
-            forwarder = Asked(**made, url=line.split()[1])
-            assert '"ok":false' in await _page(forwarder, f"{forwarder.url}/ready")
-            with joining(forwarder.decode[0], "--state-dir", str(tmp_path)) as process:
-                await process.joined()
-                pages = _metrics_pages(graph)
-                await _until_each_uses(1, forwarder, pages)
-                async with asyncio.timeout(30):
-                    while not all([ANSWERED in await _page(forwarder, page) for page in pages]):
-                        assert await forwarder.text(CLOSE) == TEXT
-                process.signal(signal.SIGTERM)
-                assert await process.ended() == 0
-
-            async def none_is_known() -> bool:
-                return not any([USABLE in await _page(forwarder, page) for page in pages])
-
-            await eventually(none_is_known, 20)
-        assert forwarder.fleet.violations == []
-
-
 USABLE = "dynamo_lite_forward_engine_usable{"
-ANSWERED = 'dynamo_lite_forward_answers_total{how="alone",reason="no_prefill_worker"}'
 
 
 def _is_ready(entry: Mapping[str, Any]) -> bool:

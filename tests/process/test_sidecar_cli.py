@@ -41,21 +41,15 @@ class Running(Asked):
 
 
 @asynccontextmanager
-async def sidecar(
-    *arguments: str, llmd: bool = False, https: Certificates | None = None
-) -> AsyncIterator[Running]:
-    """It is ready; on the way out it must be gone. llmd: the decode engine is named by llm-d's
-    flag. https: of the sidecar alone."""
+async def sidecar(*arguments: str, https: Certificates | None = None) -> AsyncIterator[Running]:
+    """It is ready; on the way out it must be gone. https: of the sidecar alone."""
     async with AsyncExitStack() as stack:
         made = await asked_engines(stack, "nixl", 1, 1, None)
-        if https is not None:
-            made["session"] = await stack.enter_async_context(trusting(https))
-        decode = made["decode"][0]
-        where = (f"--vllm-port={decode.port}",) if llmd else ("--decode", decode.url)
+        made["session"] = await stack.enter_async_context(trusting(https))
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "dynamo_lite.cli.cli", "sidecar", "--port", "0"),
-                *(*where, *arguments),
+                *("--decode", made["decode"][0].url, *arguments),
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -81,9 +75,12 @@ async def sidecar(
             serving.end()
 
 
-async def test_it_serves_and_drains():
+async def test_it_serves_https_and_drains(certificates: Certificates):
     """A stream that is open at SIGTERM is finished."""
-    async with sidecar("--protocol", "nixl") as b:
+    cert, key = map(str, certificates.files())
+    options = ("--protocol", "nixl", "--tls-cert", cert, "--tls-key", key)
+    async with sidecar(*options, https=certificates) as b:
+        assert b.url.startswith("https://")
         assert await b.text(b.header) == TEXT
         assert len(b.prefill[0].legs) == len(b.decode[0].legs) == 1
         hold = asyncio.Event()
@@ -109,22 +106,6 @@ async def test_a_second_signal_ends_it_at_once():
             await asked
         async with asyncio.timeout(5):
             await b.decode[0].legs[0].aborted.wait()
-
-
-async def test_it_takes_llmds_command_line(certificates: Certificates, tmp_path: Path):
-    for file, pem in (("tls.crt", "server.pem"), ("tls.key", "server-key.pem")):
-        (tmp_path / file).write_bytes((certificates.folder / pem).read_bytes())
-    arguments = (
-        *("--connector=nixlv2", "-v=4", "--secure-proxy=true", "--cert-path", str(tmp_path)),
-        *("--data-parallel-size=1", "--enable-prefiller-sampling"),
-        *("--max-idle-conns-per-host", "100", "--tls-insecure-skip-verify=prefiller"),
-    )
-    async with sidecar(*arguments, llmd=True, https=certificates) as b:
-        assert b.url.startswith("https://")
-        assert await b.text(b.header) == TEXT
-        assert len(b.prefill[0].legs) == 1
-        note = next(line for line in b.process.output if line.startswith("note: "))
-        assert "-v" in note and "--max-idle-conns-per-host" in note
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from dynamo_lite.forward.choosing import (
 )
 from dynamo_lite.forward.discovery import Joined, sort_out
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
-from dynamo_lite.forward.known_blocks import KnownBlocks
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
@@ -153,7 +152,7 @@ def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
     engines = KnownEngines(config.engines, protocol)
     for one in engines.all:
         one.passed()
-    return Placer(engines, protocol, config, SentPrompts(), KnownBlocks()), engines
+    return Placer(engines, protocol, config, SentPrompts()), engines
 
 
 def request(**fields: Any) -> ClientRequest:

@@ -131,33 +131,17 @@ def forwarded(
 
 @dataclass
 class StockPair:
-    """A prefill and a decode engine with NixlConnector. kv_events: keys of the decode engine in a
-    Forwarder's list, which say where it publishes its KV events."""
+    """A prefill and a decode engine with NixlConnector."""
 
     prefill: StockEngine
     decode: StockEngine
-    kv_events: str
 
 
 @contextmanager
 def stock_pair(directory: Path) -> Iterator[StockPair]:
-    events, replay = reserved_port(), reserved_port()
-    published = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replay}",
-    }
     connector = CONNECTORS["nixl"]
     with (
         StockEngine(directory / "prefill", "prefill", connector, lease_s=PAIR_LEASE_S) as prefill,
-        StockEngine(
-            directory / "decode",
-            "decode",
-            connector,
-            lease_s=PAIR_LEASE_S,
-            flags={"kv-events-config": published},
-        ) as decode,
+        StockEngine(directory / "decode", "decode", connector, lease_s=PAIR_LEASE_S) as decode,
     ):
-        keys = f'kv-events: "tcp://127.0.0.1:{events}", kv-replay: "tcp://127.0.0.1:{replay}"'
-        yield StockPair(prefill, decode, keys)
+        yield StockPair(prefill, decode)

@@ -126,9 +126,6 @@ class ForwardProtocol:
     batches: bool = False
     #: Whether a streaming client's prefill leg streams too.
     prefill_streams: bool = False
-    #: Parallel only: whether the client's answer has log probabilities of the prompt's tokens from
-    #: both legs (`forward/rewriting.py`).
-    joins_input_logprobs: Callable[[Body, str], bool] = lambda body, route: False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
     #: Serial only: whether the prefill leg contains the decode engine's address, so that no other

@@ -38,13 +38,6 @@ def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     return _leg(body, attempt)
 
 
-def _joins_input_logprobs(body: Body, route: str) -> bool:
-    """The field is a flag, or a list with one for each sequence."""
-    if route != SGLANG_GENERATE or "return_logprob" not in body:
-        return False
-    return b"true" in bytes(body["return_logprob"])
-
-
 BOOTSTRAP = ForwardProtocol(
     name="sglang",
     order="parallel",
@@ -56,5 +49,4 @@ BOOTSTRAP = ForwardProtocol(
     decodes_alone=False,
     batches=True,
     prefill_streams=True,
-    joins_input_logprobs=_joins_input_logprobs,
 )

@@ -11,7 +11,6 @@ from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import TEXT
 from tests.joining import Cluster, Running, cluster
-from tests.kv_publishing import publishing
 from tests.scripted import Fault
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -216,20 +215,3 @@ async def test_a_joined_engine_with_a_certificate(c: Cluster, certificates: Cert
 async def test_an_unreadable_file_of_authorities_ends_the_start(c: Cluster, tmp_path: Path):
     forwarder = await c.failing_forwarder(joined_ca_file=str(tmp_path / "none.pem"))
     assert f"joined-ca-file={tmp_path / 'none.pem'} cannot be read" in forwarder
-
-
-async def test_the_kv_events_of_joined_engines_are_followed(c: Cluster):
-    """Until they leave."""
-    with publishing(1) as [publisher]:
-        publisher.publish(publisher.stored("x" * 64))
-        holder, other = await c.engine("decode"), await c.engine("decode")
-        forwarder = await c.forwarder(decode_choice="prefix")
-        await c.join(other)
-        joined = await c.join(holder, **publisher.options)
-        await c.counts(forwarder, 0, 2)
-        await c.shows(forwarder, "dynamo_lite_forward_kv_engines 1.0")
-        await c.shows(forwarder, "dynamo_lite_forward_kv_blocks 4.0")
-        await joined.revoke()
-        await c.counts(forwarder, 0, 1)
-        await c.shows(forwarder, "dynamo_lite_forward_kv_engines 0.0")
-        await c.shows(forwarder, "dynamo_lite_forward_kv_blocks 0.0")
