@@ -17,7 +17,7 @@ from tests.chaos.load import Load, telling
 from tests.chaos.meters import Meters
 from tests.chaos.questions import Known, Question
 from tests.chaos.report import Report
-from tests.chaos.standing import at_rest, open_files
+from tests.chaos.standing import at_rest
 from tests.vllm.graph import descendants_of
 
 _EXIT = re.compile(r"(\w+)-\w+ +(?:\| )?ended \(((?:exit|signal) -?\d+)\)")
@@ -47,9 +47,8 @@ class Arena:
     ) -> None:
         """`body` under load, between two rests; everything seen goes into `report`."""
         cluster, began = self.cluster, time.monotonic()
-        standing, trouble = await at_rest(cluster, self.free_blocks)
+        _, trouble = await at_rest(cluster, self.free_blocks)
         report.trouble += [f"before: {trouble}"] if trouble else []
-        report.before(standing, open_files(cluster))
         await self.meters.ask()
         exits, counted = self._exits(), self.meters.totals()
         load = Load(
@@ -65,11 +64,10 @@ class Arena:
                 async with load:
                     await body(load)
                 self.say("the load has ended; waiting for rest")
-                standing, trouble = await at_rest(cluster, self.free_blocks)
+                _, trouble = await at_rest(cluster, self.free_blocks)
                 report.trouble += [f"afterwards: {trouble}"] if trouble else []
         finally:
             await self.meters.ask()
-            report.after(standing, open_files(cluster))
             report.meter(self.meters.totals() - counted)
             report.exits = dict(self._exits() - exits)
             report.seconds = time.monotonic() - began

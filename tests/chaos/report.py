@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 
 from tests.chaos.load import Tally, Wait
 from tests.chaos.meters import total
-from tests.chaos.standing import Standing
 
 
 @dataclass
 class Report:
-    """One run. blocks: free and all, by engine. trouble: what has not come back or
-    not ended as it should; empty when all is well. left: processes, tasks, file
-    descriptors and the like that remain after the end."""
+    """One run. trouble: what has not come back or not ended as it should; empty when all is well.
+    left: processes that remain after the end."""
 
     what: str
     seed: int
@@ -24,12 +22,6 @@ class Report:
     remote_prefills: dict[str, int] = field(default_factory=dict[str, int])
     fenced_writes: int = 0
     late_notices: int = 0
-    blocks_before: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    blocks_after: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    files_before: dict[str, int] = field(default_factory=dict[str, int])
-    files_after: dict[str, int] = field(default_factory=dict[str, int])
-    jobs_left: int | None = None
-    quarantined_left: int = 0
     trouble: list[str] = field(default_factory=list[str])
     left: list[str] = field(default_factory=list[str])
     facts: dict[str, str] = field(default_factory=dict[str, str])
@@ -47,13 +39,6 @@ class Report:
         }
         self.fenced_writes = int(total(counts, "fenced_writes"))
         self.late_notices = int(total(counts, "late_notices"))
-
-    def before(self, standing: Standing, files: dict[str, int]) -> None:
-        self.blocks_before, self.files_before = standing.free, files
-
-    def after(self, standing: Standing, files: dict[str, int]) -> None:
-        self.blocks_after, self.files_after = standing.free, files
-        self.jobs_left, self.quarantined_left = standing.jobs, standing.quarantined
 
     @property
     def recomputed(self) -> int:
@@ -109,18 +94,10 @@ class Report:
             ("moved to another worker", str(self.moved)),
             ("remote prefills", _counts(Counter(self.remote_prefills))),
             ("recomputed locally", str(self.recomputed)),
-            ("blocks free before", _blocks(self.blocks_before)),
-            ("blocks free after", _blocks(self.blocks_after)),
-            (
-                "jobs left in the queue",
-                "unknown" if self.jobs_left is None else str(self.jobs_left),
-            ),
-            ("quarantined left", str(self.quarantined_left)),
             (
                 "zombie writes refused",
                 f"{self.fenced_writes} fenced, {self.late_notices} late notices",
             ),
-            ("open files", _files(self.files_before, self.files_after)),
         ]
 
 
@@ -129,19 +106,5 @@ def _counts(counts: Counter[str]) -> str:
     return f"{total}: " + ", ".join(f"{n} {k}" for k, n in counts.most_common()) if total else "0"
 
 
-def _blocks(blocks: dict[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{free} of {total}" for free, total in blocks.values()) or "unknown"
-
-
 def _wait(wait: Wait) -> str:
     return f"{wait.seconds:.2f} s ({wait.whose})" if wait.whose else "none"
-
-
-def _files(before: dict[str, int], after: dict[str, int]) -> str:
-    """Of processes that lived all the time; else of the kind of process."""
-
-    def of(files: dict[str, int], suffix: str) -> int:
-        return max((n for k, n in files.items() if suffix in k.partition(":")[0]), default=0)
-
-    kinds = ("Frontend", "VllmWorker", "PrefillWorker")
-    return ", ".join(f"{kind} {of(before, kind)} → {of(after, kind)}" for kind in kinds)

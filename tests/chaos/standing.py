@@ -1,8 +1,7 @@
-"""How things stand: blocks, jobs, members, file descriptors, processes."""
+"""How things stand: blocks, jobs, members."""
 
 import asyncio
 import contextlib
-import os
 import time
 from dataclasses import dataclass, field
 
@@ -121,12 +120,3 @@ async def at_rest(
         if not trouble or time.monotonic() > deadline:
             return standing, trouble
         await asyncio.sleep(_POLL_S)
-
-
-def open_files(cluster: Cluster) -> dict[str, int]:
-    """File descriptors by process: component and engine of each member."""
-    pids: dict[str, int] = {}
-    for member in cluster.members():
-        pids[member.name] = member.state.pid
-        pids[f"{member.name}/engine"] = member.engine_pid
-    return {f"{n}:{pid}": len(os.listdir(f"/proc/{pid}/fd")) for n, pid in pids.items() if pid}
