@@ -23,7 +23,6 @@ def outage(seed: int, kind: FaultKind, tokens: tuple[int, int]) -> Scenario:
     asks = [
         Ask(
             at_s=ASKS_FROM_S + number * EACH_S,
-            client=0,
             request_id=f"r{number}",
             prompt=tuple(rng.randrange(1 << 30) for _ in range(rng.randint(*tokens))),
             sampling=Sampling(max_tokens=8),
@@ -36,7 +35,6 @@ def outage(seed: int, kind: FaultKind, tokens: tuple[int, int]) -> Scenario:
         planner=None,
         faults=(Fault(at_s=FAULT_AT_S, kind=kind, for_s=FAULT_S),),
         intruded=False,
-        profile="outage",
         decode=2,
         prefill=1,
         clients=1,

@@ -14,31 +14,15 @@ PROMPT = tuple(random.Random(1).randrange(VOCABULARY) for _ in range(300))
 
 def scenario(kind: FaultKind, at_s: float, target: str) -> Scenario:
     """A step computes 48 tokens of the prompt, in about one second."""
-    ask = Ask(
-        at_s=3.0,
-        client=0,
-        request_id="r",
-        prompt=PROMPT,
-        sampling=Sampling(max_tokens=8),
-        timeout_s=30.0,
-    )
-    fault = Fault(at_s=at_s, kind=kind, target=target, for_s=20.0)
     return Scenario(
         seed=6,
-        profile="resume",
-        decode=1,
         prefill=2,
-        clients=1,
-        num_blocks=256,
-        lease_ttl_s=5.0,
         remote_prefill_timeout_s=25.0,
-        ack_wait_s=2.0,
-        max_jobs=8,
         slowest_write_s=0.1,
         token_s=0.02,
         quiet_at_s=6.0,
-        faults=(fault,),
-        asks=(ask,),
+        faults=(Fault(at_s=at_s, kind=kind, target=target, for_s=20.0),),
+        asks=(Ask(at_s=3.0, request_id="r", prompt=PROMPT, sampling=Sampling(max_tokens=8)),),
     )
 
 

@@ -19,11 +19,9 @@ def ask(number: int, at_s: float) -> Ask:
     rng = random.Random(number)
     return Ask(
         at_s=at_s,
-        client=0,
         request_id=f"r{number}",
         prompt=tuple(rng.randrange(VOCABULARY) for _ in range(100)),
         sampling=Sampling(max_tokens=4),
-        timeout_s=30.0,
     )
 
 
@@ -38,17 +36,12 @@ def test_what_is_not_claimed_in_time_is_computed_here_and_the_rest_is_served(
     played = play_scenario(
         Scenario(
             seed=1,
-            profile="burst",
             decode=decode,
-            prefill=1,
-            clients=1,
             num_blocks=512,
             lease_ttl_s=20.0,
             remote_prefill_timeout_s=25.0,
-            ack_wait_s=2.0,
             max_jobs=64,
             slowest_write_s=0.01,
-            token_s=0.001,
             quiet_at_s=15.0,
             max_queue_wait_s=LIMIT_S,
             faults=(Fault(at_s=STANDS_AT_S, kind=kind, target="prefill-0", for_s=STANDS_S),),

@@ -1,7 +1,6 @@
 """Whole clusters in which a prefill worker cannot write into a decode worker."""
 
 import random
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,9 @@ def asks(at_s: float, count: int, every_s: float = 0.2) -> tuple[Ask, ...]:
     return tuple(
         Ask(
             at_s=at_s + every_s * number,
-            client=0,
             request_id=f"r{at_s:g}-{number}",
             prompt=tuple(rng.randrange(VOCABULARY) for _ in range(80)),
             sampling=Sampling(max_tokens=4),
-            timeout_s=30.0,
         )
         for number in range(count)
     )
@@ -31,29 +28,11 @@ def cut(for_s: float) -> Fault:
     return Fault(at_s=0.0, kind=FaultKind.CUT, target="prefill-0", other="decode-0", for_s=for_s)
 
 
-def scenario(**changed: Any) -> Scenario:
-    fields: dict[str, Any] = {
-        "seed": 5,
-        "profile": "links",
-        "decode": 1,
-        "prefill": 1,
-        "clients": 1,
-        "num_blocks": 256,
-        "lease_ttl_s": 5.0,
-        "remote_prefill_timeout_s": 6.0,
-        "ack_wait_s": 2.0,
-        "max_jobs": 8,
-        "slowest_write_s": 0.05,
-        "token_s": 0.001,
-        "quiet_at_s": 0.0,
-    }
-    return Scenario(**{**fields, **changed})
-
-
 def test_the_prompt_that_meets_a_bad_link_is_computed_here_and_the_next_ones_at_once():
     """Until the link is tried again, when it works."""
     played = play_scenario(
-        scenario(
+        Scenario(
+            seed=5,
             faults=(cut(30.0),),
             asks=(*asks(8.0, 1), *asks(9.3, 3), *asks(100.0, 5)),
             quiet_at_s=105.0,
@@ -69,7 +48,7 @@ def test_the_prompt_that_meets_a_bad_link_is_computed_here_and_the_next_ones_at_
 
 def test_a_link_that_stays_bad_is_tried_ever_more_seldom():
     played = play_scenario(
-        scenario(faults=(cut(300.0),), asks=asks(8.0, 160, every_s=1.5), quiet_at_s=250.0)
+        Scenario(seed=5, faults=(cut(300.0),), asks=asks(8.0, 160, every_s=1.5), quiet_at_s=250.0)
     )
     counts = played.counts
     assert played.violations == []
@@ -84,7 +63,7 @@ def test_a_link_that_stays_bad_is_tried_ever_more_seldom():
 def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it(seed: int):
     """prefill-0 can write into decode-1 only, so it pulls jobs, also those for decode-0."""
     played = play_scenario(
-        scenario(
+        Scenario(
             seed=seed,
             decode=2,
             prefill=2,

@@ -125,12 +125,12 @@ class Ask:
     """One request of a client."""
 
     at_s: float
-    client: int
+    client: int = 0
     #: A client that is restarted may send the same id again.
     request_id: str
     prompt: tuple[int, ...]
     sampling: Sampling
-    timeout_s: float
+    timeout_s: float = 30.0
     #: When its client cancels it; None: never.
     cancel_after_s: float | None = None
 
@@ -140,18 +140,18 @@ class Scenario:
     """Sizes and times of the cluster; see the options of the same names."""
 
     seed: int
-    profile: str
-    decode: int
-    prefill: int
-    clients: int
-    num_blocks: int
-    lease_ttl_s: float
-    remote_prefill_timeout_s: float
-    ack_wait_s: float
-    max_jobs: int
+    profile: str = "chosen"
+    decode: int = 1
+    prefill: int = 1
+    clients: int = 1
+    num_blocks: int = 256
+    lease_ttl_s: float = 5.0
+    remote_prefill_timeout_s: float = 6.0
+    ack_wait_s: float = 2.0
+    max_jobs: int = 8
     #: Longest time that a write is in flight; below a lease's time-to-live.
-    slowest_write_s: float
-    token_s: float
+    slowest_write_s: float = 0.05
+    token_s: float = 0.001
     #: No fault lasts beyond this time.
     quiet_at_s: float
     max_queue_wait_s: float = 2.0
