@@ -16,7 +16,9 @@ pytestmark = pytest.mark.heavy
 CANCELS, PER_SEED = 500, 25
 #: In each state of the ledger, at least; and seeds, at most.
 IN_EACH_STATE, MOST_SEEDS = 10, 100
-_EACH_S = 0.4  # between two requests
+_EACH_S = 0.4  # for each request
+#: Requests that come at about the same time: jobs wait for those before them.
+_BURST, _BURST_S = 5, 0.08
 
 
 def cancels(seed: int) -> Scenario:
@@ -31,7 +33,6 @@ def cancels(seed: int) -> Scenario:
         planner=None,
         faults=(),
         intruded=False,
-        profile="cancels",
         num_blocks=128,
         prefill=1 + seed % 2,
         token_s=rng.choice((0.001, 0.004)),
@@ -46,7 +47,7 @@ def cancels(seed: int) -> Scenario:
 def _ask(scenario: Scenario, rng: random.Random, number: int) -> Ask:
     prompt = tuple(rng.randrange(1 << 30) for _ in range(rng.randint(16, 120)))
     return Ask(
-        at_s=LOAD_FROM_S + (number + rng.random()) * _EACH_S,
+        at_s=LOAD_FROM_S + (number - number % _BURST) * _EACH_S + _BURST_S * rng.random(),
         client=rng.randrange(scenario.clients),
         request_id=f"r{number}",
         prompt=prompt,
