@@ -127,7 +127,7 @@ class SimSupervisor:
         name = next(f"{kind}-{i}" for i in range(1000) if f"{kind}-{i}" not in taken)
         workers[:] = [one for one in workers if one.slot.name != name]
         self.keep(component, self._world.open_slot(name))
-        self.watcher.added(who, component)
+        self.watcher.added(component)
 
     def find(self, component: str, lease_id: int) -> Worker:
         """Raises Refused. lease_id: 0 for one that has crashed, or was never ready."""

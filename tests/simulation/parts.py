@@ -6,10 +6,10 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
@@ -25,6 +25,7 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.overview.compose import WANTED
 from dynamo_lite.runtime.permits import (
     CELLS_OF_PERMIT,
     Permit,
@@ -43,7 +44,6 @@ from tests.simulation.engine.engine import SimEngine
 from tests.simulation.loop.process import SimProcess
 from tests.simulation.scenario import Scenario
 from tests.simulation.servers.nats_server import URL
-from tests.simulation.status import SimStatus
 from tests.simulation.supervisor import NAMESPACE, Slot
 
 if TYPE_CHECKING:
@@ -303,21 +303,63 @@ class _HeardMessaging(NatsMessaging):
             yield
 
 
-class _NoStatus:
-    url = "http://nowhere"
+class SimStatus:
+    """The status server of a simulated process, for what a planner asks: /health and /metrics.
+
+    Async context manager. health: makes the facts. Of the metrics there are those that are read.
+    """
+
+    def __init__(
+        self, host: str, health: Callable[[], dict[str, Any]], registry: CollectorRegistry
+    ):
+        self._host, self._health, self._registry = host, health, registry
+        self._server: asyncio.AbstractServer | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._server = server = await loop.create_server(
+            lambda: _Answers(self._answer), self._host, 0
+        )
+        self.url = f"http://{self._host}:{server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    def _answer(self, path: bytes) -> bytes | None:
+        if path == b"/health":
+            return msgspec.json.encode(self._health())
+        if path != b"/metrics":
+            return None
+        return generate_latest(self._registry.restricted_registry(WANTED))
+
+
+class _Answers(asyncio.Protocol):
+    """HTTP/1.0: one request for each connection. answer: the body for a path; None: not found."""
+
+    def __init__(self, answer: Callable[[bytes], bytes | None]):
+        self._answer = answer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        body = self._answer(data.split(b" ", 2)[1])
+        if body is not None:
+            self._transport.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        else:
+            self._transport.write(b"HTTP/1.0 404 Not Found\r\n\r\n")
+        self._transport.close()
 
 
 def surroundings(world: "World", process: SimProcess) -> ProcessEnvironment:
-    @asynccontextmanager
-    async def status(
+    def status(
         _: ProcessSpec, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
-    ) -> AsyncIterator[Status]:
-        # A planner asks for /health and /metrics.
-        if world.planning is None:
-            yield _NoStatus()
-            return
-        async with SimStatus(process.host, health, registry) as served:
-            yield served
+    ) -> AbstractAsyncContextManager[Status]:
+        return SimStatus(process.host, health, registry)
 
     return ProcessEnvironment(
         open_store=lambda spec: world.open_store(),

@@ -255,7 +255,6 @@ def _wishes(options: PlannerOptions, until_s: float, rng: random.Random) -> tupl
             at_s=rng.uniform(LOAD_FROM_S, until_s),
             component=COMPONENTS[role],
             count=rng.randint(*bounds(options, role)),
-            by_scale=rng.random() < 0.25,
         )
         wishes.append(wish)
     return tuple(sorted(wishes, key=lambda wish: wish.at_s))

@@ -1,6 +1,6 @@
 """The invariants of planners: what each order, record and end of a worker must satisfy.
 
-No operation is decided for a load that is unknown, or soon after one in the other direction.
+No operation follows the load soon after one in the other direction.
 """
 
 import re
@@ -31,8 +31,6 @@ _PHASES = {
     "add": ("ordered", "asked", "withdrawing"),
     "remove": ("ordered", "leaving", "asked"),
 }
-#: A planner that ticks sees each outage of NATS that lasts for two ticks and this time.
-_SEEN_S = 1.5
 #: The reasons of changes that follow the load.
 _ENOUGH, _ROOM, _MORE = (
     re.compile(start) for start in (r"\d+ are enough", "makes room for", r"\d+ more")
@@ -65,7 +63,7 @@ class Reign:
 
 class PlannerJudge:
     """Sees the supervisor's orders, under the names of the planners' slots. The caller reports each
-    revision of etcd (`committed`) and the broker's outages.
+    revision of etcd (`committed`).
 
     on_step: called when a record gets a phase, after it was judged. on_order: called with "add" or
     "remove" when the supervisor has taken such an order.
@@ -84,8 +82,8 @@ class PlannerJudge:
         self.judge, self._lease_ttl_s = world.judge, world.scenario.lease_ttl_s
         self.on_step, self.on_order = on_step, on_order
         self.reigns: list[Reign] = []
-        #: When an operator has changed the numbers, or etcd has lost its data.
-        self.changed_at = self.wiped_at = -1e9
+        #: When etcd has lost its data.
+        self.wiped_at = -1e9
         self._left_at: dict[str, float] = {}
         #: Keys of the decode workers that are registered.
         self._listed: set[str] = set()
@@ -95,34 +93,26 @@ class PlannerJudge:
         self._changes: dict[str, tuple[Change, float]] = {}
         #: Components whose last removal has made room for another one.
         self._gave: set[str] = set()
-        #: Of the broker: beginnings and ends.
-        self.outages: list[tuple[float, float]] = []
 
     # Orders
 
     def adding(self, who: str, component: str) -> None:
         self._may_order(who, f"one more {component}")
 
-    def added(self, who: str, component: str) -> None:
+    def added(self, component: str) -> None:
         self.judge.counts["planner added"] += 1
         self.on_order("add")
-        if not self._is_planner(who):
-            return
         counts = self.supervisor.counts()
         own = counts[component].starting + counts[component].ready
         options, role = self.scenario.options, _role(component)
         present = sum(each.present for each in counts.values())
-        if self._settled(self.changed_at):
-            if own > (most := bounds(options, role)[1]):
-                self._violate(f"{own} {component} were started, and {most} are the most")
-            if present > options.budget_devices:
-                self._violate(
-                    f"{present} devices are occupied, and the budget is {options.budget_devices}"
-                )
-            self._check_added_once(component, own)
-
-    def _check_added_once(self, component: str, own: int) -> None:
-        if not self._settled(self.wiped_at):
+        if own > (most := bounds(options, role)[1]):
+            self._violate(f"{own} {component} were started, and {most} are the most")
+        if present > options.budget_devices:
+            self._violate(
+                f"{present} devices are occupied, and the budget is {options.budget_devices}"
+            )
+        if not self._settled():
             return
         records = [one.record for one in self._of(component)]
         wanted = [record.count for record in records if record.kind == "add"]
@@ -135,14 +125,12 @@ class PlannerJudge:
         self._may_order(who, f"the end of {worker.slot.name}")
         self.judge.counts["planner removed"] += 1
         self.on_order("remove")
-        if not self._is_planner(who):
-            return
         # A withdrawn start did not count for the minimum.
         if worker.phase == "ready":
             self._check_minimum(worker)
         if worker.lease_id:
             self._check_not_last(worker)
-        if self._settled(self.wiped_at):
+        if self._settled():
             named = [one.record.lease_id for one in self._of(worker.component)]
             if worker.lease_id not in named and 0 not in named:
                 self._violate(
@@ -153,7 +141,7 @@ class PlannerJudge:
         counts = self.supervisor.counts()[worker.component]
         least = bounds(self.scenario.options, _role(worker.component))[0]
         own = counts.starting + counts.ready - 1
-        if own < least and self._settled(self.changed_at):
+        if own < least:
             self._violate(f"{worker.slot.name} is removed, and {own} are fewer than {least}")
 
     def _check_not_last(self, worker: Worker) -> None:
@@ -174,7 +162,6 @@ class PlannerJudge:
         for one in self._of(worker.component):
             late = self.judge.now() - one.since >= one.record.within_s
             if one.record.lease_id == lease_id and late:
-                self.judge.counts["planner killed late"] += 1
                 return
         if why := self._unsafe(worker.slot, lease_id):
             self._violate(f"{worker.slot.name} is killed, and {why}")
@@ -286,27 +273,12 @@ class PlannerJudge:
         self.judge.counts[f"planner {record.kind}"] += 1
         if others := [one.record for one in self._of(record.component)]:
             self._violate(f"{record.component} has two operations: {record} and {others}")
-        self._check_known(record)
         if record.kind == "remove":
             (self._gave.add if _ROOM.match(record.reason) else self._gave.discard)(record.component)
         elif others := self._gave - {record.component}:
             over = "pods" if self.scenario.pods else "a supervisor"
             self.judge.counts[f"planner moved a device over {over}"] += 1
             self._gave -= others
-
-    def _check_known(self, record: OperationRecord) -> None:
-        """Checks that no prefill worker was removed while the load was unknown: each outage that
-        a planner sees restarts the window. The load of decode workers is in their /health, too, so
-        it is known without NATS."""
-        if record.kind != "remove" or record.component != COMPONENTS[Role.PREFILL]:
-            return
-        if not _ENOUGH.match(record.reason):
-            return
-        now, window_s = self.judge.now(), self.scenario.options.down_window_s
-        seen_s = 2 * self.scenario.options.tick_s + _SEEN_S
-        for began, ended in self.outages:
-            if min(ended, now) - max(began, now - window_s) > seen_s:
-                self._violate(f"a removal was decided without NATS: {record.reason}")
 
     def _check_reversal(self, component: str, up: bool, reason: str, passed_s: float) -> None:
         """passed_s: since its last change, which went the other way."""
@@ -357,8 +329,6 @@ class PlannerJudge:
         return None
 
     def _may_order(self, who: str, what: str) -> None:
-        if not self._is_planner(who):
-            return
         if self.scenario.is_dry(int(who.partition("-")[2])):
             self._violate(f"{who} orders {what}, and it is in a dry run")
         host = self._world.slots[who].host
@@ -371,11 +341,9 @@ class PlannerJudge:
         ):
             self._violate(f"{who} orders {what}, and it does not lead")
 
-    def _settled(self, since: float) -> bool:
-        return self.judge.now() - since > _ORDER_S
-
-    def _is_planner(self, who: str) -> bool:
-        return who.startswith("planner")
+    def _settled(self) -> bool:
+        """Whether orders that come now were decided with what etcd has."""
+        return self.judge.now() - self.wiped_at > _ORDER_S
 
     def _violate(self, text: str) -> None:
         self.judge.violate(f"planner: {text}")

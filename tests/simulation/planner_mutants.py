@@ -1,6 +1,6 @@
 """Planners that lack one of their safeguards. The simulation must detect each."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,11 @@ from dynamo_lite.planner.departure import Departure, worker_of
 from dynamo_lite.planner.observation import Observed
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.drain import Safe, Unsafe
-from dynamo_lite.planner.policy.inputs import PrefillLoad, Role, RoleSeen, Seen
+from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
 from dynamo_lite.planner.records import PlannerRecords
 from dynamo_lite.planner.under_way import RunningOperation
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.process.component import Host
 from tests.simulation.loop.process import PROCESS
 from tests.simulation.shipped import Mutant, Shipped
@@ -116,30 +115,10 @@ def _see_all_ready(planner: Planner) -> None:
     planner._operations._too_few = lambda record, counts: ""
 
 
-def _stale_is_zero(planner: Planner) -> None:
-    """An unknown load counts as no load."""
-    prefill = planner._observation._prefill
-
-    def zero(decode: Sequence[Samples | None]) -> PrefillLoad:
-        load, none = prefill(decode), 0.0
-        return PrefillLoad(
-            asked_per_s=load.asked_per_s or none,
-            refused_per_s=load.refused_per_s or none,
-            backlog=load.backlog or none,
-            rate=load.rate or 1.0,
-        )
-
-    planner._observation._prefill = zero
-
-
-def _no_maximum(planner: Planner) -> None:
-    """The maximum of a role does not count."""
-    planner._limits = replace(planner._limits, prefill_max=8, decode_max=8)
-
-
-def _no_minimum(planner: Planner) -> None:
-    """The minimum of a role does not count, but one worker stays."""
-    planner._limits = replace(planner._limits, prefill_min=1, decode_min=1)
+def _no_limits(planner: Planner) -> None:
+    """The limits of a role do not count, but one worker stays."""
+    few, many = {"prefill_min": 1, "decode_min": 1}, {"prefill_max": 8, "decode_max": 8}
+    planner._limits = replace(planner._limits, **few, **many)
 
 
 def _reverse_at_once(planner: Planner) -> None:
@@ -245,9 +224,8 @@ PLANNER_MUTANTS: dict[str, Mutant] = {
     "acts-in-dry-run": _planner("it is in a dry run", _act_in_dry_run),
     "draining-costs-nothing": _planner("occupied, and the budget is", _see_no_draining),
     "removes-the-last": _planner("removed, and it is the last one", _see_all_ready),
-    "stale-counts-as-zero": _planner("was decided without NATS", _stale_is_zero),
-    "ignores-the-maximum": _planner("are the most", _no_maximum),
-    "ignores-the-minimum": _planner("are fewer than", _no_minimum),
+    "ignores-the-maximum": _planner("are the most", _no_limits),
+    "ignores-the-minimum": _planner("are fewer than", _no_limits),
     "reverses-at-once": _planner("a reversal after", _reverse_at_once),
     "done-twice": _planner("and the operation wanted", _do_twice),
     "two-operations": _planner("has two operations", _two_operations),

@@ -60,7 +60,6 @@ class Planning:
         #: The planner is to be killed when its order was taken.
         self._at_order: Step | None = None
         self._began_at = self._loop.time()
-        self._broker_left_at: float | None = None
         self._operator = self._loop.add_process("operator")
         self._unset: asyncio.Task[None] | None = None
 
@@ -111,14 +110,6 @@ class Planning:
             return f"an operator's numbers: {target.manual}"
         return self.judge.unsettled()
 
-    def broker_started(self) -> None:
-        if self._broker_left_at is not None:
-            self.judge.outages.append((self._broker_left_at, self._loop.time()))
-            self._broker_left_at = None
-
-    def broker_ended(self) -> None:
-        self._broker_left_at = self._loop.time()
-
     # kill -9 in a step
 
     def _on_step(self, record: OperationRecord) -> None:
@@ -154,29 +145,7 @@ class Planning:
 
     def _carry_out(self, wish: Wish) -> None:
         self._loop.trace.add(f"FAULT {wish}", "world")
-        if wish.by_scale:
-            self._scale(wish)
-        else:
-            self._operator.spawn(self._set(wish), name=str(wish))
-
-    def _scale(self, wish: Wish) -> None:
-        """As `dynamo-lite scale` asks the supervisor: without the planner."""
-        counts = self.supervisor.counts()[wish.component]
-        present = counts.starting + counts.ready
-        for _ in range(min(wish.count - present, counts.devices_free)):
-            self.supervisor.orders.version += 1
-            self.supervisor.add("operator", wish.component)
-        ready = [
-            one
-            for one in self.supervisor.workers
-            if one.component == wish.component and one.phase == "ready" and one.lease_id
-        ]
-        for one in ready[: max(present - wish.count, 0)]:
-            if len(ready) > 1:
-                ready.remove(one)
-                self.supervisor.orders.version += 1
-                self.supervisor.end(one)
-        self.judge.changed_at = self._loop.time()
+        self._operator.spawn(self._set(wish), name=str(wish))
 
     async def _set(self, wish: Wish) -> None:
         """As `dynamo-lite planner set`."""

@@ -3,7 +3,6 @@
 import asyncio
 import multiprocessing
 import os
-import signal
 import traceback
 from collections import Counter, deque
 from collections.abc import Generator
@@ -11,7 +10,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.simulation.draw import draw
-from tests.simulation.loop.loop import SimulationStuck, Trace, VirtualLoop, log_to, sweep
+from tests.simulation.loop.loop import Trace, VirtualLoop, log_to, sweep
+from tests.simulation.loop.process import SimulationStuck
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.scenario import LOAD_FROM_S, Fault, Scenario
 from tests.simulation.shipped import Shipped
@@ -68,7 +68,7 @@ def play_many(seeds: range, mutant: str | None = None) -> Generator[Played, None
     """The outcomes in the order of the seeds, which are played in a process for each core. Close it
     to stop before the end."""
     cores = os.cpu_count() or 1
-    pool = ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), _ignore_interrupts)
+    pool = ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"))
     playing: deque[Future[Played]] = deque()
     try:
         for seed in seeds:
@@ -79,11 +79,6 @@ def play_many(seeds: range, mutant: str | None = None) -> Generator[Played, None
             yield playing.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _ignore_interrupts() -> None:
-    """In a process of `play_many`, whose caller decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _play_here(seed: int, mutant: str | None) -> Played:

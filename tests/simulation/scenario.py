@@ -37,17 +37,14 @@ class BadStarts:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """An operator sets the number of a component's workers, also without the planner."""
+    """An operator sets the number of a component's workers."""
 
     at_s: float
     component: str
     count: int
-    #: `dynamo-lite scale` asks the supervisor; `dynamo-lite planner set` asks the planner.
-    by_scale: bool = False
 
     def __str__(self) -> str:
-        command = "scale" if self.by_scale else "planner set"
-        return f"{self.at_s:10.6f}  {command} {self.component}={self.count}"
+        return f"{self.at_s:10.6f}  planner set {self.component}={self.count}"
 
 
 @dataclass(frozen=True, kw_only=True)

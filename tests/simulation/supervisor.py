@@ -304,12 +304,7 @@ class Nats:
     def start(self, *, wiped: bool = True) -> None:
         self.process = self._world.loop.add_process("nats")
         self.server = NatsServer(self._world.network, self.process)
-        self.process.watchers.append(self._changed)
-        self._world.broker_started()
-
-    def _changed(self, _: SimProcess, state: SimState) -> None:
-        if state is SimState.DEAD and self._world.planning is not None:
-            self._world.planning.broker_ended()
+        self._world.judge.broker_started()
 
     def attempts(self) -> set[str]:
         """The attempts with a job on the queue, waiting or pulled."""

@@ -302,11 +302,6 @@ class World:
                 assert isinstance(lease, ThreadedLease)
                 self.judge.lease_expired(slot.name, lease_id, lease.deadline)
 
-    def broker_started(self) -> None:
-        self.judge.broker_started()
-        if self.planning is not None:
-            self.planning.broker_started()
-
     def _changed(self, name: str, state: SimState) -> None:
         if state is not SimState.DEAD:
             return

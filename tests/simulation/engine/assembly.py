@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
 )
-from dynamo_lite.disagg.prefill.running_job import BlockIds
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
@@ -285,68 +283,45 @@ def build_engine(
         return core.scheduler.requests[job].block_ids
 
     if decodes:
-        halves = _decode_halves(parts, setup, pool, cache, mover, metadata)
+        grants = random.Random(f"grants/{setup.engine_config.engine_id}")
+        scheduler = parts.decode_scheduler(
+            setup.engine_config,
+            config.block_size,
+            pool,
+            clients=setup.clients,
+            open_bridge=TaskBridge,
+            cache=cache,
+            clock=setup.clock,
+            ledger=parts.ledger(writer_grace_s=setup.engine_config.lease_ttl_s),
+            new_attempt=lambda: f"{rng.getrandbits(64):016x}",
+            new_grant=lambda: grants.getrandbits(63) or 1,
+            hash_block_size=config.block_size,
+        )
+        rank = parts.decode_rank(mover, metadata.ranks[0])
+        halves = DecodeHalves(scheduler, rank, config.block_size)
     else:
-        halves = _prefill_halves(parts, setup, pool, block_ids, mover, metadata)
+        scheduler = PrefillScheduler(
+            setup.engine_config,
+            config.block_size,
+            pool,
+            block_ids,
+            clients=setup.clients,
+            open_bridge=TaskBridge,
+            clock=setup.clock,
+        )
+        rank = parts.prefill_rank(
+            mover,
+            metadata.ranks[0],
+            0,
+            setup.alive,
+            rank_clock(setup.clock),
+            verdict=setup.verdict,
+            grant_of=setup.grant_of,
+        )
+        halves = PrefillHalves(scheduler, rank, mover)
+    scheduler.metadata = metadata
     core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
     return SimEngineProcess(setup, core, halves, mover, metadata)
-
-
-def _decode_halves(
-    parts: Shipped,
-    setup: EngineSetup,
-    pool: BlockPool,
-    cache: CacheBlocks,
-    mover: SimMover,
-    metadata: EngineMetadata,
-) -> DecodeHalves:
-    grants = random.Random(f"grants/{setup.engine_config.engine_id}")
-    scheduler = parts.decode_scheduler(
-        setup.engine_config,
-        setup.config.block_size,
-        pool,
-        clients=setup.clients,
-        open_bridge=TaskBridge,
-        cache=cache,
-        clock=setup.clock,
-        ledger=parts.ledger(writer_grace_s=setup.engine_config.lease_ttl_s),
-        new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
-        new_grant=lambda: grants.getrandbits(63) or 1,
-        hash_block_size=setup.config.block_size,
-    )
-    scheduler.metadata = metadata
-    rank = parts.decode_rank(mover, metadata.ranks[0])
-    return DecodeHalves(scheduler, rank, setup.config.block_size)
-
-
-def _prefill_halves(
-    parts: Shipped,
-    setup: EngineSetup,
-    pool: BlockPool,
-    block_ids: BlockIds,
-    mover: SimMover,
-    metadata: EngineMetadata,
-) -> PrefillHalves:
-    scheduler = PrefillScheduler(
-        setup.engine_config,
-        setup.config.block_size,
-        pool,
-        block_ids,
-        clients=setup.clients,
-        open_bridge=TaskBridge,
-        clock=setup.clock,
-    )
-    scheduler.metadata = metadata
-    rank = parts.prefill_rank(
-        mover,
-        metadata.ranks[0],
-        0,
-        setup.alive,
-        rank_clock(setup.clock),
-        verdict=setup.verdict,
-        grant_of=setup.grant_of,
-    )
-    return PrefillHalves(scheduler, rank, mover)
 
 
 def _metadata(setup: EngineSetup, mover: SimMover) -> EngineMetadata:

@@ -50,10 +50,6 @@ _STOP_S = 5.0
 _DESCRIBE_S = 5.0
 
 
-#: Takes the inside, the main function, and what to call at the end.
-StartEngine = Callable[[SimEngineProcess, Coroutine[Any, Any, None], Callable[[], None]], Any]
-
-
 class SimEngine:
     """start_engine: runs a main function as a process of its own, and returns that; calls `on_end`
     in the caller's process when it has ended, however it did. on_counts: takes what the halves have

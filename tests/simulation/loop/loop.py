@@ -21,7 +21,6 @@ from tests.simulation.loop.process import (
     SimProcess,
     SimState,
     SimTask,
-    SimulationStuck,
 )
 
 if TYPE_CHECKING:
@@ -88,8 +87,6 @@ def log_to(trace: Trace) -> Iterator[None]:
         root.setLevel(before[1])
         logging.disable(before[3])
 
-
-__all__ = ["START_S", "SimulationStuck", "VirtualLoop"]
 
 T = TypeVar("T")
 

@@ -61,9 +61,6 @@ class SimProcess:
         #: `kill` and `exit`; outside of every process.
         self.watchers: list[Callable[[SimProcess, SimState], None]] = []
 
-    def __repr__(self) -> str:
-        return f"SimProcess({self}, {self.state.value})"
-
     def __str__(self) -> str:
         return f"{self.name}#{self.incarnation}"
 
@@ -121,9 +118,6 @@ class SimProcess:
 PROCESS: contextvars.ContextVar[SimProcess] = contextvars.ContextVar("dynamo_lite_sim_process")
 
 
-T = TypeVar("T")
-
-
 class SimHandle(asyncio.Handle):
     """As asyncio's, without debug mode."""
 
@@ -146,10 +140,6 @@ class SimHandle(asyncio.Handle):
         self._context = context
         self._cancelled = False
         self.process = process
-
-    def __repr__(self) -> str:
-        state = "cancelled" if self._cancelled else getattr(self._callback, "__qualname__", "?")
-        return f"<SimHandle {self.process} {state}>"
 
     def cancel(self) -> None:
         if not self._cancelled:
