@@ -74,7 +74,7 @@ class Arena:
 
     def _exits(self) -> Counter[str]:
         """How processes ended that their supervisors started again."""
-        said = "\n".join(graph.output for graph in self.cluster.graphs)
+        said = self.cluster.graph.output
         return Counter(f"{service} {how}" for service, how in _EXIT.findall(said))
 
     def _news(self) -> str:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.chaos.cluster import FRONTEND, Cluster, Member
 from tests.servers import PrivateServer
 
@@ -128,26 +127,6 @@ def holding(service: str, shortest_s: float, longest_s: float, *, spare: int = 0
         # What was stopped acts a moment later on what it finds.
         await asyncio.sleep(min(3.0, time.monotonic() - began))
         await blows.back(victim)
-
-    return blow
-
-
-def revoking(service: str, *, spare: int = 0) -> Blow:
-    """Revokes a lease; the worker leaves in order, and a new one is started."""
-
-    async def blow(blows: Blows, kind: str) -> None:
-        victim = blows.pick(service, spare=spare)
-        if not blows.cluster.etcd.answers:
-            raise NotNow
-        async with EtcdStore(blows.cluster.etcd.url) as store:
-            await store.revoke(int(victim.state.lease, 16))
-        blows.hit(kind, victim.name)
-        await blows.cluster.until(
-            lambda: victim.name not in [m.name for m in blows.cluster.members()],
-            timeout_s=BACK_S,
-            what=f"{victim.name} has left",
-        )
-        await blows.cluster.join(service)
 
     return blow
 

@@ -26,7 +26,6 @@ FRONTEND, DECODE, PREFILL = "Frontend", "VllmWorker", "PrefillWorker"
 ROUTER = "Router"
 
 _POLL_S = 0.1
-_JOIN_TRIES = 4
 _READY_S = 240.0
 
 
@@ -68,9 +67,7 @@ class Cluster:
         self.port = reserved_port()
         self._excuses: list[tuple[str, Callable[[], float]]] = []
         self.unclean: list[str] = []
-        self._options = list(options)
-        self._graphs: dict[str, Graph] = {}
-        self._joined = 0
+        self._options = options
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -78,8 +75,13 @@ class Cluster:
             for server in (self.nats, self.etcd):
                 await server.start()
                 stack.push_async_callback(server.stop)
-            stack.push_async_callback(self._end_graphs)
-            await self._start("", "")
+            urls = ("--nats-url", self.nats.url, "--etcd-url", self.etcd.url)
+            options = [f"--Frontend.port={self.port}", *self._options, *urls]
+            self.graph = Graph(self.directory / "graph", CONFIG, options)
+            stack.push_async_callback(self._end_graph)
+            # From this thread: the kernel's death signal comes with the end of a thread.
+            self.graph.start()
+            await asyncio.to_thread(self.graph.wait_until, self.graph.is_ready, _READY_S)
             self._stack = stack.pop_all()
         return self
 
@@ -88,41 +90,18 @@ class Cluster:
             server.thaw()
         await self._stack.aclose()
 
-    @property
-    def graphs(self) -> list[Graph]:
-        return list(self._graphs.values())
-
-    @property
-    def main(self) -> Graph:
-        return self._graphs[""]
-
     def members(self, service: str = "") -> list[Member]:
-        """Those that run or will run again."""
+        """Those that run or will run again. None before the graph has written down any, and after
+        its end."""
+        run = read_run(self.graph.state_dir)
         return [
-            Member(f"{p.service}-{label or p.instance}", graph, p.service, p.instance)
-            for label, graph in self._graphs.items()
-            for p in _processes(graph)
+            Member(f"{p.service}-{p.instance}", self.graph, p.service, p.instance)
+            for p in (() if run is None else run.processes)
             if service in ("", p.service) and p.state != "stopped"
         ]
 
     def ready(self, service: str) -> list[Member]:
         return [member for member in self.members(service) if member.ready]
-
-    async def join(self, service: str) -> None:
-        """Starts one more worker, alone, and waits until it is ready.
-
-        A start that finds a server frozen or down is logged and repeated.
-        """
-        for tries_left in reversed(range(_JOIN_TRIES)):
-            self._joined += 1
-            label = f"joined{self._joined}"
-            try:
-                await self._start(label, service)
-                return
-            except AssertionError:
-                if not tries_left:
-                    raise
-                del self._graphs[label]
 
     async def until(self, reached: Callable[[], bool], *, timeout_s: float, what: str) -> None:
         """Raises TimeoutError."""
@@ -147,28 +126,11 @@ class Cluster:
         finally:
             over = time.monotonic()
 
-    async def _start(self, label: str, service: str) -> None:
-        options = [f"--Frontend.port={self.port}", *self._options]
-        options += ["--nats-url", self.nats.url, "--etcd-url", self.etcd.url]
-        options += [f"--{service}.ServiceArgs.workers=1"] if service else []
-        graph = Graph(self.directory / (label or "graph"), CONFIG, options, service)
-        # From this thread: the kernel's death signal comes with the end of a thread.
-        graph.start()
-        self._graphs[label] = graph
-        await asyncio.to_thread(graph.wait_until, graph.is_ready, _READY_S)
-
-    async def _end_graphs(self) -> None:
-        for label, graph in list(self._graphs.items())[::-1]:
-            try:
-                code = await asyncio.to_thread(graph.end)
-            except AssertionError as exc:
-                self.unclean.append(str(exc))
-            else:
-                if code:
-                    self.unclean.append(f"serve {label} ended with {code}")
-
-
-def _processes(graph: Graph) -> list[ProcessState]:
-    """None before the graph has written down any, and after its end."""
-    run = read_run(graph.state_dir)
-    return run.processes if run is not None else []
+    async def _end_graph(self) -> None:
+        try:
+            code = await asyncio.to_thread(self.graph.end)
+        except AssertionError as exc:
+            self.unclean.append(str(exc))
+        else:
+            if code:
+                self.unclean.append(f"serve ended with {code}")

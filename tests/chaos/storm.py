@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from tests.chaos.arena import Arena, Say
-from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting, revoking
+from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting
 from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, ROUTER, Cluster
 from tests.chaos.load import Load
 from tests.chaos.report import Report
@@ -60,7 +60,6 @@ LANES = (
             Kind("stop decode briefly", holding(DECODE, 0.2, 2.0), 8),
             Kind("stop decode past health", holding(DECODE, 11, 14, spare=1), 3),
             Kind("stop decode past lease", holding(DECODE, 34, 36, spare=1), 1),
-            Kind("revoke decode", revoking(DECODE, spare=1), 2),
         ),
     ),
     Lane(
@@ -72,7 +71,6 @@ LANES = (
             Kind("stop prefill briefly", holding(PREFILL, 0.2, 2.0), 8),
             Kind("stop prefill past health", holding(PREFILL, 4, 8), 4),
             Kind("stop prefill past lease", holding(PREFILL, 34, 36), 1),
-            Kind("revoke prefill", revoking(PREFILL), 2),
         ),
     ),
     Lane(
