@@ -57,12 +57,12 @@ class Program:
 
         await eventually(said, _READY_S)
 
-    async def end(self, sig: int = signal.SIGTERM) -> int:
+    async def end(self) -> int:
         """Ends it, with all its processes if they do not end by themselves. The exit code."""
         process = self._process
         assert process is not None
         if process.poll() is None:
-            os.killpg(process.pid, sig)  # `unshare` does not pass signals on
+            os.killpg(process.pid, signal.SIGTERM)  # `unshare` does not pass signals on
         await eventually(lambda: process.poll() is not None, _ENDED_S)
         return process.returncode
 
@@ -71,9 +71,6 @@ class Program:
         assert await self.end() == 0, f"{self.name} has not ended in order"
         self.start()
         await self.ready()
-
-    async def kill(self) -> None:
-        await self.end(signal.SIGKILL)
 
     @property
     def restarts(self) -> int:

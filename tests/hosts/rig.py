@@ -1,7 +1,6 @@
 """A graph on hosts of its own: three NATS servers, three etcd members, Frontends and workers."""
 
 import asyncio
-import re
 import secrets
 import ssl
 import sys
@@ -10,8 +9,6 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
-
-import httpx
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
@@ -175,25 +172,6 @@ class Rig:
         async with EtcdStore(self.etcd.url) as store:
             assert await store.revoke(lease_id)
 
-    async def refreshed(self) -> None:
-        """Returns when every process has refreshed its lease a short time ago: it survives another
-        cut that is shorter. Raises TimeoutError."""
-
-        async def all_have() -> bool:
-            await asyncio.sleep(_LOOK_S)
-            async with httpx.AsyncClient(timeout=5.0) as client:
-                urls = [f"{self.status_url(program)}/metrics" for program in self.programs]
-                try:
-                    pages = [(await client.get(url)).text for url in urls]
-                except httpx.HTTPError:
-                    return False
-            found = [
-                re.search(r"^dynamo_lite_lease_remaining_seconds (\S+)", p, re.M) for p in pages
-            ]
-            return all(one and float(one[1]) > 0.6 * LEASE_TTL_S for one in found)
-
-        await eventually(all_have, _READY_S)
-
     async def whole(self) -> None:
         """Returns when exactly the processes that run now are members: none is being restarted, and
         none of the dead is still there. Raises AssertionError if that takes too long."""
@@ -236,12 +214,6 @@ class Rig:
         """What its supervisor says."""
         service = program.name.rpartition("-")[0]
         return read_run(self.directory / program.name / "lone" / f"{service}-0")
-
-    def status_url(self, program: Program) -> str:
-        """Of its process's status server."""
-        [process] = self.processes(program)
-        assert process.status_url
-        return process.status_url
 
     def processes(self, *programs: Program) -> list[ProcessState]:
         """Those that the supervisors of these, or of all programs have."""
