@@ -23,7 +23,6 @@ from tests.chaos.questions import questions, right_answers
 from tests.chaos.report import Report
 from tests.chaos.storm import storm
 from tests.vllm.graph import DISAGG
-from tests.vllm.stock import CONNECTORS
 
 
 def _arguments() -> argparse.Namespace:
@@ -36,15 +35,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--forwarder", action="store_true", help="stock vLLM engines behind a Forwarder instead"
     )
-    parser.add_argument(
-        "--protocol",
-        choices=list(CONNECTORS),
-        help="of --forwarder and its engines (nixl)",
-    )
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
     args = parser.parse_args()
-    if args.protocol and not args.forwarder:
-        parser.error("--protocol is an option of --forwarder")
     if args.minutes <= 0 or args.clients <= 0:
         parser.error("--minutes and --clients are more than 0")
     return args
@@ -61,7 +53,6 @@ async def _play(args: argparse.Namespace, directory: Path, say: Say) -> Report:
             report = await forward_storm(
                 directory,
                 known,
-                protocol=args.protocol or "nixl",
                 minutes=args.minutes,
                 seed=seed,
                 clients=args.clients,

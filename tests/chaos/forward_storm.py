@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dynamo_lite.runtime.tasks import running
 from tests.chaos.arena import Say
@@ -25,7 +24,7 @@ from tests.chaos.questions import Known, Question, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
 from tests.chaos.storm import rage
-from tests.vllm.stock import Protocol, Role, StockEngine, forwarded
+from tests.vllm.stock import Role, StockEngine, forwarded
 
 #: Of the prefill engines: how long they keep blocks that no decode engine reads.
 _LEASE_S = 20.0
@@ -37,11 +36,6 @@ _PAUSE_S = (0.5, 4.0)
 _MAX_TOKENS = 160
 #: Health checks under way.
 _SPARE_FILES = 8
-#: Blocks that a decode engine never frees must not be missing for the requests that follow.
-_FLAGS: dict[Protocol, dict[str, Any]] = {
-    "nixl": {},
-    "nixl-push": {"kv-cache-memory-bytes": 512 << 20},
-}
 #: The Forwarder keeps a connection for some seconds after its last request, one for each request
 #: that ran at the same time and engine.
 _KEPT_S = 20.0
@@ -173,8 +167,6 @@ async def under_load(
     if why := await cluster.at_rest(rest_s):
         report.trouble.append(f"afterwards: {why}")
     report.facts["all blocks free after"] = f"{time.monotonic() - ended:.1f} s"
-    kept = await cluster.kept()
-    report.facts |= {f"KV kept by {name}": f"{share:.0%}" for name, share in kept.items()}
     counts = await cluster.counters() - counted
     report.facts |= {name: str(n) for name, n in sorted(counts.items())}
     now = await cluster.open_files_at_rest(files, _KEPT_S)
@@ -187,27 +179,20 @@ async def under_load(
 
 
 async def forward_storm(
-    directory: Path, known: Known, *, protocol: Protocol, minutes: float, seed: int, clients: int,
-    say: Say, stop: asyncio.Event,
+    directory: Path, known: Known, *, minutes: float, seed: int, clients: int, say: Say,
+    stop: asyncio.Event,
 ) -> Report:  # fmt: skip
     """Two prefill and two decode engines for a while, or until `stop` is set."""
-    say(f"starting two prefill engines, two decode engines and a Forwarder: {protocol}")
-    with forwarded(
-        directory / "engines",
-        protocol=protocol,
-        prefill=2,
-        decode=2,
-        lease_s=_LEASE_S,
-        flags=_FLAGS[protocol],
-    ) as started:
-        async with StockCluster(started, protocol) as cluster:
+    say("starting two prefill engines, two decode engines and a Forwarder")
+    with forwarded(directory / "engines", prefill=2, decode=2, lease_s=_LEASE_S) as started:
+        async with StockCluster(started) as cluster:
             for engine in cluster.engines:
                 await cluster.back(engine, _BACK_S)
 
             async def body(storm: ForwardStorm) -> None:
                 await rage(storm, minutes, stop, say)
 
-            what = f"a Forwarder ({protocol}) for {minutes:g} minutes"
+            what = f"a Forwarder for {minutes:g} minutes"
             return await under_load(
                 cluster, known, body, what=what, seed=seed, clients=clients, say=say
             )

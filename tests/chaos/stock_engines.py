@@ -9,18 +9,16 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
-from tests.vllm.stock import Forwarded, Protocol, StockEngine
+from tests.vllm.stock import Forwarded, StockEngine
 
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? ([^ ]+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _POLL_S = 0.02
-_KV = "vllm:kv_cache_usage_perc"
-_BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", _KV)
-#: With these vLLM's decode engine (0.32) never frees the blocks of a request that was closed while
-#: it waited for KV, if the KV does not come: because the prefill engine was killed, or has aborted
-#: its leg, too.
-_KEEPING: frozenset[Protocol] = frozenset({"nixl-push"})
-
+_BUSY = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
 Sample = tuple[str, dict[str, str], float]
 
 
@@ -30,9 +28,8 @@ class StockCluster:
     kills: when a decode engine was killed (`time.monotonic()`).
     """
 
-    def __init__(self, running: Forwarded, protocol: Protocol = "nixl"):
+    def __init__(self, running: Forwarded):
         self.running = running
-        self._keeping = protocol in _KEEPING
         self.engines = (*running.prefill, *running.decode)
         self.kills: list[float] = []
         self._http = httpx.AsyncClient(timeout=10)
@@ -105,27 +102,13 @@ class StockCluster:
             raise TimeoutError(f"{engine.role} engine {_name(engine)}: {trouble}\n{engine.tails()}")
 
     async def at_rest(self, within_s: float) -> str:
-        """What does not come to rest in time: requests, or KV blocks in use; empty if all does.
-
-        Blocks that a decode engine keeps by its own fault are in `kept` instead.
-        """
+        """What does not come to rest in time: requests, or KV blocks in use; empty if all does."""
         return await _until_empty(self._restless, within_s)
-
-    async def kept(self) -> dict[str, float]:
-        """Share of the KV blocks that are in use, of each idle decode engine that may keep some."""
-        if not self._keeping:
-            return {}
-        return {
-            _name(engine): sum(v for n, _, v in await self._samples(engine.url) if n == _KV)
-            for engine in self.running.decode
-        }
 
     async def _restless(self) -> str:
         found: list[str] = []
         for engine in self.engines:
             busy = dict.fromkeys(_BUSY, 0.0)
-            if self._keeping and engine.role == "decode":
-                del busy[_KV]
             for name, _, value in await self._samples(engine.url):
                 if name in busy:
                     busy[name] += value

@@ -15,20 +15,6 @@ async def idle(pair: Pair) -> None:
     pair.check_idle()
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.3, 1.0])
-def test_an_abort_at_any_moment_gives_every_block_back(after_s: float):
-    async def script(pair: Pair) -> None:
-        await pair.submit("r", tokens(1, 100), GREEDY)
-        await asyncio.sleep(after_s)
-        await pair.decode.abort(["r"])
-        await pair.submit("next", tokens(1, 60) + tokens(2, 40), GREEDY)
-        await pair.until(lambda: "next" in pair.ended)
-        assert first_wrong(tokens(1, 60) + tokens(2, 40), GREEDY, pair.got["next"]) is None
-        await idle(pair)
-
-    play(script, wire=Wire(slowest_s=0.3), num_blocks=60)
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.4])
 def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
     async def script(pair: Pair) -> None:
