@@ -25,14 +25,12 @@ class NotNow(Exception):
 
 @dataclass
 class Blows:
-    """Hits a cluster. counts: by kind; early: those of them that
-    hit somebody who was starting. ending: what is begun is finished, no more."""
+    """Hits a cluster. counts: by kind. ending: what is begun is finished, no more."""
 
     cluster: Cluster
     rng: random.Random
     say: Callable[[str], None] = lambda line: None
     counts: Counter[str] = field(default_factory=Counter[str])
-    early: Counter[str] = field(default_factory=Counter[str])
     ending: bool = False
 
     def hit(self, kind: str, detail: str) -> None:
@@ -57,7 +55,6 @@ class Blows:
         with excuse if member.service == FRONTEND else contextlib.nullcontext():
             state = member.state.state
             os.kill(pid, signal.SIGKILL)
-            self.early[kind] += state != "ready"
             self.hit(kind, f"{member.name} pid {pid}" + ("" if state == "ready" else f" ({state})"))
             await self.cluster.until(
                 lambda: member.state.restarts > restarts,

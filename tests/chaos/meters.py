@@ -38,8 +38,8 @@ class Meters:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._http.aclose()
 
-    def total(self, name: str, **labels: str) -> int:
-        return int(total(self.totals(), name, **labels))
+    def total(self, name: str) -> int:
+        return total(self.totals(), name)
 
     def totals(self) -> Counter[str]:
         """All counters that are not 0: `name{label="value"}`."""
@@ -66,15 +66,9 @@ class Meters:
             )
 
 
-def total(counts: Counter[str], name: str, **labels: str) -> float:
-    """Sum over labels that are not given. name: without `dynamo_lite_` and `_total`."""
-    wanted = {f'{key}="{value}"' for key, value in labels.items()}
-    return sum(
-        value
-        for sample, value in counts.items()
-        if sample.partition("{")[0] == name
-        and wanted <= set(sample.partition("{")[2].rstrip("}").split(","))
-    )
+def total(counts: Counter[str], name: str) -> int:
+    """Sum over all labels. name: without `dynamo_lite_` and `_total`."""
+    return int(sum(n for sample, n in counts.items() if sample.partition("{")[0] == name))
 
 
 def _name(name: str, labels: str) -> str:

@@ -31,20 +31,14 @@ class Report:
 
     def meter(self, counts: Counter[str]) -> None:
         """counts: what the processes have counted meanwhile."""
-        self.moved = int(total(counts, "requests_moved"))
+        self.moved = total(counts, "requests_moved")
         self.remote_prefills = {
             name.partition('outcome="')[2].rstrip('"}'): int(value)
             for name, value in sorted(counts.items())
             if name.startswith("remote_prefills{")
         }
-        self.fenced_writes = int(total(counts, "fenced_writes"))
-        self.late_notices = int(total(counts, "late_notices"))
-
-    @property
-    def recomputed(self) -> int:
-        """Remote prefills that became local ones."""
-        kept = ("committed", "cancelled")
-        return sum(n for outcome, n in self.remote_prefills.items() if outcome not in kept)
+        self.fenced_writes = total(counts, "fenced_writes")
+        self.late_notices = total(counts, "late_notices")
 
     @property
     def failures(self) -> list[str]:
@@ -93,7 +87,6 @@ class Report:
         return [
             ("moved to another worker", str(self.moved)),
             ("remote prefills", _counts(Counter(self.remote_prefills))),
-            ("recomputed locally", str(self.recomputed)),
             (
                 "zombie writes refused",
                 f"{self.fenced_writes} fenced, {self.late_notices} late notices",

@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -40,13 +41,7 @@ class Lane:
     kinds: tuple[Kind, ...]
 
 
-def _nats(cluster: Cluster):
-    return cluster.nats
-
-
-def _etcd(cluster: Cluster):
-    return cluster.etcd
-
+_nats, _etcd = attrgetter("nats"), attrgetter("etcd")
 
 #: Leases of configs/chaos.yaml live for the default time; stopping somebody for
 #: longer than that makes a zombie of it.
@@ -138,11 +133,6 @@ class Storm:
             for kind in lane.kinds
         }
 
-    @property
-    def early(self) -> int:
-        """Faults that hit a process that was starting."""
-        return sum(blows.early.total() for blows in self._lanes.values())
-
     def stop(self) -> None:
         self._stop.set()
         for blows in self._lanes.values():
@@ -217,6 +207,5 @@ async def storm(
         await rage(plan, minutes, stop, stage.say)
 
     await stage.run(report, body, clients=clients)
-    report.facts["killed while they started"] = str(plan.early)
     report.blows, report.trouble = plan.counts, plan.trouble + report.trouble
     return report
