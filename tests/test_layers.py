@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_734,
     "dynamo_lite/serve": 6_944,
     "dynamo_lite/cli": 3_554,
-    "tests": 65_186,
+    "tests": 62_756,
     "tests/simulation": 8_998,
 }
 SLACK = 50
