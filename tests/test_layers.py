@@ -61,13 +61,13 @@ BUDGET = {
     "dynamo_lite/transfer": 1_343,
     "dynamo_lite/request_plane": 2_226,
     "dynamo_lite/disagg": 8_532,
-    "dynamo_lite/vllm": 5_958,
-    "dynamo_lite/forward": 7_095,
-    "dynamo_lite/planner": 3_734,
-    "dynamo_lite/serve": 6_944,
-    "dynamo_lite/cli": 3_554,
-    "tests": 62_756,
-    "tests/simulation": 8_998,
+    "dynamo_lite/vllm": 5_936,
+    "dynamo_lite/forward": 6_416,
+    "dynamo_lite/planner": 3_456,
+    "dynamo_lite/serve": 6_697,
+    "dynamo_lite/cli": 3_188,
+    "tests": 59_968,
+    "tests/simulation": 8_997,
 }
 SLACK = 50
 
