@@ -57,6 +57,21 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+#: llm-d's names of the sidecar's options.
+_LLM_D = {
+    "--vllm-port": "`--decode http://127.0.0.1:PORT`",
+    "--model-server-port": "`--decode http://127.0.0.1:PORT`",
+    "--connector": "`--protocol`",
+    "--kv-connector": "`--protocol`",
+    "--data-parallel-size": "`--ranks`",
+    "--enable-prefiller-sampling": "`--prefiller-choice random`",
+    "--mooncake-bootstrap-port": "`--transfer-port`",
+    "--cert-path": "`--tls-cert` and `--tls-key`",
+    "--secure-proxy": "`--tls-cert` and `--tls-key`",
+    "--enable-tls": "`--prefiller-https`, `--decode https://...`",
+    "--tls-insecure-skip-verify": "`--insecure-skip-verify`",
+}
+
 #: `command`, `command subcommand` or `command option` to what to use instead.
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -67,6 +82,7 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
         "join --kv-events": "nothing: the engine is assumed to hold what it was sent",
         "join --kv-replay": "nothing: the engine is assumed to hold what it was sent",
+        **{f"sidecar {flag}": instead for flag, instead in _LLM_D.items()},
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": "remove one worker and add one: `scale PrefillWorker=1`, `scale VllmWorker=2`",
         "sim": "`python -m tests.simulation` in a checkout",
