@@ -64,7 +64,7 @@ BUDGET = {
     "dynamo_lite/vllm": 5_936,
     "dynamo_lite/forward": 6_416,
     "dynamo_lite/planner": 3_456,
-    "dynamo_lite/serve": 6_697,
+    "dynamo_lite/serve": 6_713,
     "dynamo_lite/cli": 3_188,
     "tests": 59_968,
     "tests/simulation": 8_997,
