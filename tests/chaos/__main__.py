@@ -17,12 +17,23 @@ import time
 from pathlib import Path
 
 from tests.chaos.arena import Say, children, left, open_arena
+from tests.chaos.cancels import CANCELS
 from tests.chaos.cluster import CONFIG
+from tests.chaos.delays import DELAYS
 from tests.chaos.forward_storm import forward_storm, greedy_questions
+from tests.chaos.outages import OUTAGES
 from tests.chaos.questions import questions, right_answers
 from tests.chaos.report import Report
+from tests.chaos.scenario import Scenario, play
 from tests.chaos.storm import storm
+from tests.chaos.zombie import ZOMBIE
 from tests.vllm.graph import DISAGG
+
+#: In the order in which `--scenario all` plays them.
+SCENARIOS = (*DELAYS, *OUTAGES, CANCELS, ZOMBIE)
+
+#: Scenarios have one prefill worker: what happens to it happens to all.
+_SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)
 
 
 def _arguments() -> argparse.Namespace:
@@ -32,41 +43,79 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed chaos (20)")
     parser.add_argument("--seed", type=int, help="of what is done and asked; default: a random one")
     parser.add_argument("--clients", type=int, default=8, help="that ask at the same time (8)")
+    parser.add_argument("--scenario", action="append", help="a single failure instead; repeatable")
     parser.add_argument(
         "--forwarder", action="store_true", help="stock vLLM engines behind a Forwarder instead"
     )
+    parser.add_argument("--list", action="store_true", help="the scenarios")
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
     args = parser.parse_args()
+    known = [scenario.name for scenario in SCENARIOS]
+    for name in args.scenario or ():
+        if name not in (*known, "all"):
+            parser.error(f"--scenario {name}: there are all, {', '.join(known)}")
+    if args.forwarder and args.scenario:
+        parser.error("--forwarder has no scenarios")
     if args.minutes <= 0 or args.clients <= 0:
         parser.error("--minutes and --clients are more than 0")
     return args
 
 
-async def _play(args: argparse.Namespace, directory: Path, say: Say) -> Report:
+async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[Report]:
     stop = asyncio.Event()
     _on_interrupt(stop, say)
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
-    had, report = children(), Report(what="start", seed=seed, of_a_graph=False)
+    had = children()
+    reports: list[Report] = []
+    if args.forwarder:
+        return [await _forwarder(args, directory, seed, say, stop, had)]
+    known = await right_answers(directory, questions(), CONFIG, say)
+    chosen = _chosen(args.scenario or [])
     try:
-        if args.forwarder:
-            known = await right_answers(directory, greedy_questions(), DISAGG, say)
-            report = await forward_storm(
-                directory,
-                known,
-                minutes=args.minutes,
-                seed=seed,
-                clients=args.clients,
-                say=say,
-                stop=stop,
-            )
-        else:
-            known = await right_answers(directory, questions(), CONFIG, say)
-            async with open_arena(directory / "cluster", known, say) as stage:
-                report = await storm(stage, args.minutes, seed, args.clients, stop)
+        async with open_arena(
+            directory / "cluster", known, say, _SCENARIO_OPTIONS if chosen else ()
+        ) as stage:
+            if not chosen:
+                reports.append(await storm(stage, args.minutes, seed, args.clients, stop))
+            for scenario in chosen:
+                if not stop.is_set():
+                    say(f"scenario {scenario.name}: {scenario.what}")
+                    reports.append(await play(stage, scenario, seed))
     except AssertionError as exc:
-        report.left.append(str(exc))
+        reports = reports or [Report(what="start", seed=seed)]
+        reports[-1].left.append(str(exc))
+    if reports:
+        reports[-1].left += await left(had)
+    return reports
+
+
+async def _forwarder(
+    args: argparse.Namespace,
+    directory: Path,
+    seed: int,
+    say: Say,
+    stop: asyncio.Event,
+    had: set[int],
+) -> Report:
+    try:
+        known = await right_answers(directory, greedy_questions(), DISAGG, say)
+        report = await forward_storm(
+            directory,
+            known,
+            minutes=args.minutes,
+            seed=seed,
+            clients=args.clients,
+            say=say,
+            stop=stop,
+        )
+    except AssertionError as exc:
+        report = Report(what="start", seed=seed, trouble=[str(exc)], of_a_graph=False)
     report.left += await left(had)
     return report
+
+
+def _chosen(names: list[str]) -> list[Scenario]:
+    return [s for s in SCENARIOS if s.name in names or "all" in names]
 
 
 def _on_interrupt(stop: asyncio.Event, say: Say) -> None:
@@ -83,6 +132,10 @@ def _on_interrupt(stop: asyncio.Event, say: Say) -> None:
 
 def main() -> int:
     args = _arguments()
+    if args.list:
+        for scenario in SCENARIOS:
+            print(f"{scenario.name:<18}{scenario.what}")
+        return 0
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -93,9 +146,10 @@ def main() -> int:
         directory = args.directory or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-chaos-"))
         )
-        report = asyncio.run(_play(args, directory, say))
-    print(f"\n{report.as_text()}")
-    return 1 if report.failures else 0
+        reports = asyncio.run(_all_of(args, directory, say))
+    for report in reports:
+        print(f"\n{report.as_text()}")
+    return 0 if reports and not any(report.failures for report in reports) else 1
 
 
 if __name__ == "__main__":

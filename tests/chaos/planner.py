@@ -143,7 +143,9 @@ class Check:
         """The leader, and the phases of the changes that are under way, oldest first."""
         found = await store.get_prefix(names.planner_prefix(NAMESPACE))
         leader = found.get(names.planner_leader_key(NAMESPACE))
-        self._leader_pid = decode_json(leader, LeaderRecord).pid if leader is not None else 0
+        lease = f"{decode_json(leader, LeaderRecord).lease_id:x}" if leader is not None else None
+        pids = (p.pid for p in self.graph.processes() if p.lease == lease)
+        self._leader_pid = next(pids, 0)
         operations = [
             decode_json(UNSEALED.opened(key, data), OperationRecord)
             for key, data in found.items()
