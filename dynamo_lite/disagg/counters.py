@@ -9,7 +9,7 @@ from typing import Any
 
 DECISION = "decision"  # + "/verdict/reason"
 ASKED = "asked_tokens"  # prompt tokens that remote prefills have to compute
-OVERFLOW = "overflow_tokens"  # uncached tokens of prompts for which the queue had no room
+OVERFLOW = "overflow_tokens"  # uncached tokens of prompts that found no room, or no queue
 REMOTE = "remote"  # + "/outcome"
 BYTES = "bytes"
 DESCRIPTORS = "descriptors"

@@ -65,4 +65,5 @@ def test_long_prompts_wait_for_no_longer_than_a_remote_prefill_may_take(seed: in
     assert played.violations == []
     assert played.counts["request length"] == ASKS
     assert played.counts["decision/local/queue_unknown"]
+    assert played.counts["overflow_tokens"], "a planner must see what prefill workers are wanted for"
     assert 0 < played.longest_wait_s < scenario.remote_prefill_timeout_s + 0.5

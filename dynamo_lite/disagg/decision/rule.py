@@ -28,9 +28,12 @@ class DecisionReason(enum.Enum):
     NOT_TRANSFERABLE = "not_transferable"
 
 
-#: Reasons of local verdicts which mean that there are too few prefill workers. Such prompts count
-#: as overflow, and may wait for another request's remote prefill.
+#: Reasons of local verdicts which mean that there are too few prefill workers. Such prompts may
+#: wait for another request's remote prefill.
 WANT_OF_ROOM = frozenset({DecisionReason.QUEUE_FULL, DecisionReason.QUEUE_TOKENS})
+#: Such prompts count as overflow. Without the broker prefill workers have no load; the planner must
+#: not take that for a lack of demand.
+OVERFLOW_REASONS = WANT_OF_ROOM | {DecisionReason.QUEUE_UNKNOWN}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from dynamo_lite.disagg.attempts.instructions import Ended, Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
-from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM
+from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
@@ -92,7 +92,7 @@ class RemotePrefills:
         prefill.allocated, prefill.wait = True, None
         if not prefill.is_remote:
             self._computes(prefill, prefill.decided.at, prefill.decided.inputs.cached_tokens)
-            if prefill.decided.verdict.reason in WANT_OF_ROOM:
+            if prefill.decided.verdict.reason in OVERFLOW_REASONS:
                 self._stats.add(OVERFLOW, prefill.left_tokens)
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
