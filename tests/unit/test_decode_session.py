@@ -171,6 +171,11 @@ async def test_what_finds_no_room_is_counted():
         assert scene.decode.counted("decision/local/queue_tokens") == 1
         assert scene.decode.counted("overflow_tokens") == 10
         assert scene.decode.counted("asked_tokens") == 9
+        scene.decode.tune(queue_view_max_age_s=0.001)
+        await asyncio.sleep(0.01)
+        assert scene.decode.admit(prompt("r4", 10)) == 0
+        assert scene.decode.counted("decision/local/queue_unknown") == 1
+        assert scene.decode.counted("overflow_tokens") == 20, "an outage is no lack of demand"
 
 
 @virtual
