@@ -74,6 +74,8 @@ def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
     (engine,) = [record["metadata"] for record in metadata]
     assert f"{engine['lease_id']:x}" == disagg.process("VllmWorker").lease
     assert engine["num_blocks"] > 0 and len(engine["ranks"]) == 1
+    # A decode engine waits for the last write of a lost writer by its own time-to-live.
+    assert float(engine["fingerprint"]["lease_ttl_s"]) >= 1
 
 
 def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):
