@@ -293,14 +293,3 @@ def test_a_folder_that_may_be_somebody_else_s_is_not_emptied(tmp_path: Path, nam
     assert "nothing was removed" in line
     assert file.read_text() == "production"
     assert sorted(other.iterdir()) == left and not (tmp_path / "secret").exists()
-
-
-def test_a_secret_that_may_be_somebody_else_s_is_not_overwritten(tmp_path: Path):
-    secret = tmp_path / "secret"
-    secret.write_text("production")
-    result = run("serve", STUB, "--state-dir", str(tmp_path))
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert f"error: --state-dir: {secret} is not as an earlier start has made it" in line
-    assert "--secret-file" in line
-    assert secret.read_text() == "production"
