@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.disagg.messages import DecodeStep
+from dynamo_lite.disagg.messages import BlockWrite, DecodeStep
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -133,6 +133,17 @@ def prefill_job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
         "deadline": 2e9,
     }
     return RemotePrefillRequest(attempt=attempt, **(fields | changes))
+
+
+def block_write(attempt: str, local: list[int], remote: list[int], **more: Any) -> BlockWrite:
+    return BlockWrite(
+        attempt=attempt,
+        request_id=f"p-{attempt}",
+        local_ids=local,
+        remote_ids=remote,
+        scheduled=0.0,
+        **more,
+    )
 
 
 def expecting(expect: Mapping[str, str], **more: Any) -> DecodeStep:

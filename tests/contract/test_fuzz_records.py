@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
+from dynamo_lite.disagg.messages import PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
@@ -22,7 +22,7 @@ from dynamo_lite.protocol.records import (
     encode_engine,
 )
 from dynamo_lite.runtime.members.roster import Roster
-from tests.builders import endpoint_record, engine_metadata, key_of
+from tests.builders import block_write, endpoint_record, engine_metadata, key_of
 from tests.hostile import Spoiler
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.twins.servers import MemoryStore
@@ -96,21 +96,12 @@ class Engines:
     def write(self, target: EngineMetadata) -> bool:
         """Lets the writer write blocks 3 and 4. Returns whether the writer reports them as
         written."""
-        write = BlockWrite(
-            attempt="a",
-            request_id="r",
-            target_engine=target.engine_id,
-            local_ids=[0, 1],
-            remote_ids=[3, 4],
-            last=True,
-            num_blocks=2,
-            scheduled=0.0,
-        )
-        step = PrefillStep(
-            writes=[write], targets={target.engine_id: encode(target)}, ended=[("a", "r", True)]
-        )
+        engine_id = target.engine_id
+        write = block_write("a", [0, 1], [3, 4], target_engine=engine_id, last=True, num_blocks=2)
+        ended = [("a", "p-a", True)]
+        step = PrefillStep(writes=[write], targets={engine_id: encode(target)}, ended=ended)
         self.rank.step(step, lambda: True)
-        assert self.rank.results().sent == {"r"}
+        assert self.rank.results().sent == {"p-a"}
         return self.rank.report() is None
 
     def check_guards(self) -> None:

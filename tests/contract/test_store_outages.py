@@ -231,7 +231,13 @@ async def test_a_lease_that_ran_out_is_not_granted_again(rig: Rig) -> None:
         assert await lease.verify() is LeaseLoss.EXPIRED
 
 
-async def others_write(url: str, puts: int) -> None:
+async def wipe(server: PrivateServer, *, others_write: int) -> None:
+    await server.kill()
+    await server.restart(wiped=True)
+    await write_as_others(server.url, others_write)
+
+
+async def write_as_others(url: str, puts: int) -> None:
     async with EtcdStore(url) as other:
         for i in range(puts):
             await other.put(f"m/{i}", b"y")
@@ -241,9 +247,7 @@ async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: Privat
     """From its revision alone it would seem that nothing was lost."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        await others_write(etcd_server.url, 20)
+        await wipe(etcd_server, others_write=20)
         await put_when_back(store, "n/own", b"2", lease=lease)
         assert await lease.verify() is None
 
@@ -253,9 +257,7 @@ async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server: Priva
         assert await take(events) == Snapshot({})
         await store.put("n/ghost", b"x")
         assert await take(events) == Put("n/ghost", b"x")
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        await others_write(etcd_server.url, 20)
+        await wipe(etcd_server, others_write=20)
         assert await take(events) == Snapshot({}, lost_data=True)
 
 
@@ -264,9 +266,7 @@ async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) 
     async with EtcdStore(etcd_server.url) as store:
         await store.put("n/other", b"x")
         async with store.lease(5) as lease:
-            await etcd_server.kill()
-            await etcd_server.restart(wiped=True)
-            await others_write(etcd_server.url, 20)
+            await wipe(etcd_server, others_write=20)
             await refreshed_once_more(lease)
             assert await lease.verify() is None
 
@@ -298,7 +298,7 @@ async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) 
     """The place in history where the lease was last seen is forgotten, but it is the same."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
-        await others_write(etcd_server.url, 5)
+        await write_as_others(etcd_server.url, 5)
         client = store._client
         await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
         assert await store.revoke(lease.id)
@@ -311,9 +311,7 @@ async def test_looks_at_a_wiped_store_at_a_time_agree(
 ) -> None:
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        await others_write(etcd_server.url, ahead)
+        await wipe(etcd_server, others_write=ahead)
         await when_back(lambda: store.get("n/own"))
         looks: list[asyncio.Task[LeaseLoss | None]] = []
         for _ in range(8):

@@ -157,8 +157,10 @@ class Serving:
     def signal(self, sig: int) -> None:
         self.process.send_signal(sig)
 
-    def end(self) -> int:
-        """Waits for the end and returns the exit code."""
+    def end(self, sig: int | None = None) -> int:
+        """Waits for the end, after this signal, and returns the exit code."""
+        if sig is not None:
+            self.signal(sig)
         code = self.process.wait(timeout=PATIENCE_S)
         for reader in self._readers:
             reader.join()
@@ -182,10 +184,12 @@ def serving(
     command: Sequence[str] = (sys.executable, "-m", "dynamo_lite.cli.cli"),
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
+    until: str = "",
 ) -> Iterator[Serving]:
     """Starts a graph; on the way out everything of it must be gone.
 
     command: another installation's `dynamo-lite`. env: the whole environment; None: ours.
+    until: waits for a line with this.
     """
     process = subprocess.Popen(
         [*command, "serve", graph, "--state-dir", str(state_dir), *arguments],
@@ -198,6 +202,8 @@ def serving(
     )
     running = Serving(process, state_dir)
     try:
+        if until:
+            running.wait_line(until)
         yield running
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

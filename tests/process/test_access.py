@@ -28,8 +28,7 @@ def etcdctl(*command: str, env: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_etcdctl_is_given_the_key_and_the_token_is_told(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         state = read_run(tmp_path)
         assert state is not None
         shown = run("access", "etcd", "--env", "--state-dir", str(tmp_path))

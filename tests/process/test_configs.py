@@ -92,5 +92,4 @@ def test_a_packaged_configuration_serves(config: str, workers: int, short: str, 
         for service, name in (("VllmWorker", DECISIONS), ("PrefillWorker", JOBS)):
             by_process = samples(graph, service, name)
             assert len(by_process) == workers and all(by_process.values()), by_process
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0, json.dumps(graph.output)
+        assert graph.end(signal.SIGINT) == 0, json.dumps(graph.output)

@@ -40,8 +40,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
     answers, state = tmp_path / "answers", tmp_path / "state"
     load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=200")
     options = ("--VllmWorker.ServiceArgs.workers=3", f"--Graph.grace-s={grace_s}")
-    with serving(state, *load, *options, graph=DECODING) as graph:
-        graph.wait_line("ready Caller-0")
+    with serving(state, *load, *options, graph=DECODING, until="ready Caller-0") as graph:
         eventually(lambda: len(results(answers)) >= 6, "some answers have ended", timeout_s=120)
         dry = run("drain", "--pick", "VllmWorker", "--dry-run", "--state-dir", str(state))
         assert dry.returncode == 0, dry.stderr
@@ -62,15 +61,13 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
         eventually(lambda: len(results(answers)) >= before + 6, "all go on", timeout_s=120)
         answered = results(answers)
         assert [one for one in answered if not one["exact"] or one["end"] != "length"] == []
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGINT) == 0
         text = (state / "logs" / "Caller-0.log").read_text()
         assert ("migrating it (continue)" in text) is (grace_s < 1)
 
 
 def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
-    with serving(tmp_path, "--Caller.requests=0", graph=DECODING) as graph:
-        graph.wait_line("ready Caller-0")
+    with serving(tmp_path, "--Caller.requests=0", graph=DECODING, until="ready Caller-0") as graph:
         lease = graph.processes()["VllmWorker-0"]["lease"]
         where = ("--state-dir", str(tmp_path))
         for arguments, message in (
@@ -135,8 +132,7 @@ def test_scaling_down_removes_the_least_busy_of_this_supervisor(tmp_path: Path):
     for number, jobs in enumerate((3, 0, 9)):
         (facts / f"{number}.json").write_text(json.dumps({"jobs": jobs}))
     options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
-    with serving(state, *options, graph=PREFILLING) as graph:
-        graph.wait_line("ready PrefillWorker-0")
+    with serving(state, *options, graph=PREFILLING, until="ready PrefillWorker-0") as graph:
         done = run("scale", "PrefillWorker=2", "--state-dir", str(state))
         assert done.returncode == 0, done.stderr
         assert "least busy of 3: 0 in flight" in done.stdout

@@ -31,8 +31,7 @@ def ready(entry: Any) -> bool:
 
 
 def test_one_is_added_and_another_retired(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         path = tmp_path / "supervisor.sock"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         first = graph.processes()["Back-0"]
@@ -53,16 +52,14 @@ def test_one_is_added_and_another_retired(tmp_path: Path):
         assert ask(graph, Add(component="Back", version=10)).ok
         again = graph.when("Back-0", ready)
         assert again["pid"] != first["pid"]
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGINT) == 0
         assert not path.exists()
 
 
 def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
     broken = tmp_path / "broken"
     state = tmp_path / "state"
-    with serving(state, f"--Back.fail-if={broken}") as graph:
-        graph.wait_line("ready http")
+    with serving(state, f"--Back.fail-if={broken}", until="ready http") as graph:
         before = graph.processes()
         broken.touch()
         done = invoke("scale", "Back=2", "--state-dir", str(state))
@@ -82,8 +79,7 @@ def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
 def test_a_start_is_cancelled(tmp_path: Path):
     may_start = tmp_path / "may-start"
     may_start.touch()
-    with serving(tmp_path / "state", f"--Back.ready={may_start}") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path / "state", f"--Back.ready={may_start}", until="ready http") as graph:
         may_start.unlink()
         assert ask(graph, Add(component="Back", version=1)).ok
         graph.wait_line("stubbing")
@@ -127,8 +123,7 @@ async def revoke(etcd_url: str, lease_id: int) -> None:
 
 def test_each_gets_devices_of_its_own(tmp_path: Path):
     devices = ("--Graph.devices=[4, GPU-b, 6, 7]", "--Back.ServiceArgs.devices=2")
-    with serving(tmp_path, *devices) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, *devices, until="ready http") as graph:
         first = graph.processes()["Back-0"]
         assert variable(first["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
         assert ask(graph, Counts()).counts["Back"] == RoleCounts(
@@ -177,8 +172,7 @@ def test_a_folder_that_cannot_be_written_costs_no_device_and_no_graph(tmp_path: 
 
 
 def test_the_command_scales_up_and_down(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         up = run("scale", "Back=3", "--state-dir", str(tmp_path))
         assert up.returncode == 0, up.stderr
         assert up.stdout.splitlines()[-1] == "Back: 3 ready of 3"
@@ -221,8 +215,7 @@ def test_one_that_crashes_again_and_again_is_removed_first(tmp_path: Path):
 
 def test_orders_that_are_refused(tmp_path: Path):
     """An older order than the last one, and what is no order, change nothing."""
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         assert "Front: no service" in ask(graph, Add(component="Front", version=5)).error
         assert "that can be scaled: Back" in ask(graph, Add(component="Nobody", version=6)).error
         old = ask(graph, Add(component="Back", version=6))
@@ -272,8 +265,7 @@ def test_no_orders_before_the_graph_is_ready_and_in_deep_folders(tmp_path: Path)
     """A socket's address has at most 107 characters, and the path of a folder may have more."""
     may_start = tmp_path / "may-start"
     deep = tmp_path / ("d" * 90) / "state"
-    with serving(deep, f"--Back.ready={may_start}") as graph:
-        graph.wait_line("stubbing")
+    with serving(deep, f"--Back.ready={may_start}", until="stubbing") as graph:
         assert "the graph is starting" in ask(graph, Add(component="Back", version=1)).error
         may_start.touch()
         graph.wait_line("ready http")

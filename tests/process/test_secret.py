@@ -18,8 +18,7 @@ WITH_OTHERS = "has a secret, and messages without it are dropped"
 
 
 def test_a_graph_has_a_secret_that_joining_services_need(tmp_path: Path):
-    with serving(tmp_path / "graph") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path / "graph", until="ready http"):
         state = read_run(tmp_path / "graph")
         assert state is not None
         secret = Path(state.secret)
@@ -30,10 +29,10 @@ def test_a_graph_has_a_secret_that_joining_services_need(tmp_path: Path):
         assert refused.returncode == 1 and WITH_OTHERS in refused.stderr, refused.stderr
         assert "--secret-file" in refused.stderr
         options = ["--service-name", "Back", *servers, "--secret-file", str(secret)]
-        with serving(tmp_path / "other", *options) as joined:
-            joined.wait_line("ready")
-        with serving(tmp_path / "graph", "--service-name", "Back") as joined:
-            joined.wait_line("ready")
+        with serving(tmp_path / "other", *options, until="ready"):
+            pass
+        with serving(tmp_path / "graph", "--service-name", "Back", until="ready"):
+            pass
 
 
 def test_bad_secrets_and_open_addresses_are_refused(tmp_path: Path, etcd_url: str, namespace: str):

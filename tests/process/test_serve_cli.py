@@ -122,8 +122,7 @@ def test_what_needs_no_graph(tmp_path: Path):
 
 
 def test_a_state_directory_serves_one_graph(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         result = run("serve", STUB, "--state-dir", str(tmp_path))
         assert result.returncode == 1
         assert f"a graph runs on state directory {tmp_path} (pid {graph.process.pid}" in (
@@ -134,10 +133,8 @@ def test_a_state_directory_serves_one_graph(tmp_path: Path):
 def test_members_come_and_go(tmp_path: Path):
     """A lone service joins a running graph; ps shows it; revoking its lease ends it."""
     here = ("--state-dir", str(tmp_path))
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
-        with serving(tmp_path, "--service-name", "Back") as lone:
-            lone.wait_line("ready Back-0")
+    with serving(tmp_path, until="ready http") as graph:
+        with serving(tmp_path, "--service-name", "Back", until="ready Back-0") as lone:
             rows = json.loads(invoke("ps", "--json", *here).stdout)
             assert sorted(row["component"] for row in rows) == ["Back", "Back", "Front"]
             theirs = graph.processes()["Back-0"]["lease"]
@@ -156,8 +153,7 @@ def test_members_come_and_go(tmp_path: Path):
 
 def test_leases_that_cannot_be_revoked(tmp_path: Path):
     assert revoke_lease("--state-dir", str(tmp_path)).returncode == 1
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http"):
         here = ("--state-dir", str(tmp_path))
         unknown = revoke_lease("1234", *here)
         assert (unknown.returncode, "no live process has lease 1234" in unknown.stderr) == (1, True)
@@ -168,8 +164,7 @@ def test_leases_that_cannot_be_revoked(tmp_path: Path):
 def test_a_stop_during_the_start(tmp_path: Path):
     with serving(tmp_path) as graph:
         eventually(lambda: (tmp_path / "run.json").exists(), "the start began")
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGINT) == 0
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -190,8 +185,7 @@ def test_an_interrupt_while_the_servers_start(
         )
         eventually(lambda: len(children_of(command.process.pid)) == 2, "both servers run")
         servers = children_of(command.process.pid)
-        command.signal(kind)
-        assert command.end() == 130
+        assert command.end(kind) == 130
         assert command.output == ["interrupted; nothing is left running\n"]
         assert not any(map(is_alive, servers))
     assert not (state / "run.json").exists()
@@ -205,8 +199,7 @@ def test_an_interrupt_while_a_server_is_looked_for(tmp_path: Path):
             url = f"nats://127.0.0.1:{address[1]}"
             with serving(tmp_path, "--nats-url", url) as command:
                 eventually(lambda: any(tmp_path.iterdir()), "the start began")
-                command.signal(signal.SIGINT)
-                assert command.end() == 130
+                assert command.end(signal.SIGINT) == 130
                 assert command.output == ["interrupted; nothing is left running\n"]
 
 
@@ -219,8 +212,7 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
     with serving(tmp_path / "state", "-f", str(file), graph=MODELLED) as command:
         parsers = eventually(lambda: _parsers_of(command.process.pid), "vLLM is asked")
         os.kill(parsers, signal.SIGSTOP)
-        command.signal(kind)
-        assert command.end() == 130
+        assert command.end(kind) == 130
         assert command.output == ["interrupted; nothing is left running\n"]
         eventually(lambda: not is_alive(parsers), "the parsers end")
     assert not (tmp_path / "state").exists()
@@ -274,14 +266,12 @@ def test_a_state_directory_s_own_folders_are_left_alone(tmp_path: Path):
         file.parent.mkdir(parents=True)
         file.write_text("production")
     for _ in range(2):
-        with serving(tmp_path) as graph:
-            graph.wait_line("ready http")
+        with serving(tmp_path, until="ready http") as graph:
             stored = tmp_path / "embedded" / "etcd" / "left"
             assert not stored.exists()
             stored.mkdir()
             (stored / "file").touch()
-            graph.signal(signal.SIGINT)
-            assert graph.end() == 0
+            assert graph.end(signal.SIGINT) == 0
     assert [file.read_text() for file in foreign] == ["production"] * 2
 
 
@@ -303,14 +293,3 @@ def test_a_folder_that_may_be_somebody_else_s_is_not_emptied(tmp_path: Path, nam
     assert "nothing was removed" in line
     assert file.read_text() == "production"
     assert sorted(other.iterdir()) == left and not (tmp_path / "secret").exists()
-
-
-def test_a_secret_that_may_be_somebody_else_s_is_not_overwritten(tmp_path: Path):
-    secret = tmp_path / "secret"
-    secret.write_text("production")
-    result = run("serve", STUB, "--state-dir", str(tmp_path))
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert f"error: --state-dir: {secret} is not as an earlier start has made it" in line
-    assert "--secret-file" in line
-    assert secret.read_text() == "production"

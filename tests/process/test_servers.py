@@ -38,8 +38,7 @@ def listing(state_dir: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_server_that_dies_is_back_at_once(tmp_path: Path, name: str):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         before, processes = graph.run_json(), graph.processes()
         members = listing(tmp_path)
         assert set(members) == {entry["lease"] for entry in processes.values()}
@@ -54,8 +53,7 @@ def test_a_server_that_dies_is_back_at_once(tmp_path: Path, name: str):
         assert graph.run_json() == {**before, "servers": graph.run_json()["servers"]}
         assert graph.processes() == processes
         assert listing(tmp_path) == members
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGINT) == 0
         assert not is_alive(again["pid"])
 
 
@@ -75,8 +73,7 @@ def test_both_may_die_while_the_graph_starts(tmp_path: Path):
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_frozen_server_is_left_alone(tmp_path: Path, name: str):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         entry, processes = server(graph, name), graph.processes()
         os.kill(entry["pid"], signal.SIGSTOP)
         os.kill(processes["Back-0"]["pid"], signal.SIGKILL)  # something else is to be done
@@ -86,8 +83,7 @@ def test_a_frozen_server_is_left_alone(tmp_path: Path, name: str):
         assert server(graph, name) == entry
         os.kill(entry["pid"], signal.SIGSTOP)
         began = time.monotonic()
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGINT) == 0
         assert time.monotonic() - began < 30
         assert not is_alive(entry["pid"])
 
@@ -102,8 +98,7 @@ def break_etcd(graph: Serving, state_dir: Path) -> None:
 
 
 def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         graph.processes()
         break_etcd(graph, tmp_path)
         assert server(graph, "etcd")["pid"] == 0
@@ -117,8 +112,7 @@ def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
 def test_an_interrupt_while_a_server_cannot_be_started(tmp_path: Path):
     """Nor is the drain cut short when the tries are over."""
     release = tmp_path / "release"
-    with serving(tmp_path / "state", f"--Front.release={release}") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path / "state", f"--Front.release={release}", until="ready http") as graph:
         graph.processes()
         break_etcd(graph, tmp_path / "state")
         graph.signal(signal.SIGINT)
@@ -129,8 +123,7 @@ def test_an_interrupt_while_a_server_cannot_be_started(tmp_path: Path):
 
 
 def test_a_frozen_server_does_not_outlive_a_killed_supervisor(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http") as graph:
         graph.processes()
         pids = [server(graph, name)["pid"] for name in SERVERS]
         os.kill(pids[0], signal.SIGSTOP)

@@ -45,8 +45,7 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
             assert entry["state"] == "ready"
             assert int(entry["lease"], 16) > 0
             assert entry["status_url"].startswith("http://127.0.0.1:")
-        graph.signal(signal.SIGINT)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGINT) == 0
         text = "".join(graph.output)
         assert text.index("Front-0          draining") < text.index("Back-0           draining")
         assert not (tmp_path / "run.json").exists()
@@ -70,8 +69,7 @@ def test_a_callee_drains_when_its_callers_have_but_need_not_wait_for_their_end(t
 
 
 def test_restarts_what_crashed_with_its_grandchildren_swept(tmp_path: Path):
-    with serving(tmp_path, "--Back.grandchild=true") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, "--Back.grandchild=true", until="ready http") as graph:
         before = graph.processes()
         first = before["Back-0"]
         assert len(group_members(first["pid"])) >= 2
@@ -95,8 +93,7 @@ async def known(graph: Serving, lease: str) -> bool:
 
 
 def test_does_not_restart_what_left_in_order_and_ends_when_everything_has(tmp_path: Path):
-    with serving(tmp_path, "--Back.ServiceArgs.workers=2") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, "--Back.ServiceArgs.workers=2", until="ready http") as graph:
         os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
         graph.wait_line("left the graph (exit 0)")
         entry = graph.processes()["Back-0"]
@@ -109,13 +106,11 @@ def test_does_not_restart_what_left_in_order_and_ends_when_everything_has(tmp_pa
 
 def test_a_second_signal_forces(tmp_path: Path):
     release = tmp_path / "never"
-    with serving(tmp_path / "state", f"--Front.release={release}") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path / "state", f"--Front.release={release}", until="ready http") as graph:
         graph.processes()
         graph.signal(signal.SIGINT)
         graph.wait_line("draining")
-        graph.signal(signal.SIGTERM)
-        assert graph.end() == 130
+        assert graph.end(signal.SIGTERM) == 130
 
 
 def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
@@ -151,8 +146,7 @@ def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
 
 def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
     """Its last lines are in the log all the same."""
-    with serving(tmp_path, "--Back.linger=true", "--log-format=json") as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, "--Back.linger=true", "--log-format=json", until="ready http") as graph:
         entry = graph.processes()["Back-0"]
         os.kill(entry["pid"], signal.SIGTERM)
         graph.wait_line("left the graph (exit 0)")
@@ -182,8 +176,7 @@ def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
 def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
     with serving(tmp_path, "--log-to", "stderr", "--log-format", "json") as graph:
         graph.wait_line("ready http")
-        graph.signal(signal.SIGTERM)
-        assert graph.end() == 0
+        assert graph.end(signal.SIGTERM) == 0
         lines = [json.loads(line) for line in graph.output if line.startswith("{")]
         assert {line["component"] for line in lines} == {"Front", "Back"}
         assert any("draining" in line["message"] for line in lines)

@@ -17,8 +17,7 @@ HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def test_one_frame_of_a_graph(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http"):
         result = run("top", "--once", "--interval", "0.2", "--state-dir", str(tmp_path))
         assert (result.returncode, result.stderr) == (0, "")
         assert [line.split()[0] for line in result.stdout.splitlines() if "ready" in line]
@@ -26,8 +25,7 @@ def test_one_frame_of_a_graph(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_the_terminal_is_as_before(tmp_path: Path, kind: signal.Signals):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
+    with serving(tmp_path, until="ready http"):
         pid, terminal = pty.fork()
         if pid == 0:
             os.chdir(ROOT)

@@ -233,6 +233,11 @@ class Decode:
         self.half.request_finished(request_id)
         self.pool.free_blocks(self.taken.pop(request_id))
 
+    def finish_last(self, request_id: str) -> None:
+        """Nothing is left of any request."""
+        self.finish(request_id)
+        self.assert_clean()
+
     def output(self, *received: str, failed: Sequence[str] = ()) -> None:
         self.half.worker_output(RankResults(received=set(received), lost=set(failed)))
 

@@ -375,34 +375,29 @@ def test_every_shipped_configuration_is_tested():
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == tested
 
 
+def engines(**changes: Any) -> dict[str, Any]:
+    return {"engines": [{"url": "http://a:1", "role": "decode", **changes}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"protocol": "nxl"}, "Forwarder.protocol: input should be 'nixl', 'nixl-push'"),
+        ({"protocol": "nxl"}, ".protocol: input should be 'nixl', 'nixl-push'"),
+        (engines(role="prefill"), ": value error, no engine decodes"),
+        ({"engines": [], "discover": False}, ": value error, no engines; list some"),
+        (engines(role="both"), ".engines.0.role: input should be 'prefill', 'decode' or"),
+        (engines(url="ftp://a:1"), ".engines.0: value error, expected http://HOST:PORT"),
         (
-            {"engines": [{"url": "http://a:1", "role": "prefill"}]},
-            "Forwarder: value error, no engine decodes",
-        ),
-        ({"engines": [], "discover": False}, "Forwarder: value error, no engines; list some"),
-        (
-            {"engines": [{"url": "http://a:1", "role": "both"}]},
-            "Forwarder.engines.0.role: input should be 'prefill', 'decode' or",
-        ),
-        (
-            {"engines": [{"url": "ftp://a:1", "role": "decode"}]},
-            "Forwarder.engines.0: value error, expected http://HOST:PORT",
-        ),
-        (
-            {"engines": [{"url": "http://a:1", "role": "decode", "transferport": 1}]},
-            "Forwarder.engines.0.transferport: unknown key; did you mean transfer-port?",
+            engines(transferport=1),
+            ".engines.0.transferport: unknown key; did you mean transfer-port?",
         ),
     ],
 )
 def test_mistakes_about_engines(load: Loader, fields: dict[str, Any], message: str):
-    good = {"engines": [{"url": "http://a:1", "role": "decode", "transfer-port": 5}]}
+    good = engines(**{"transfer-port": 5})
     load({"Forwarder": good}, graph=forward.Forwarder)
     [mistake] = load.mistakes({"Forwarder": good | fields}, graph=forward.Forwarder)
-    assert message in mistake
+    assert f"Forwarder{message}" in mistake
 
 
 def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):

@@ -34,19 +34,6 @@ from tests.unit.decode_engine import (
 )
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-async def decode(clock: ManualClock):
-    decode = Decode(clock)
-    async with decode.queue:
-        yield decode
-        await decode.network()
-
-
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
     answer = decode_explained(decode.half.prefills.decisions.answer(encode(Explain(**wanted))))
     assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
@@ -184,8 +171,7 @@ async def test_what_is_computed_here_is_measured(decode: Decode, clock: ManualCl
     clock.now += 0.5
     decode.finish("r2")
     assert told(decode)[1].computed_s == 0.5
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 class Computing:

@@ -14,7 +14,6 @@ from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import with_first_token
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import (
@@ -26,7 +25,7 @@ from dynamo_lite.protocol.prefill import (
     Leave,
     StayRefused,
 )
-from tests.builders import ENGINE, NAMESPACE, ManualClock, engine_metadata, eventually
+from tests.builders import ENGINE, ManualClock, engine_metadata, eventually
 from tests.unit.decode_engine import (
     DEPTH,
     POOL,
@@ -38,20 +37,6 @@ from tests.unit.decode_engine import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-async def decode(clock: ManualClock):
-    decode = Decode(clock)
-    subject = names.cancel_subject(NAMESPACE, WRITER)
-    async with decode.queue, decode.messaging.serve(subject, decode.take_cancel):
-        yield decode
-        await decode.network()
 
 
 # Decisions
@@ -151,8 +136,7 @@ async def test_few_uncached_tokens_are_computed_here(
     assert decode.half.build_step() == DecodeStep()
     assert decode.bridge.submitted == []
     assert decode.counted(f"decision/local/{reason}") == 1
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode):
@@ -215,8 +199,7 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     }
     assert decode.half.build_step() == DecodeStep()
     assert not decode.half.busy
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
     await decode.done(attempt)
     decode.assert_clean()
 
@@ -234,8 +217,7 @@ async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
     assert decode.counted("remote/deadline") == 1
     assert await decode.claim(attempt) == ClaimRefused(reason="unknown or ended attempt")
     decode.output(failed=["r1"])
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
     assert decode.counted("remote/committed") == 0
 
 
@@ -277,8 +259,7 @@ async def test_a_writer_that_gives_up_hands_the_prompt_back(decode: Decode, outc
     assert decode.half.busy
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted(f"remote/writer_{outcome}") == 1
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 @pytest.mark.parametrize("trouble", ["full", "away", "no writer"])
@@ -291,8 +272,7 @@ async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble
     attempt = await decode.ask("r1")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/refused") == 1
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 # Writers and this engine come and go

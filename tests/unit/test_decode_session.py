@@ -223,67 +223,60 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("loop", ["queue-view", "links", "roster", "options"])
-def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
+@virtual
+async def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
     loop: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    @virtual
-    async def body() -> None:
-        scene = Scene()
-        net = scene.decode.net
-        monkeypatch.setattr(net._live, "change", broken)
-        with pytest.raises(Broken):
-            async with scene.open(WRITER):
-                match loop:
-                    case "queue-view":
-                        monkeypatch.setattr(net.queue_watch, "_see", broken)
-                    case "links":
-                        monkeypatch.setattr(net.workers._links, "_apply", broken)
-                        await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
-                    case "roster":
-                        assert net.workers._roster is not None
-                        monkeypatch.setattr(net.workers._roster, "_apply", broken)
-                        await scene.join(OTHER)
-                    case _:
-                        key = names.live_options_key(NAMESPACE, "VllmWorker")
-                        record = b'{"values":{"max-prefill-queue-size":1},"version":1}'
-                        await scene.store.put(key, record)
-                await asyncio.sleep(60)  # virtual, and cut short
-
-    body()
+    scene = Scene()
+    net = scene.decode.net
+    monkeypatch.setattr(net._live, "change", broken)
+    with pytest.raises(Broken):
+        async with scene.open(WRITER):
+            match loop:
+                case "queue-view":
+                    monkeypatch.setattr(net.queue_watch, "_see", broken)
+                case "links":
+                    monkeypatch.setattr(net.workers._links, "_apply", broken)
+                    await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
+                case "roster":
+                    assert net.workers._roster is not None
+                    monkeypatch.setattr(net.workers._roster, "_apply", broken)
+                    await scene.join(OTHER)
+                case _:
+                    key = names.live_options_key(NAMESPACE, "VllmWorker")
+                    record = b'{"values":{"max-prefill-queue-size":1},"version":1}'
+                    await scene.store.put(key, record)
+            await asyncio.sleep(60)  # virtual, and cut short
     assert any(record.getMessage().endswith(" failed") for record in caplog.records)
 
 
 @pytest.mark.parametrize("event", ["writer_done", "writer_silent", "published"])
-def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
+@virtual
+async def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
     event: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """Instructions may be lost, for which a request would wait for ever."""
     about: list[str] = []
-
-    @virtual
-    async def body() -> None:
-        scene = Scene()
-        with pytest.raises(Broken):
-            async with scene.open(WRITER):
-                monkeypatch.setattr(scene.decode.ledger, event, broken)
-                if event == "writer_silent":
-                    about.append(f"writer {WRITER:x} is silent")
-                    await scene.hush(WRITER)
-                    await asyncio.sleep(60)
-                assert scene.decode.admit(prompt("r1", 10)) > 0
-                attempt = scene.decode.attempt_of("r1")
-                about.append(f"request r1: attempt {attempt}")
-                if event == "writer_done":
-                    await scene.decode.network()
-                    assert await scene.decode.claim(attempt, WRITER) == Granted()
-                    done = WriterDone(attempt=attempt, writer_lease_id=WRITER, outcome="failed")
-                    subject = names.writer_done_subject(NAMESPACE, ENGINE)
-                    await scene.decode.messaging.publish(subject, encode_sealed(done))
-                else:
-                    await scene.decode.network()
-                await asyncio.sleep(60)  # virtual, and cut short
-
-    body()
+    scene = Scene()
+    with pytest.raises(Broken):
+        async with scene.open(WRITER):
+            monkeypatch.setattr(scene.decode.ledger, event, broken)
+            if event == "writer_silent":
+                about.append(f"writer {WRITER:x} is silent")
+                await scene.hush(WRITER)
+                await asyncio.sleep(60)
+            assert scene.decode.admit(prompt("r1", 10)) > 0
+            attempt = scene.decode.attempt_of("r1")
+            about.append(f"request r1: attempt {attempt}")
+            if event == "writer_done":
+                await scene.decode.network()
+                assert await scene.decode.claim(attempt, WRITER) == Granted()
+                done = WriterDone(attempt=attempt, writer_lease_id=WRITER, outcome="failed")
+                subject = names.writer_done_subject(NAMESPACE, ENGINE)
+                await scene.decode.messaging.publish(subject, encode_sealed(done))
+            else:
+                await scene.decode.network()
+            await asyncio.sleep(60)  # virtual, and cut short
     lines = [record.getMessage() for record in caplog.records]
     assert f"{about[0]}: the ledger failed at this event: Broken()" in lines
 

@@ -95,21 +95,18 @@ async def test_a_stopped_engine_is_out_until_it_goes_on():
 
 
 @pytest.mark.parametrize("how", ["answers", "there"])
-def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
-    @virtual
-    async def test():
-        worker = Worker(Engine())
-        await worker.stays_ok(10)
-        if how == "answers":
-            worker.engine.answers.clear()
-        else:
-            worker.engine.there = False
-        began = loop_time()
-        with pytest.raises(EngineDied, match="has not answered for 30 s"):
-            await worker.task
-        assert 30 <= loop_time() - began <= 34
-
-    test()
+@virtual
+async def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
+    worker = Worker(Engine())
+    await worker.stays_ok(10)
+    if how == "answers":
+        worker.engine.answers.clear()
+    else:
+        worker.engine.there = False
+    began = loop_time()
+    with pytest.raises(EngineDied, match="has not answered for 30 s"):
+        await worker.task
+    assert 30 <= loop_time() - began <= 34
 
 
 @virtual
@@ -128,28 +125,25 @@ async def test_nobody_hears_an_answer_while_the_broker_is_away():
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_an_engine_with_work_but_without_steps_is_out_then_given_up(described: bool):
-    @virtual
-    async def test():
-        worker = Worker(Engine(described=described))
-        await worker.stays_ok(500)  # idle is not stuck
-        worker.busy = True
-        await worker.stays_ok(20)
-        worker.engine.step()
-        await worker.until(False, between=(30, 32))
-        assert worker.probe.verdict()[1] == "the engine has work, but made no step for 30 s"
-        worker.engine.step()
-        await worker.until(True, between=(0.0, 1.1))
-        await worker.until(False, between=(29, 32))
-        worker.busy = False
-        await worker.stays_ok(200)
-        worker.busy = True
-        began = loop_time()
-        with pytest.raises(EngineDied, match="made no step for 120 s"):
-            await worker.task
-        assert 120 <= loop_time() - began <= 124
-
-    test()
+@virtual
+async def test_an_engine_with_work_but_without_steps_is_out_then_given_up(described: bool):
+    worker = Worker(Engine(described=described))
+    await worker.stays_ok(500)  # idle is not stuck
+    worker.busy = True
+    await worker.stays_ok(20)
+    worker.engine.step()
+    await worker.until(False, between=(30, 32))
+    assert worker.probe.verdict()[1] == "the engine has work, but made no step for 30 s"
+    worker.engine.step()
+    await worker.until(True, between=(0.0, 1.1))
+    await worker.until(False, between=(29, 32))
+    worker.busy = False
+    await worker.stays_ok(200)
+    worker.busy = True
+    began = loop_time()
+    with pytest.raises(EngineDied, match="made no step for 120 s"):
+        await worker.task
+    assert 120 <= loop_time() - began <= 124
 
 
 @virtual
@@ -194,34 +188,30 @@ async def test_steps_that_bring_no_output_are_steps():
 
 
 @pytest.mark.parametrize("asking", [True, False])
-def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
+@virtual
+async def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
     """Stopped for minutes, all of it; the engine answers right after."""
-
-    @virtual
-    async def test():
-        engine = Engine()
-        held_up_s = 0.0
-        probe = EngineProbe(
-            engine,
-            MemoryMessaging(),
-            Clock(monotonic=lambda: loop_time() + held_up_s),
-            busy=lambda: True,
-            step_timeout_s=120.0,
-        )
-        task = asyncio.create_task(probe.run())
-        if asking:
-            engine.answers.clear()
-        await asyncio.sleep(0.5)
-        held_up_s = 300.0
-        await asyncio.sleep(2.0)  # a question that ran out unanswered meanwhile
-        engine.answers.set()
-        engine.stepped_at += held_up_s
-        await asyncio.sleep(5.0)
-        assert probe.verdict() == (True, "")
-        probe.closing = True
-        await task
-
-    test()
+    engine = Engine()
+    held_up_s = 0.0
+    probe = EngineProbe(
+        engine,
+        MemoryMessaging(),
+        Clock(monotonic=lambda: loop_time() + held_up_s),
+        busy=lambda: True,
+        step_timeout_s=120.0,
+    )
+    task = asyncio.create_task(probe.run())
+    if asking:
+        engine.answers.clear()
+    await asyncio.sleep(0.5)
+    held_up_s = 300.0
+    await asyncio.sleep(2.0)  # a question that ran out unanswered meanwhile
+    engine.answers.set()
+    engine.stepped_at += held_up_s
+    await asyncio.sleep(5.0)
+    assert probe.verdict() == (True, "")
+    probe.closing = True
+    await task
 
 
 @virtual

@@ -243,14 +243,6 @@ async def test_an_answer_that_took_longer_than_its_grant_holds_is_not_used():
 # The decode engine
 
 
-@pytest.fixture
-async def decode():
-    decode = Decode(ManualClock())
-    async with decode.queue:
-        yield decode
-        await decode.network()
-
-
 async def answer(decode: Decode, claim: Claim) -> Granted | ClaimRefused:
     return decode_claim_reply(await decode.writer_events.on_claim(encode_sealed(claim)))
 

@@ -355,6 +355,11 @@ class Fact:
     released: bool = False
     endings: list[Outcome] = field(default_factory=list)
 
+    @property
+    def kept(self):
+        """Its blocks are held back."""
+        return self.held and not self.released
+
     def writable(self, now):
         """Whether a granted writer may still touch the blocks."""
         if self.writer is None or self.writer_ended:
@@ -394,7 +399,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     fact.held = True
                 case Release(attempt):
                     fact = self.fact(attempt)
-                    assert fact.held and not fact.released and not fact.writable(self.now)
+                    assert fact.kept and not fact.writable(self.now)
                     assert fact.writer_ended or self.now >= fact.promised_until + GRACE
                     fact.released = True
                 case GiveUp(request, attempt):
@@ -409,7 +414,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     fact.wanted = False
                 case CancelWriter(writer, attempt):
                     fact = self.fact(attempt)
-                    assert fact.writer == writer and fact.held and not fact.released
+                    assert fact.writer == writer and fact.kept
                 case DeleteJob(sequence):
                     deleted.append(self.facts[sequence])
         assert not any(fact.wanted for fact in deleted)
@@ -508,11 +513,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.gone.discard(writer)
         for fact in self.facts:
-            if fact.engine_died:
-                continue
-            if fact.writer == writer and fact.wanted:
-                fact.quiet_at = None
-            elif fact.writer == writer and fact.held and not fact.released:
+            if fact.writer == writer and not fact.engine_died and (fact.wanted or fact.kept):
                 fact.quiet_at = None
         self.ledger.writer_back(writer)
 
@@ -525,9 +526,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 fact.quiet_at = max(self.now + LEAVING, fact.promised_until)
                 fact.fence_closes = self.now + GRACE
         waits = any(
-            fact.writer == writer
-            and not fact.writer_ended
-            and (fact.wanted or (fact.held and not fact.released))
+            fact.writer == writer and not fact.writer_ended and (fact.wanted or fact.kept)
             for fact in self.facts
         )
         assert self.ledger.writer_gone(writer, self.now) == waits
@@ -548,8 +547,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The writer says so, perhaps again. Processes of the engine may live on until its fence
         closes."""
         fact = self.pick(which)
-        lives = fact.wanted or (fact.held and not fact.released)
-        if fact.writer is None or fact.writer_ended or not lives:
+        if fact.writer is None or fact.writer_ended or not (fact.wanted or fact.kept):
             return
         if not fact.engine_died:
             fact.engine_died = True
@@ -575,7 +573,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if fact.writer is None:
             return
         refusal = self.ledger.writer_stays(fact.attempt, fact.writer, seconds, self.now)
-        theirs = fact.wanted or (fact.held and not fact.released)
+        theirs = fact.wanted or fact.kept
         assert (refusal is None) == theirs, refusal
         if theirs and not fact.writer_ended:
             fact.promised_until = self.now + seconds
@@ -609,8 +607,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         assert self.ledger.waiting == sum(fact.wanted for fact in self.facts)
-        held = [fact for fact in self.facts if fact.held and not fact.released]
-        assert self.ledger.quarantined == len(held)
+        assert self.ledger.quarantined == sum(fact.kept for fact in self.facts)
         assert all(len(fact.endings) == (not fact.wanted) for fact in self.facts)
 
     def teardown(self):

@@ -1,6 +1,8 @@
 """A prefill worker's jobs, over the in-process twins and a scripted engine."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +48,16 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 SHORT = JobWaits(retry_delay_s=0.01, report_s=0.1, broker_pause_s=0.01, left_delay_s=0.01)
 
 working = partial(prefill_rig.working, waits=SHORT)
+
+
+@asynccontextmanager
+async def computing(**options: Any) -> AsyncIterator[Rig]:
+    """The engine computes job a1 until the test ends it."""
+    async with working(**options) as rig:
+        rig.engine.holds = True
+        await rig.push(prefill_job())
+        await eventually(lambda: rig.engine.ends)
+        yield rig
 
 
 async def cancel(rig: Rig, attempt: str) -> None:
@@ -209,10 +221,7 @@ async def test_the_time_with_two_jobs_counts_once_and_that_without_a_job_not():
 
 async def test_a_job_whose_end_cannot_be_told_comes_again():
     """Else its engine would wait for this worker until its deadline."""
-    async with working() as rig:
-        rig.engine.holds = True
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.engine.ends)
+    async with computing() as rig:
         rig.messaging.set_connected(False)
         rig.engine.ends["a1"].set_result("failed")
         await eventually(lambda: rig.answers[:1] == ["nak"])
@@ -455,10 +464,7 @@ async def test_the_cancel_of_an_attempt_that_is_not_held_is_answered():
 
 
 async def test_a_worker_whose_engine_died_never_says_that_nothing_can_land_any_more():
-    async with working() as rig:
-        rig.engine.holds = True
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.engine.ends)
+    async with computing() as rig:
         rig.engine.ends["a1"].set_result("died")
         await rig.answered("ack")
         await cancel(rig, "a1")
@@ -505,10 +511,7 @@ async def test_a_long_job_stays_with_its_worker():
 
 
 async def test_stopping_lets_running_jobs_end_and_pulls_nothing_more():
-    async with working() as rig:
-        rig.engine.holds = True
-        await rig.push(prefill_job("a1"))
-        await eventually(lambda: rig.engine.ends)
+    async with computing() as rig:
         await rig.push(prefill_job("a2"))
         await rig.jobs.stop()
         assert not rig.jobs.idle.is_set()
@@ -520,10 +523,7 @@ async def test_stopping_lets_running_jobs_end_and_pulls_nothing_more():
 
 
 async def test_an_end_that_cannot_be_told_or_answered_leaves_the_job_to_redelivery():
-    async with working() as rig:
-        rig.engine.holds = True
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.engine.ends)
+    async with computing() as rig:
         rig.messaging.set_connected(False)
         rig.broker.set_connected(False)
         rig.engine.ends["a1"].set_result("written")
@@ -571,10 +571,7 @@ async def test_a_job_that_the_queue_would_drop_is_given_back_to_its_engine():
 @pytest.mark.parametrize("outcome", ["written", "failed", "abandoned"])
 async def test_only_a_written_job_shows_that_the_link_works(outcome: str):
     links = ScriptedLinks()
-    async with working(links=links) as rig:
-        rig.engine.holds = True
-        await rig.push(prefill_job())
-        await eventually(lambda: "a1" in rig.engine.ends)
+    async with computing(links=links) as rig:
         rig.engine.ends["a1"].set_result(outcome)
         await rig.answered("ack")
     assert links.successes == ([ENGINE] if outcome == "written" else [])

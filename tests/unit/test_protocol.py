@@ -562,84 +562,62 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
         generate.decode_generate_request(request(MAX_MESSAGE_BYTES - overhead + 1))
 
 
-@pytest.mark.parametrize(
-    ("decode", "message", "change"),
-    [
-        (generate.decode_generate_request, REQUEST, {"request_id": ""}),
-        (generate.decode_generate_request, REQUEST, {"request_id": "r" * 257}),
-        (generate.decode_generate_request, REQUEST, {"prompt_token_ids": [-1]}),
-        (generate.decode_generate_request, REQUEST, {"prompt_token_ids": [1 << 31]}),
-        (generate.decode_generate_request, REQUEST, {"prompt_token_ids": [1.5]}),
-        (generate.decode_generate_request, REQUEST, {"prompt_token_ids": None}),
-        (generate.decode_client_frame, generate.Hello(client_id="c"), {"client_id": ""}),
-        (generate.decode_client_frame, generate.Hello(client_id="c"), {"client_id": "c" * 129}),
-        (generate.decode_client_frame, generate.Cancel(request_ids=["r"]), {"request_ids": [""]}),
-        (
-            generate.decode_client_frame,
-            generate.Submit(request_id="r", request=b""),
-            {"request_id": ""},
-        ),
-        (
-            generate.decode_client_frame,
-            generate.Submit(request_id="r", request=b""),
-            {"request": 1},
-        ),
-        (
-            generate.decode_worker_frame,
-            generate.SubmitReply(request_id="r", reply=generate.Accepted()),
-            {"reply": {"type": "Welcome"}},
-        ),
-        (prefill.decode_job, JOB, {"attempt": ""}),
-        (prefill.decode_job, JOB, {"attempt": "a" * 65}),
-        (prefill.decode_job, JOB, {"engine_id": ""}),
-        (prefill.decode_job, JOB, {"num_computed_tokens": -1}),
-        (prefill.decode_job, JOB, {"block_ids": [-1]}),
-        (prefill.decode_job, JOB, {"block_ids": [1 << 31]}),
-        (prefill.decode_job, JOB, {"deadline": "soon"}),
-        (
-            prefill.decode_writer_done,
-            prefill.WriterDone(attempt="a", outcome="written"),
-            {"outcome": "perhaps"},
-        ),
-        (
-            prefill.decode_first_token,
-            prefill.FirstToken(request_id="r", attempt="a", token_id=1),
-            {"token_id": -1},
-        ),
-        (
-            prefill.decode_first_token,
-            prefill.FirstToken(request_id="r", attempt="a", token_id=1),
-            {"cached_tokens": 1 << 31},
-        ),
-        (prefill.decode_job, FULL_JOB, {"first_token": {"last_token_id": 1}}),
-        (
-            prefill.decode_writer_stays,
-            prefill.WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
-            {"for_s": 0.0},
-        ),
-        (
-            prefill.decode_writer_stays,
-            prefill.WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
-            {"for_s": 61.0},
-        ),
-        (prefill.decode_notice, prefill.Committed(attempt="a", rank=0, num_blocks=1), {"rank": -1}),
-        (
-            prefill.decode_notice,
-            prefill.Committed(attempt="a", rank=0, num_blocks=1),
-            {"writers": 0},
-        ),
-        (
-            prefill.decode_notice,
-            prefill.Committed(attempt="a", rank=0, num_blocks=1),
-            {"parts": [[0, 0, 0, 64]]},
-        ),
-    ],
-)
-def test_values_out_of_range_are_refused(decode, message, change):
+HELLO = generate.Hello(client_id="c")
+SUBMIT = generate.Submit(request_id="r", request=b"")
+FIRST_TOKEN = prefill.FirstToken(request_id="r", attempt="a", token_id=1)
+COMMITTED = prefill.Committed(attempt="a", rank=0, num_blocks=1)
+#: Values that a field of a message may not have.
+OUT_OF_RANGE = [
+    (generate.decode_generate_request, REQUEST, "request_id", ["", "r" * 257]),
+    (
+        generate.decode_generate_request,
+        REQUEST,
+        "prompt_token_ids",
+        [[-1], [1 << 31], [1.5], None],
+    ),
+    (generate.decode_client_frame, HELLO, "client_id", ["", "c" * 129]),
+    (generate.decode_client_frame, generate.Cancel(request_ids=["r"]), "request_ids", [[""]]),
+    (generate.decode_client_frame, SUBMIT, "request_id", [""]),
+    (generate.decode_client_frame, SUBMIT, "request", [1]),
+    (
+        generate.decode_worker_frame,
+        generate.SubmitReply(request_id="r", reply=generate.Accepted()),
+        "reply",
+        [{"type": "Welcome"}],
+    ),
+    (prefill.decode_job, JOB, "attempt", ["", "a" * 65]),
+    (prefill.decode_job, JOB, "engine_id", [""]),
+    (prefill.decode_job, JOB, "num_computed_tokens", [-1]),
+    (prefill.decode_job, JOB, "block_ids", [[-1], [1 << 31]]),
+    (prefill.decode_job, JOB, "deadline", ["soon"]),
+    (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": 1}]),
+    (
+        prefill.decode_writer_done,
+        prefill.WriterDone(attempt="a", outcome="written"),
+        "outcome",
+        ["perhaps"],
+    ),
+    (prefill.decode_first_token, FIRST_TOKEN, "token_id", [-1]),
+    (prefill.decode_first_token, FIRST_TOKEN, "cached_tokens", [1 << 31]),
+    (
+        prefill.decode_writer_stays,
+        prefill.WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
+        "for_s",
+        [0.0, 61.0],
+    ),
+    (prefill.decode_notice, COMMITTED, "rank", [-1]),
+    (prefill.decode_notice, COMMITTED, "writers", [0]),
+    (prefill.decode_notice, COMMITTED, "parts", [[[0, 0, 0, 64]]]),
+]
+
+
+@pytest.mark.parametrize(("decode", "message", "field", "values"), OUT_OF_RANGE)
+def test_values_out_of_range_are_refused(decode, message, field, values):
     assert decode(wire(decode, encode(message))) == message
-    fields = msgspec.msgpack.decode(encode(message)) | change
-    with pytest.raises(ProtocolError):
-        decode(wire(decode, msgspec.msgpack.encode(fields)))
+    fields = msgspec.msgpack.decode(encode(message))
+    for value in values:
+        with pytest.raises(ProtocolError):
+            decode(wire(decode, msgspec.msgpack.encode(fields | {field: value})))
 
 
 @pytest.mark.parametrize(
@@ -678,7 +656,7 @@ def test_fields_of_a_newer_peer_are_ignored():
     assert decode_json(msgspec.json.encode(newer), records.EngineMetadata) == ENGINE
 
 
-@pytest.mark.parametrize("message", [REQUEST, JOB, generate.Hello(client_id="c")])
+@pytest.mark.parametrize("message", [REQUEST, JOB, HELLO])
 def test_a_peer_of_another_version_sees_ours(message):
     """Left out as a default, the version would be read as the reader's own."""
     assert message.wire_version == WIRE_VERSION

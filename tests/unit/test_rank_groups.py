@@ -22,7 +22,7 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
-from tests.builders import ManualClock, expecting
+from tests.builders import ManualClock, block_write, expecting
 from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
@@ -155,17 +155,8 @@ class Decode(Group):
 
 
 def blocks(attempt: str, local, remote, *, first: int, last: bool = False) -> BlockWrite:
-    return BlockWrite(
-        attempt=attempt,
-        request_id=f"p-{attempt}",
-        target_engine="d",
-        local_ids=list(local),
-        remote_ids=list(remote),
-        last=last,
-        num_blocks=len(REMOTE),
-        scheduled=0.0,
-        first=first,
-    )
+    counts = {"num_blocks": len(REMOTE), "first": first}
+    return block_write(attempt, list(local), list(remote), target_engine="d", last=last, **counts)
 
 
 def pair(prefill: Shape, decode: Shape, heads: int = 4) -> tuple[Prefill, Decode]:

@@ -36,7 +36,7 @@ from dynamo_lite.runtime.permits import (
     grant_of,
     verdict,
 )
-from tests.builders import expecting
+from tests.builders import block_write, expecting
 from tests.twins.mover import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES = 32, 64
@@ -199,15 +199,13 @@ def blocks(
     first: int = 0,
     permit: Permit | None = None,
 ) -> BlockWrite:
-    return BlockWrite(
-        attempt=attempt,
-        request_id=f"p-{attempt}",
+    return block_write(
+        attempt,
+        local,
+        remote,
         target_engine=engine,
-        local_ids=local,
-        remote_ids=remote,
         last=last,
         num_blocks=num_blocks,
-        scheduled=0.0,
         first=first,
         permit=permit or Permit(),
     )

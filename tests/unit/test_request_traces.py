@@ -1,6 +1,6 @@
 """The spans that workers record for a traced request, and that other requests have none."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,19 +22,6 @@ from tests.unit.test_ranks import MemoryFabric as Fabric
 from tests.unit.test_ranks import Prefill, blocks, targets
 
 HOSTILE = {"traceparent": "00-" + "0" * 32 + "-00f067aa0ba902b7-01"}
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-async def decode(clock: ManualClock) -> AsyncIterator[Decode]:
-    decode = Decode(clock)
-    async with decode.queue:
-        yield decode
-        await decode.network()
 
 
 def noted(half: Any) -> Recorder:

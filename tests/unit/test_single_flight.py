@@ -16,8 +16,6 @@ from tests.unit.decode_engine import (
     Decode,
     prompt,
 )
-from tests.unit.test_decode_scheduler import clock as clock
-from tests.unit.test_decode_scheduler import decode as decode
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -24,7 +24,7 @@ from dynamo_lite.protocol.prefill import Landed, decode_notice
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
-from tests.builders import engine_metadata, expecting
+from tests.builders import block_write, engine_metadata, expecting
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
 from tests.twins.mover import MemoryFabric, MemoryMover
 
@@ -122,15 +122,13 @@ class Pair:
 def write(first: int, end: int, *, attempt: str = "a1") -> BlockWrite:
     """Of the decode engine's blocks first to end, which begin at token 16 of the prompt."""
     start = (first + 1) * THERE // HERE
-    return BlockWrite(
-        attempt=attempt,
-        request_id=f"p-{attempt}",
+    return block_write(
+        attempt,
+        LOCAL[start : (end + 1) * THERE // HERE],
+        REMOTE[first:end],
         target_engine="d",
-        local_ids=LOCAL[start : (end + 1) * THERE // HERE],
-        remote_ids=REMOTE[first:end],
         last=end == len(REMOTE),
         num_blocks=len(REMOTE),
-        scheduled=0.0,
         first=first,
     )
 
@@ -279,16 +277,8 @@ def test_staging_memory_that_cannot_be_registered_fails_only_that_link():
     size = staging.SLOTS * staging.SLOT_BYTES
     why = f"{size} bytes of staging could not be registered: NIXL_ERR_BACKEND"
     assert why in pair.failures()["a1"]
-    plain = BlockWrite(
-        attempt="a2",
-        request_id="p-a2",
-        target_engine="e",
-        local_ids=[1],
-        remote_ids=[1],  # its blocks are this rank's own: nothing changes
-        last=True,
-        num_blocks=1,
-        scheduled=0.0,
-    )
+    # Its blocks are this rank's own: nothing changes.
+    plain = block_write("a2", [1], [1], target_engine="e", last=True, num_blocks=1)
     pair.prefill.step(
         PrefillStep(writes=[plain], targets={"e": encode(alike)}, ended=[("a2", "p-a2", True)]),
         lambda: True,

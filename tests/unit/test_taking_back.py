@@ -8,8 +8,6 @@ from dynamo_lite.protocol.prefill import ClaimRefused
 from tests.builders import ManualClock
 from tests.unit.decode_engine import Decode, prompt
 from tests.unit.test_decisions import taken
-from tests.unit.test_decode_scheduler import clock as clock
-from tests.unit.test_decode_scheduler import decode as decode
 from tests.unit.test_single_flight import WAITS, asks, sibling
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -53,8 +51,7 @@ async def test_what_nobody_claims_is_computed_here_and_is_off_the_queue(
     text = decision_view.as_text(*asked)
     assert "taken_back after 2.10 s" in text and "; then computed here in 100.20 s" in text
     assert "  because  no claim for 2.10 s" in text
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 async def test_the_limit_may_change_and_holds_for_what_is_asked_after_it(
@@ -83,8 +80,7 @@ async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(
     await job.ack()
     assert (await depth(decode)).total == 0
     decode.output(failed=["r1"])
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 async def test_a_job_that_cannot_be_deleted_is_refused_on_every_delivery(
@@ -103,8 +99,7 @@ async def test_a_job_that_cannot_be_deleted_is_refused_on_every_delivery(
         job = await decode.queue.pull(timeout_s=0)
         assert job is not None and isinstance(await decode.claim(attempt), ClaimRefused)
         await job.nak()
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 async def test_a_job_whose_push_is_confirmed_late_is_deleted(decode: Decode, clock: ManualClock):
@@ -117,8 +112,7 @@ async def test_a_job_whose_push_is_confirmed_late_is_deleted(decode: Decode, clo
     decode.output(failed=["r1"])
     assert decode.counted("remote/taken_back") == 1 and decode.counted("remote/refused") == 0
     assert isinstance(await decode.claim(attempt), ClaimRefused)
-    decode.finish("r1")
-    decode.assert_clean()
+    decode.finish_last("r1")
 
 
 @pytest.mark.parametrize("cancelled", ["before its time", "before the ranks know", "later"])

@@ -152,57 +152,49 @@ async def test_join_waits_for_all_and_ends_them_when_it_is_cancelled():
     assert long.cancelled()
 
 
-def test_a_failure_is_logged_at_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
-    @virtual
-    async def body() -> None:
-        async with OwnedTasks() as tasks:
-            other = tasks.start(forever(), name="other")
-            tasks.start(fails(ValueError("no such thing")), name="follower")
-            await asyncio.sleep(1)
-            (logged,) = caplog.records
-            assert logged.levelno == logging.ERROR
-            assert logged.getMessage() == "task follower failed"
-            assert "no such thing" in caplog.text
-            assert not other.done()
-
-    body()
+@virtual
+async def test_a_failure_is_logged_at_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+    async with OwnedTasks() as tasks:
+        other = tasks.start(forever(), name="other")
+        tasks.start(fails(ValueError("no such thing")), name="follower")
+        await asyncio.sleep(1)
+        (logged,) = caplog.records
+        assert logged.levelno == logging.ERROR
+        assert logged.getMessage() == "task follower failed"
+        assert "no such thing" in caplog.text
+        assert not other.done()
 
 
-def test_a_failure_while_a_task_is_ended_is_logged(caplog: pytest.LogCaptureFixture):
-    @virtual
-    async def body() -> None:
-        async with running(fails_on_its_way_out(), name="follower"):
-            await asyncio.sleep(1)
-
-    body()
+@virtual
+async def test_a_failure_while_a_task_is_ended_is_logged(caplog: pytest.LogCaptureFixture):
+    async with running(fails_on_its_way_out(), name="follower"):
+        await asyncio.sleep(1)
     assert "task follower failed" in caplog.text and "on its way out" in caplog.text
 
 
-def test_a_body_ends_with_the_failure_of_a_task_that_it_needs(caplog: pytest.LogCaptureFixture):
+@virtual
+async def test_a_body_ends_with_the_failure_of_a_task_that_it_needs(
+    caplog: pytest.LogCaptureFixture,
+):
     left: list[str] = []
+    lost = asyncio.Event()
 
-    @virtual
-    async def body() -> None:
-        lost = asyncio.Event()
+    async def follows() -> None:
+        await lost.wait()
+        raise ValueError("lost")
 
-        async def follows() -> None:
-            await lost.wait()
-            raise ValueError("lost")
-
-        with pytest.raises(ValueError, match="lost"):
-            async with needed() as on_failure:
-                async with running(follows(), name="follower", on_failure=on_failure):
-                    try:
-                        lost.set()
-                        await forever()
-                    finally:
-                        await asyncio.sleep(1)  # what is cleaned up is not cut short
-                        left.append("body")
-        task = asyncio.current_task()
-        assert task is not None and not task.cancelling()
-        await asyncio.sleep(1)
-
-    body()
+    with pytest.raises(ValueError, match="lost"):
+        async with needed() as on_failure:
+            async with running(follows(), name="follower", on_failure=on_failure):
+                try:
+                    lost.set()
+                    await forever()
+                finally:
+                    await asyncio.sleep(1)  # what is cleaned up is not cut short
+                    left.append("body")
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+    await asyncio.sleep(1)
     assert left == ["body"]
     assert [record.getMessage() for record in caplog.records] == ["task follower failed"]
 
@@ -221,20 +213,19 @@ async def test_a_needed_task_that_ends_or_does_not_changes_nothing():
             raise KeyError
 
 
-def test_only_the_first_failure_of_needed_tasks_ends_the_body(caplog: pytest.LogCaptureFixture):
-    @virtual
-    async def body() -> None:
-        with pytest.raises(ValueError, match="first"):
-            async with needed() as on_failure:
-                async with OwnedTasks(on_failure) as tasks:
-                    tasks.start(fails(ValueError("first")), name="a")
-                    tasks.start(fails(ValueError("second")), name="b")
-                    await forever()
-        async with OwnedTasks(on_failure) as tasks:  # nobody needs it any more
-            tasks.start(fails(ValueError("late")), name="c")
-            await asyncio.sleep(1)
-
-    body()
+@virtual
+async def test_only_the_first_failure_of_needed_tasks_ends_the_body(
+    caplog: pytest.LogCaptureFixture,
+):
+    with pytest.raises(ValueError, match="first"):
+        async with needed() as on_failure:
+            async with OwnedTasks(on_failure) as tasks:
+                tasks.start(fails(ValueError("first")), name="a")
+                tasks.start(fails(ValueError("second")), name="b")
+                await forever()
+    async with OwnedTasks(on_failure) as tasks:  # nobody needs it any more
+        tasks.start(fails(ValueError("late")), name="c")
+        await asyncio.sleep(1)
     logged = [record.getMessage() for record in caplog.records]
     assert logged == ["task a failed", "task b failed", "task c failed"]
 
