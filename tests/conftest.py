@@ -18,7 +18,7 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.external import Certificates
 from tests.servers import PrivateServer, private_server
 
-pytest_plugins = ("tests.heap", "tests.loops")
+pytest_plugins = ("tests.heap",)
 
 #: Files that take minutes, longest first. One that began last would leave cores without work.
 _LONGEST = (

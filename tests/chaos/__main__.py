@@ -26,11 +26,10 @@ from tests.chaos.questions import questions, right_answers
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.storm import storm
-from tests.chaos.zombie import ZOMBIE
 from tests.vllm.graph import DISAGG
 
 #: In the order in which `--scenario all` plays them.
-SCENARIOS = (*DELAYS, *OUTAGES, CANCELS, ZOMBIE)
+SCENARIOS = (*DELAYS, *OUTAGES, CANCELS)
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
 _SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)
