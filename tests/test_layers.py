@@ -57,7 +57,7 @@ PURE = (
 BUDGET = {
     "dynamo_lite/protocol": 2_341,
     "dynamo_lite/runtime": 7_015,
-    "dynamo_lite/routing": 1_602,
+    "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_343,
     "dynamo_lite/request_plane": 2_226,
     "dynamo_lite/disagg": 8_535,

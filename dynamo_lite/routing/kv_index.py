@@ -15,6 +15,8 @@ from dynamo_lite.routing.kv_chain import ChainHash
 _EVICTED_PART = 256
 #: One match in this many is noted for the eviction: popular blocks are matched often.
 _SAMPLE = 16
+#: Most bit sets whose workers are remembered.
+_MAX_NAMED = 4096
 #: At most one in this many blocks is noted.
 _NOTED_PART = 8
 
@@ -66,6 +68,8 @@ class KvIndex:
         self._held, self._cut = _Sets(), _Sets()
         self._bits: dict[int, int] = {}
         self._slots: list[int | None] = []
+        #: The workers of bit sets that were matched; loads have few different ones.
+        self._named: dict[int, tuple[int, ...]] = {}
         self._matches = 0
         self._matched: set[ChainHash] = set()
 
@@ -87,7 +91,9 @@ class KvIndex:
         hashes: of a prompt's blocks, from the first on.
         """
         found = self._find(hashes)
-        counts = {worker: count for count, bits in found for worker in self._workers(bits)}
+        counts: dict[int, int] = {}
+        for count, bits in found:
+            counts.update(dict.fromkeys(self._named.get(bits) or self._name(bits), count))
         cuts = self._cut.workers
         if not counts or not cuts or cuts.keys().isdisjoint(hashes):
             return counts
@@ -96,6 +102,12 @@ class KvIndex:
             for worker in self._workers(cuts.get(key, 0)):
                 counts[worker] = min(counts.get(worker, 0), count)
         return {worker: count for worker, count in counts.items() if count}
+
+    def _name(self, bits: int) -> tuple[int, ...]:
+        if len(self._named) >= _MAX_NAMED:
+            self._named.clear()
+        names = self._named[bits] = tuple(self._workers(bits))
+        return names
 
     def _workers(self, bits: int) -> Iterator[int]:
         while bits:
@@ -173,6 +185,7 @@ class KvIndex:
         self._held.discard(bit, self._held.of(bit))
         self._cut.discard(bit, self._cut.of(bit))
         self._slots[bit.bit_length() - 1] = None
+        self._named.clear()
 
     def _join(self, worker: int) -> int:
         if None in self._slots:
@@ -181,6 +194,7 @@ class KvIndex:
         else:
             slot = len(self._slots)
             self._slots.append(worker)
+        self._named.clear()
         bit = self._bits[worker] = 1 << slot
         return bit
 
