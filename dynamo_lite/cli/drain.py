@@ -60,7 +60,7 @@ def drain(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the choice and all costs.")
+        bool, typer.Option("--dry-run", help="Only show which worker would go.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Remove it also if it is the last one of its component.")
@@ -158,7 +158,7 @@ async def pick(
         raise StartupError(f"no live worker of component {component}")
     found = victim([worker.candidate for worker in workers], among=among, force=force)
     if isinstance(found, NoVictim):
-        raise ConfigError([f"--pick {component}: {found.reason}; --force does it nevertheless"])
+        raise ConfigError([f"--pick {component}: {found.reason}; --force removes it anyway"])
     chosen = next(w for w in workers if w.record.lease_id == found.lease_id)
     shown = _as_table(workers, found.lease_id)
     return DrainChoice(record=chosen.record, reason=found.reason, table=shown)

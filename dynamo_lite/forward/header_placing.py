@@ -40,7 +40,7 @@ MAX_PREFILLERS = 1024
 #: because a sidecar does not check prefill engines and would not notice that it was restarted.
 MISFIT_S = 60.0
 #: How long an engine that has refused a leg, or did not answer it in time, gets no other one. Each
-#: would wait as long in vain, because no check tells that the engine is gone.
+#: would wait that long without result, because no check tells that the engine is gone.
 AVOIDED_S = 5.0
 
 

@@ -76,7 +76,7 @@ class Observation:
             for worker in (*workers[Role.PREFILL], *workers[Role.DECODE])
             if (page := self._observer.pages.get(str(int(worker.lease, 16)))) is not None
         }
-        # What a process counted while it did not respond belongs to no time: it begins anew.
+        # What a process counted while it did not respond belongs to no period: start again.
         self._history.add(self._now(), pages)
         decode = [(worker, pages.get(worker.lease)) for worker in workers[Role.DECODE]]
         return Observed(

@@ -326,7 +326,7 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, w
 
 
 async def test_an_engine_that_never_hands_over_gets_no_legs_for_a_while():
-    """Each leg would compute the prompt in vain, as without any connector."""
+    """Each leg would compute the prompt, and its KV would not be used, as without a connector."""
     async with rig("nixl", prefill=2) as r:
         given = r.prefill[0].handover
         r.prefill[0].handover = anything
@@ -464,7 +464,7 @@ async def test_a_prefill_engine_that_ends_after_its_answer_is_not_waited_for(
 
 
 async def ends_after_its_answer(r: Rig, stream: bool) -> None:
-    """The decode engine has sent nothing by then. The request is answered nevertheless."""
+    """The decode engine has sent nothing by then. The request is still answered."""
     handover, met = r.decode[0].handover, asyncio.Event()
 
     async def waits(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:

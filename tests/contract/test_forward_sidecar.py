@@ -107,7 +107,7 @@ async def test_the_named_engine_computes_the_prompt(name: str):
 
 
 async def test_without_the_header_the_decode_engine_is_alone():
-    """What only a forwarder may set is removed nevertheless."""
+    """Fields that only a forwarder may set are removed."""
     async with beside("sglang") as b:
         b.decode[0].handover = anything
         assert await b.text() == TEXT

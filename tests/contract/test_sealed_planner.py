@@ -58,7 +58,7 @@ async def refuses(running: Running, *keys: str) -> None:
 
 
 async def test_a_forged_order_is_not_carried_out(bench: Bench):
-    """Not sealed; what else is no seal is told apart in `tests/unit/test_planner_authentic.py`."""
+    """Records without a seal. `tests/unit/test_planner_authentic.py` tests all other bad seals."""
     forged = forged_records(bench)
     for key, data in forged.items():
         await bench.store.put(key, data)

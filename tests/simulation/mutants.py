@@ -310,7 +310,7 @@ def _waiting_for_broker(make: MakeTransport, messaging: Messaging) -> MakeTransp
 
 
 class _StartsOver(FailoverClient):
-    """A request that migrates begins anew for its caller, too."""
+    """A request that migrates starts again for its caller, too."""
 
     async def _migrate(self, flight: MigratingRequest, gone: str) -> None:
         flight._sent.clear()

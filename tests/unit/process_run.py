@@ -107,7 +107,7 @@ class Run:
 
     @contextlib.asynccontextmanager
     async def ready(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the report. In the end it is told to leave, and must end in order."""
+        """Yields the report. At the end it must leave in order."""
         exit_code = self.start()
         yield await self.until("ready")
         self.host.stop("enough")

@@ -431,7 +431,7 @@ def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fa
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
     assert failures["a1"].startswith("peer not usable")
-    # Whom the rank does not know, it is told of again.
+    # Metadata of an engine that the rank does not know is sent again.
     assert list(prefill.broken) == ([] if why == "absent" else ["e1"])
     good = Decode(fabric, "e1")
     prefill.step(

@@ -72,7 +72,7 @@ class CounterHistory:
     """The last page of each process, and the growth of all counters over the last `length_s`.
 
     Processes are identified by their source. Growth counts from a process's first page; after
-    missing pages it includes what happened meanwhile. A counter that shrank began anew.
+    missing pages it includes what happened meanwhile. A counter that shrank was reset.
     """
 
     def __init__(self, length_s: float):

@@ -125,7 +125,7 @@ class RouterMetrics(Collector):
             "dynamo_lite_router_choices",
             "Workers that were chosen: the only one; the session's last; for the prompt's"
             " prefix; by load, if none holds any of it; for balance, if those that hold"
-            " more are too busy; at random",
+            " more are too busy",
             "reason",
             {reason: self._picker.choices[reason] for reason in REASONS},
         )
