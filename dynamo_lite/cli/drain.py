@@ -158,7 +158,7 @@ async def pick(
         raise StartupError(f"no live worker of component {component}")
     found = victim([worker.candidate for worker in workers], among=among, force=force)
     if isinstance(found, NoVictim):
-        raise ConfigError([f"--pick {component}: {found.reason}; --force removes it anyway"])
+        raise ConfigError([f"--pick {component}: {found.reason}; --force drains it"])
     chosen = next(w for w in workers if w.record.lease_id == found.lease_id)
     shown = _as_table(workers, found.lease_id)
     return DrainChoice(record=chosen.record, reason=found.reason, table=shown)

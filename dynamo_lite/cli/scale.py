@@ -100,7 +100,7 @@ def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: 
         if name not in counts
     ]
     mistakes += [
-        f"{name}=0 would remove the last one; --force does it"
+        f"{name}=0 would remove the last one; --force removes it"
         for name, target in targets.items()
         if target == 0 and name in counts and not force
     ]

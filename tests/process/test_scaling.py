@@ -184,7 +184,7 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
         for arguments, message in (
             (("Back",), "Back: expected COMPONENT=NUMBER"),
             (("Front=2",), "Front: this graph has no such service that can be scaled; those: Back"),
-            (("Back=0",), "Back=0 would remove the last one; --force does it"),
+            (("Back=0",), "Back=0 would remove the last one; --force removes it"),
         ):
             wrong = invoke("scale", *arguments, "--state-dir", str(tmp_path))
             assert wrong.returncode == 2
