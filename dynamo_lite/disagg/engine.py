@@ -1,7 +1,7 @@
 """The engine seam: what a component needs from its engine.
 
-Implementations: `vllm/` (stock vLLM), `simulation/engine/` (virtual compute) and `null.py` (no
-compute, for measuring the runtime). An engine is an async context manager: entering loads it,
+Implementations: `vllm/` (stock vLLM), and in `tests/` one with virtual compute and one
+without. An engine is an async context manager: entering loads it,
 leaving frees it.
 """
 

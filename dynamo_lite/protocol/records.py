@@ -28,8 +28,8 @@ class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """How to reach one endpoint instance."""
 
     #: The NATS subject of its requests. Every endpoint has one. Endpoints that take no requests
-    #: over NATS (Frontend/http, PrefillWorker/prefill) do not subscribe to it: their records only
-    #: show the member.
+    #: over NATS (Frontend/http, VllmWorker/generate, PrefillWorker/prefill, Planner/plan) do not
+    #: subscribe to it: their records only show the member.
     nats_tcp: Subject
     #: HOST:PORT of the TCP server for its token deltas, or of its HTTP server; absent for endpoints
     #: that answer with one reply.

@@ -7,10 +7,12 @@ contents.
 import os
 from pathlib import Path
 
+import nkeys
+
 from dynamo_lite.runtime.secret import open_to_others
 
 _LONGEST_BYTES = 64 << 10
-_JWT = b"-----BEGIN NATS USER JWT-----"
+_JWT, _SEED = b"-----BEGIN NATS USER JWT-----", b"-----BEGIN USER NKEY SEED-----"
 
 
 class BadCredentials(ValueError):
@@ -31,22 +33,34 @@ def read_login(path: Path) -> tuple[str, str | None]:
 
 
 def user_jwt(path: Path) -> bytearray:
-    """The JWT of a credentials file of NATS. Raises BadCredentials."""
+    """The JWT of a credentials file of NATS, which has a seed, too. Raises BadCredentials."""
     lines = _read("creds", path).splitlines()
-    try:
-        token = lines[lines.index(_JWT) + 1].strip()
-    except (ValueError, IndexError):
-        token = b""
-    if not token:
-        problem = f"creds={path} has no JWT of a user; make the file with `nsc generate creds`"
-        raise BadCredentials(problem)
+    token, seed = (
+        lines[lines.index(mark) + 1].strip() if mark in lines[:-1] else b""
+        for mark in (_JWT, _SEED)
+    )
+    if not token or not _is_seed(seed):
+        raise BadCredentials(
+            f"creds={path} needs the JWT and the NKey seed of a user: `nsc generate creds`"
+        )
     return bytearray(token)
 
 
 def check_nkey(path: Path) -> Path:
-    """`path`, if it is a file for its owner only. Raises BadCredentials."""
-    _read("nkey", path)
+    """`path`, if it has the seed of a user's NKey. Raises BadCredentials."""
+    if not _is_seed(_read("nkey", path)):
+        raise BadCredentials(
+            f"nkey={path} is not the seed of a user's NKey (SU...): `nk -gen user`"
+        )
     return path
+
+
+def _is_seed(seed: bytes) -> bool:
+    try:
+        pair = nkeys.from_seed(bytearray(seed.strip()))
+        return bytes(pair.public_key).startswith(b"U")
+    except Exception:  # of several packages
+        return False
 
 
 def _read(name: str, path: Path) -> bytes:

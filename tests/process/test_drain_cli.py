@@ -71,7 +71,10 @@ def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
         lease = graph.processes()["VllmWorker-0"]["lease"]
         where = ("--state-dir", str(tmp_path))
         for arguments, message in (
-            (("--pick", "VllmWorker"), "no other worker of this role could work; --force drains it"),
+            (
+                ("--pick", "VllmWorker"),
+                "no other worker of this role could work; --force drains it",
+            ),
             ((lease,), f"{lease} is the last VllmWorker that can work; --force drains it"),
             (("--pick", "Caller"), "--pick Caller: accepted: PrefillWorker, VllmWorker"),
             ((), "give either LEASE or --pick COMPONENT"),

@@ -136,7 +136,9 @@ def test_credentials_may_be_in_files(tmp_path: Path) -> None:
         ("login=FILES/open", "is open to other users: chmod 600"),
         ("login=FILES/empty", "needs one line, USER:PASSWORD"),
         ("login=FILES/lines", "needs one line, USER:PASSWORD"),
-        ("creds=FILES/lines", "has no JWT of a user; make the file with"),
+        ("creds=FILES/lines", "needs the JWT and the NKey seed of a user"),
+        ("creds=FILES/jwt", "needs the JWT and the NKey seed of a user"),
+        ("nkey=FILES/lines", "is not the seed of a user's NKey"),
         ("nkey=FILES/open", "is open to other users: chmod 600"),
         ("login=FILES/lines&nkey=FILES/lines", "several credentials (login, nkey); keep one"),
         ("inbox=a..b", "inbox is a subject"),
@@ -148,6 +150,7 @@ def test_bad_files_of_credentials_are_refused(tmp_path: Path, query: str, compla
     (tmp_path / "open").chmod(0o644)
     private(tmp_path / "empty", "\n")
     private(tmp_path / "lines", "me:s3cret\nyou:s3cret")
+    private(tmp_path / "jwt", "-----BEGIN NATS USER JWT-----\ns3cret\n")
     with pytest.raises(ConfigError) as failure:
         parse_nats_url(f"nats://h:1?{query.replace('FILES', str(tmp_path))}")
     (mistake,) = failure.value.mistakes

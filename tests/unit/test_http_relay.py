@@ -14,7 +14,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def processor(answer: Answer) -> AsyncIterator[Processor]:
+async def processor(answer: Answer, timeout_s: float = 60.0) -> AsyncIterator[Processor]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await answer(reader, writer)
@@ -23,7 +23,7 @@ async def processor(answer: Answer) -> AsyncIterator[Processor]:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        yield Processor(ask_server(f"http://127.0.0.1:{port}"))
+        yield Processor(ask_server(f"http://127.0.0.1:{port}", timeout_s))
 
 
 async def test_request_and_answer_are_passed_on():
@@ -64,6 +64,16 @@ async def test_a_broken_answer_is_an_error():
     async with processor(answer) as relayed:
         got = json.loads(await relayed.answer("completions", b"{}"))
     assert got["error"]["code"] == 500
+
+
+async def test_no_answer_in_time_is_an_error():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(100):
+            pass
+
+    async with processor(answer, timeout_s=0.1) as relayed:
+        got = json.loads(await relayed.answer("completions", b"{}"))
+    assert got["error"]["code"] == 504
 
 
 async def test_a_caller_that_is_cancelled_closes_the_connection():

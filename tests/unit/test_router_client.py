@@ -1,11 +1,12 @@
-"""What a Frontend tells a Router of requests that end while NATS is disconnected."""
+"""A Frontend whose Router fails, and what it tells one of requests that end without NATS."""
 
+import asyncio
 from typing import Any, cast
 
 import pytest
 
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import BrokerUnavailable
+from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, RequestOutcomes, decode_fates
 from dynamo_lite.routing.pickers import RoundRobin
@@ -24,9 +25,13 @@ class Broker:
 
     def __init__(self) -> None:
         self.away, self.refused = False, 0
+        self.frozen = False
         self.notices: list[RequestOutcomes] = []
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if self.frozen:
+            await asyncio.sleep(0)
+            raise DeadlineExceeded(subject, timeout_s)
         return encode(Chosen(lease_id=WORKER.lease_id, reason="a test"))
 
     async def publish(self, subject: str, payload: bytes) -> None:
@@ -74,6 +79,17 @@ class Scene:
 @pytest.fixture
 def scene() -> Scene:
     return Scene()
+
+
+async def test_a_router_that_many_requests_wait_for_fails_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+):
+    scene.broker.frozen = True
+    async with scene.remote:
+        asked = [scene.remote.choose((WORKER,), generate_request(name)) for name in "abc"]
+        chosen = await asyncio.gather(*asked)
+    assert [one.member for one in chosen] == [WORKER] * 3
+    assert len(caplog.messages) == 1
 
 
 async def test_outcomes_reach_the_router_when_nats_is_back(scene: Scene):

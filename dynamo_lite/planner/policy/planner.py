@@ -43,7 +43,7 @@ _MISSED_TICKS = 3
 _BUSY_S = 1.0
 #: Share of the difference to a lower rate that each tick believes, with and without a backlog.
 _BELIEVES, _FORGETS = 0.1, 0.005
-#: Workers that are younger than half the time of a start, or than this, teach nothing.
+#: Workers that are younger than this and than half the time of a start teach nothing.
 _YOUNG_S = 30.0
 _START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
 
+#: How much later than its own limit the Rust frontend may answer the Processor.
+_LATE_S = 5.0
+
+
 class Frontend:
     """The component. config: the fields of `FrontendConfig`."""
 
@@ -85,8 +89,13 @@ class Frontend:
         sock.close()
         host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
-        await self._serve_processor(host, ask_server(url), rust.served_model)
+        ask = ask_server(url, self._timeout_s() + _LATE_S)
+        await self._serve_processor(host, ask, rust.served_model)
         return url
+
+    def _timeout_s(self) -> float:
+        """The limit of a request that names none."""
+        return min(self._config.default_request_timeout_s, self._config.max_request_timeout_s)
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
         # After the checks of the port and of etcd, because it takes seconds.
@@ -122,7 +131,7 @@ class Frontend:
                 sock,
                 url,
                 partial(self._dispatcher.open_intake, host),
-                timeout_s=min(config.default_request_timeout_s, config.max_request_timeout_s),
+                timeout_s=self._timeout_s(),
                 grace_s=self._spec.grace_s,
                 tracer=host.tracer,
             )

@@ -51,6 +51,9 @@ class Processor:
             return _bad_request("This endpoint does not stream; use HTTP for streams", "stream")
         try:
             answer = await self._ask(ENDPOINTS[endpoint], payload)
+        except TimeoutError:
+            message = "The HTTP edge did not answer in time"
+            return error_body(HTTPStatus.GATEWAY_TIMEOUT, message, "Gateway Timeout")
         except Exception:
             logger.exception("a request of the Processor failed")
             answer = b""
@@ -75,13 +78,19 @@ def ask_app(app: Any, api_key: str | None = None) -> Ask:
     return ask
 
 
-def ask_server(url: str) -> Ask:
-    """Asks an HTTP server on this host: few requests, each with one body."""
+def ask_server(url: str, timeout_s: float) -> Ask:
+    """Asks an HTTP server on this host: few requests, each with one body.
+
+    timeout_s: for a whole answer.
+    """
 
     async def ask(path: str, body: bytes) -> bytes:
-        """Raises aiohttp.ClientError. A cancel closes the connection, which aborts the request."""
+        """Raises aiohttp.ClientError, TimeoutError.
+
+        A cancel closes the connection, which aborts the request.
+        """
         headers = {name.decode(): value.decode() for name, value in HEADERS}
-        limits = aiohttp.ClientTimeout(total=None)
+        limits = aiohttp.ClientTimeout(total=timeout_s)
         async with (
             aiohttp.ClientSession(timeout=limits) as session,
             session.post(f"{url}{path}", data=body, headers=headers) as answer,

@@ -98,6 +98,11 @@ class RemoteRouter(WorkerSelector):
             try:
                 return await self._request_pick(router, candidates, request, until - now)
             except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
+                # Many requests wait for a router that is killed: the first one that fails says so.
+                if _now() < self._failed.get(router.lease_id, 0.0):
+                    continue
+                live = {one.lease_id for one in self._routers.members}
+                self._failed = {k: end for k, end in self._failed.items() if k in live}
                 self._failed[router.lease_id] = _now() + ALONE_S
                 logger.warning(
                     "router %x failed, and is left alone for %g s: request %s: %s",
