@@ -207,7 +207,10 @@ async def test_nats_knows_a_user_by_a_credentials_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("part", "error"),
-    [(b"NATS USER JWT", "has no JWT of a user"), (b"USER NKEY SEED", "its key cannot be used")],
+    [
+        (b"NATS USER JWT", "needs the JWT and the NKey seed"),
+        (b"USER NKEY SEED", "its key cannot be used"),
+    ],
 )
 async def test_a_spoilt_credentials_file_costs_no_more_than_the_connection(
     tmp_path: Path, part: bytes, error: str
