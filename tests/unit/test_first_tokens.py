@@ -62,8 +62,12 @@ class Worker:
         return self.registry.get_sample_value("dynamo_lite_first_token_differences_total")
 
 
-def test_the_token_is_sent_with_the_counts_of_the_prompt_and_only_once():
-    worker = Worker()
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def test_the_token_is_sent_with_the_counts_of_the_prompt_and_only_once(worker: Worker):
     worker.clock.now += 0.5
     sent = worker.take(7)
     assert sent == TokenDelta("r", [7], prefill=PrefillCounts(5, 1, 3, 0.5, 0.0))
@@ -81,15 +85,13 @@ def test_the_end_of_an_answer_is_sent_without_the_token():
         assert worker.differences == 0
 
 
-def test_an_engines_output_passes_if_no_token_came_before():
-    worker = Worker()
+def test_an_engines_output_passes_if_no_token_came_before(worker: Worker):
     assert worker.settle(7) == TokenDelta("r", [7], prefill=COUNTS)
     assert worker.take(7) is None
     assert (worker.counted("late"), worker.counted("sent")) == (1, 0)
 
 
-def test_a_token_that_ends_the_answer_is_left_to_the_engine():
-    worker = Worker()
+def test_a_token_that_ends_the_answer_is_left_to_the_engine(worker: Worker):
     assert worker.take(STOP) is None
     assert worker.settle(STOP, end="stop") == TokenDelta("r", [STOP], "stop", prefill=COUNTS)
     assert worker.counted("last") == 1
@@ -113,8 +115,7 @@ def test_another_token_of_the_engine_makes_the_answer_go_on_from_the_sent_one(en
     assert len(worker.first) == 0
 
 
-def test_an_aborted_request_takes_no_token():
-    worker = Worker()
+def test_an_aborted_request_takes_no_token(worker: Worker):
     worker.first.forget("r#1")
     worker.first.forget("r#1")
     with pytest.raises(ProtocolError, match="does not run here"):
@@ -123,8 +124,7 @@ def test_an_aborted_request_takes_no_token():
 
 
 @pytest.mark.parametrize(("token", "cached"), [(VOCABULARY, 0), (7, 5)])
-def test_a_token_that_does_not_fit_is_refused(token: int, cached: int):
-    worker = Worker()
+def test_a_token_that_does_not_fit_is_refused(token: int, cached: int, worker: Worker):
     with pytest.raises(ProtocolError, match="r#1"):
         worker.take(token, cached=cached)
     assert worker.settle(7) == TokenDelta("r", [7], prefill=COUNTS)
@@ -133,9 +133,8 @@ def test_a_token_that_does_not_fit_is_refused(token: int, cached: int):
 # What the Frontend makes of it
 
 
-def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it():
+def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it(worker: Worker):
     """The decode worker dies with the token sent and nothing of its engine's."""
-    worker = Worker()
     flight = MigratingRequest(worker.request, Continue(reason="greedy"), None)
     flight.attempt("r", endpoint_record(1), 0.0)
     early = worker.take(7)

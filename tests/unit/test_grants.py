@@ -329,8 +329,12 @@ def commit(grant: int, **fields) -> Committed:
     return Committed(**{"attempt": "a1", "rank": 0, "num_blocks": 0, "grant": grant, **fields})
 
 
-def test_a_commit_counts_under_the_grant_of_its_attempt_only():
-    ranked = Ranked()
+@pytest.fixture
+def ranked() -> Ranked:
+    return Ranked()
+
+
+def test_a_commit_counts_under_the_grant_of_its_attempt_only(ranked: Ranked):
     assert ranked.step(expect={"a1": "r1"}) == NOTHING
     assert ranked.step(commit(0), commit(4)) == NOTHING
     assert ranked.step(commit(6), grants={"a1": 5}) == NOTHING
@@ -338,17 +342,15 @@ def test_a_commit_counts_under_the_grant_of_its_attempt_only():
     assert ranked.counted(UNGRANTED) == 3
 
 
-def test_a_commit_that_comes_before_its_grant_is_known_counts():
-    ranked = Ranked()
+def test_a_commit_that_comes_before_its_grant_is_known_counts(ranked: Ranked):
     assert ranked.step(commit(5)) == NOTHING
     assert ranked.step(commit(5), expect={"a1": "r1"}) == NOTHING
     assert ranked.step(grants={"a1": 5}) == ({"r1"}, set())
     assert ranked.counted(UNGRANTED) == 0
 
 
-def test_commits_of_two_grants_do_not_complete_each_other():
+def test_commits_of_two_grants_do_not_complete_each_other(ranked: Ranked):
     """Of an attempt that was granted to the same worker again."""
-    ranked = Ranked()
     ranked.step(expect={"a1": "r1"}, grants={"a1": 5})
     assert ranked.step(commit(5, writers=2)) == NOTHING
     assert ranked.step(commit(6, writers=2, rank=1), grants={"a1": 6}) == NOTHING
@@ -357,8 +359,7 @@ def test_commits_of_two_grants_do_not_complete_each_other():
     assert ranked.counted(UNGRANTED) == 2
 
 
-def test_blocks_that_landed_under_another_grant_do_not_count():
-    ranked = Ranked()
+def test_blocks_that_landed_under_another_grant_do_not_count(ranked: Ranked):
     ranked.step(expect={"a1": "r1"}, blocks={"a1": (1, 2)}, grants={"a1": 5})
     stale = Landed(attempt="a1", rank=0, first=0, num_blocks=1, grant=4)
     assert ranked.step(stale, give_up=[("a1", "r1")]) == (set(), {"r1"})
@@ -367,24 +368,21 @@ def test_blocks_that_landed_under_another_grant_do_not_count():
     assert ranked.counted(UNGRANTED) == 1
 
 
-def test_what_is_replayed_after_the_end_is_late():
-    ranked = Ranked()
+def test_what_is_replayed_after_the_end_is_late(ranked: Ranked):
     ranked.step(expect={"a1": "r1"}, grants={"a1": 5})
     assert ranked.step(commit(5), commit(5)) == ({"r1"}, set())
     assert ranked.step(commit(5), commit(4)) == NOTHING
     assert (ranked.counted(LATE), ranked.counted(UNGRANTED)) == (2, 0)
 
 
-def test_notifications_of_many_other_grants_do_not_hide_its_own():
-    ranked = Ranked()
+def test_notifications_of_many_other_grants_do_not_hide_its_own(ranked: Ranked):
     ranked.step(expect={"a1": "r1"}, grants={"a1": 5})
     ranked.step(*(commit(100 + i, writers=2) for i in range(100)))
     assert ranked.step(commit(5)) == ({"r1"}, set())
     assert ranked.counted(UNGRANTED) == 100
 
 
-def test_the_memory_of_other_grants_is_bounded():
-    ranked = Ranked()
+def test_the_memory_of_other_grants_is_bounded(ranked: Ranked):
     ranked.step(expect={"a1": "r1"})
     ranked.step(*(commit(100 + i) for i in range(100)))
     # Those of the last four are known.

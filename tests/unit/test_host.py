@@ -24,8 +24,12 @@ from tests.unit.process_run import RefusingStore, Run, get
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-async def test_sigterm_drains() -> None:
-    run = Run()
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+async def test_sigterm_drains(run: Run) -> None:
     keys_at_drain: list[dict[str, bytes]] = []
 
     async def look() -> None:
@@ -49,8 +53,7 @@ async def test_sigterm_drains() -> None:
     assert keys_at_drain == [{}]
 
 
-async def test_status_is_served() -> None:
-    run = Run()
+async def test_status_is_served(run: Run) -> None:
     async with run.ready() as report:
         url = report["status_url"]
         status, body = await get(f"{url}/health")
@@ -150,8 +153,7 @@ async def test_all_keys_come_back_to_a_store_that_was_wiped_and_dies_again() -> 
 
 
 @pytest.mark.parametrize("error", [StartupError("no model"), KeyError("bug")])
-async def test_a_failed_start_exits_1(error: Exception) -> None:
-    run = Run()
+async def test_a_failed_start_exits_1(error: Exception, run: Run) -> None:
 
     async def fail(host: Host) -> None:
         host.progress("loading")
@@ -166,8 +168,7 @@ async def test_a_failed_start_exits_1(error: Exception) -> None:
     assert await run.store.get_prefix("n/") == {}
 
 
-async def test_a_stop_interrupts_the_start() -> None:
-    run = Run()
+async def test_a_stop_interrupts_the_start(run: Run) -> None:
 
     async def hang(_: Host) -> None:
         await asyncio.Event().wait()
@@ -181,8 +182,7 @@ async def test_a_stop_interrupts_the_start() -> None:
     assert run.worker.calls == ["start", "close"]
 
 
-async def test_a_failed_owned_task_exits_70() -> None:
-    run = Run()
+async def test_a_failed_owned_task_exits_70(run: Run) -> None:
     broken = asyncio.Event()
     cancelled = asyncio.Event()
 
@@ -210,8 +210,7 @@ async def test_a_failed_owned_task_exits_70() -> None:
     assert cancelled.is_set()
 
 
-async def test_a_failing_drain_still_closes() -> None:
-    run = Run()
+async def test_a_failing_drain_still_closes(run: Run) -> None:
 
     async def fail() -> None:
         raise KeyError("drain")
@@ -244,8 +243,7 @@ async def test_a_cancel_while_it_closes_ends_its_tasks() -> None:
     # The fixture finds tasks that are left.
 
 
-async def test_a_missing_server_is_a_failed_start() -> None:
-    run = Run()
+async def test_a_missing_server_is_a_failed_start(run: Run) -> None:
 
     @contextlib.asynccontextmanager
     async def missing(_: ProcessSpec):

@@ -11,13 +11,7 @@ from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
-from dynamo_lite.routing.kv_routing import (
-    REASONS,
-    KvPicker,
-    KvRoutingOptions,
-    LoadReport,
-    Shard,
-)
+from dynamo_lite.routing.kv_routing import REASONS, KvPicker, KvRoutingOptions, LoadReport, Shard
 from dynamo_lite.routing.pending_requests import LINGER_S, PendingRequests
 from tests.builders import endpoint_record
 

@@ -9,12 +9,7 @@ import pytest
 from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.planner import (
-    ChangePhase,
-    OperationRecord,
-    PauseRecord,
-    TargetRecord,
-)
+from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, PauseRecord, TargetRecord
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from tests.builders import graph_secret
 

@@ -55,10 +55,7 @@ async def test_a_traced_remote_prefill_is_told_stage_by_stage(decode: Decode, cl
     spans = noted(decode.half)
     whole = spans.named("remote prefill")
     assert traced(job.trace_headers) == whole.context
-    assert whole.attributes == {
-        "dynamo_lite.attempt": attempt,
-        "dynamo_lite.outcome": "committed",
-    }
+    assert whole.attributes == {"dynamo_lite.attempt": attempt, "dynamo_lite.outcome": "committed"}
     seen = {span.name: (span.parent, span.start - began, span.end - began) for span in spans.spans}
     top, mine = above.span_id, whole.context.span_id
     assert seen == {
@@ -94,7 +91,7 @@ async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
     spans = noted(decode.half)
     assert spans.named("remote prefill").attributes["dynamo_lite.outcome"] == "deadline"
     assert {s.name for s in noted(decode.half).spans} == {
-        *("decision", "remote prefill", "publish", "queue wait"),
+        *("decision", "remote prefill", "publish", "queue wait")
     }
 
 
@@ -114,7 +111,7 @@ def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
         return
     assert {span.parent for span in spans} == {above.span_id}
     assert [(s.name, s.attributes["dynamo_lite.blocks"]) for s in spans] == [
-        *(("prefill chunk", 2), ("transfer", 2), ("prefill chunk", 1), ("transfer", 1)),
+        *(("prefill chunk", 2), ("transfer", 2), ("prefill chunk", 1), ("transfer", 1))
     ]
     assert [s.start for s in spans if s.name == "prefill chunk"] == [0, 1]
 

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.messages import (
-    BlockWrite,
-    DecodeStep,
-    PrefillStep,
-    PrefixRead,
-)
+from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, PrefillStep, PrefixRead
 from dynamo_lite.disagg.prefill import staging
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.staging import OpenTransposer, split

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.request_plane import framing
-from dynamo_lite.request_plane.framing import (
-    FrameConnection,
-    FrameParser,
-    frame,
-    parse_address,
-)
+from dynamo_lite.request_plane.framing import FrameConnection, FrameParser, frame, parse_address
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.own_certificate import make_certificate, pinning_context
 

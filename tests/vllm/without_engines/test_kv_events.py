@@ -60,8 +60,12 @@ def removed(*names: int, **fields: Any) -> BlockRemoved:
     return BlockRemoved(block_hashes=list(names), medium="GPU", **fields)
 
 
-def test_stored_removed_and_cleared():
-    engine = Engine()
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_stored_removed_and_cleared(engine: Engine):
     assert engine(stored(0, 2)) == [KvStored(hashes=CHAIN[:2])]
     assert engine(stored(2, 3)) == [KvStored(hashes=CHAIN[2:])]
     assert sorted(engine.events.held()) == sorted(CHAIN)
@@ -75,9 +79,8 @@ def test_stored_removed_and_cleared():
     assert engine.drops == []
 
 
-def test_a_block_that_is_held_twice_is_gone_when_both_are():
+def test_a_block_that_is_held_twice_is_gone_when_both_are(engine: Engine):
     """As vLLM does with prompts that are computed side by side."""
-    engine = Engine()
     engine(stored(0, 1), stored(0, 1))
     assert engine(removed(100)) == []
     assert engine(removed(100)) == [KvRemoved(hashes=[CHAIN[0]])]
@@ -94,8 +97,7 @@ def test_a_block_that_is_held_twice_is_gone_when_both_are():
         ),
     ],
 )
-def test_salt_and_adapter_are_part_of_the_hashes(fields: dict, keys: dict):
-    engine = Engine()
+def test_salt_and_adapter_are_part_of_the_hashes(fields: dict, keys: dict, engine: Engine):
     chain = extend(root_hash(**keys), TOKENS, BLOCK)
     assert engine(stored(0, 2, **fields)) == [KvStored(hashes=chain[:2])]
     lora = fields.get("lora_name")
@@ -103,9 +105,8 @@ def test_salt_and_adapter_are_part_of_the_hashes(fields: dict, keys: dict):
     assert engine(rest) == [KvStored(hashes=chain[2:])]
 
 
-def test_what_depends_on_more_than_that_has_no_name():
+def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
     """Images: the blocks before them have names, they and those behind do not."""
-    engine = Engine()
     image = [None, (("image", 3),), None]
     assert engine(stored(0, 3, extra_keys=image)) == [KvStored(hashes=CHAIN[:1])]
     assert engine(stored(2, 3)) == []
@@ -113,8 +114,7 @@ def test_what_depends_on_more_than_that_has_no_name():
     assert engine(stored(0, 1, extra_keys=[(("image", 0),)])) == []
 
 
-def test_other_groups_sizes_and_unknown_parents_are_left_out():
-    engine = Engine()
+def test_other_groups_sizes_and_unknown_parents_are_left_out(engine: Engine):
     assert engine(stored(0, 1, group_idx=1), removed(100, group_idx=1)) == []
     assert engine(stored(0, 1, block_size=2, token_ids=TOKENS[:2])) == []
     assert engine.drops == []
@@ -124,16 +124,14 @@ def test_other_groups_sizes_and_unknown_parents_are_left_out():
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1.0, [["Odd"]]])])
-def test_a_malformed_batch_leaves_nothing(payload: bytes):
-    engine = Engine()
+def test_a_malformed_batch_leaves_nothing(payload: bytes, engine: Engine):
     engine(stored(0, 2))
     assert engine.events.take([b"", b"\0" * 8, payload]) == [KvCleared()]
     assert engine.events.held() == []
     assert engine.drops == ["kv_event"]
 
 
-def test_a_lost_batch_leaves_only_what_comes_after_it():
-    engine = Engine()
+def test_a_lost_batch_leaves_only_what_comes_after_it(engine: Engine):
     engine(stored(0, 2))
     engine.number += 1
     assert engine(stored(2, 3), stored(0, 1)) == [KvCleared(), KvStored(hashes=CHAIN[:1])]
@@ -141,8 +139,7 @@ def test_a_lost_batch_leaves_only_what_comes_after_it():
     assert engine(stored(1, 2)) == [KvStored(hashes=CHAIN[1:2])]
 
 
-def test_tokens_that_do_not_fit_are_dropped():
-    engine = Engine()
+def test_tokens_that_do_not_fit_are_dropped(engine: Engine):
     assert engine(stored(0, 2, token_ids=TOKENS[:3])) == []
     assert engine.drops == ["kv_event"]
 

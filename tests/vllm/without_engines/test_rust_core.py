@@ -105,8 +105,12 @@ def grammar() -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 
 
-async def test_a_request_frame_becomes_a_request_to_a_worker():
-    scene = Scene()
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+async def test_a_request_frame_becomes_a_request_to_a_worker(scene: Scene):
     await scene.add("r1", session_id="s", priority=3)
     [message] = scene.failover.submitted
     assert (message.request_id, message.prompt_token_ids) == ("r1", [1, 2, 3])
@@ -119,15 +123,13 @@ async def test_a_request_frame_becomes_a_request_to_a_worker():
     assert scene.core.in_flight == 1 and scene.sent == []
 
 
-async def test_a_long_session_id_is_cut_and_an_empty_one_is_none():
-    scene = Scene()
+async def test_a_long_session_id_is_cut_and_an_empty_one_is_none(scene: Scene):
     await scene.add("r1", session_id="s" * 300)
     await scene.add("r2", session_id="")
     assert [message.session for message in scene.failover.submitted] == ["s" * 256, None]
 
 
-async def test_the_deltas_of_one_step_leave_in_one_frame():
-    scene = Scene()
+async def test_the_deltas_of_one_step_leave_in_one_frame(scene: Scene):
     for request_id in ("r1", "r2", "r3"):
         await scene.add(request_id)
     scene.core.on_deltas(
@@ -145,8 +147,7 @@ async def test_the_deltas_of_one_step_leave_in_one_frame():
     assert step.timestamp > 0 and scene.core.in_flight == 2
 
 
-async def test_log_probabilities_arrive_as_arrays():
-    scene = Scene()
+async def test_log_probabilities_arrive_as_arrays(scene: Scene):
     await scene.add("r1")
     rows = LogprobRows(
         rows=1,
@@ -176,8 +177,7 @@ async def test_refusals_and_losses_end_requests_with_an_error():
     assert scene.ends() == {"r2": FinishReason.ERROR} and scene.core.in_flight == 0
 
 
-async def test_requests_that_cannot_be_served_are_refused_alone():
-    scene = Scene()
+async def test_requests_that_cannot_be_served_are_refused_alone(scene: Scene):
     await scene.add("r1", sampling_params=None)
     request_id = "r2"
     scene.core.take([b"\x00", msgspec.msgpack.encode([request_id, "not a prompt", None, None])])
@@ -187,8 +187,7 @@ async def test_requests_that_cannot_be_served_are_refused_alone():
     assert scene.failover.submitted_ids == ["r3"]
 
 
-async def test_an_abort_frame_cancels_at_the_worker():
-    scene = Scene()
+async def test_an_abort_frame_cancels_at_the_worker(scene: Scene):
     await scene.add("r1")
     await scene.add("r2")
     await scene.take(EngineCoreRequestType.ABORT, ["r1", "unknown"])
@@ -196,8 +195,7 @@ async def test_an_abort_frame_cancels_at_the_worker():
     assert scene.core.in_flight == 1 and scene.sent == []
 
 
-async def test_an_abort_right_behind_its_request_comes_after_it():
-    scene = Scene()
+async def test_an_abort_right_behind_its_request_comes_after_it(scene: Scene):
     order: list[str] = []
 
     async def submit(message: GenerateRequest, movable: MigrationPlan) -> None:
@@ -214,8 +212,7 @@ async def test_an_abort_right_behind_its_request_comes_after_it():
     assert order == ["submit r1", "abort r1"]
 
 
-async def test_a_malformed_delta_ends_its_request_and_no_other():
-    scene = Scene()
+async def test_a_malformed_delta_ends_its_request_and_no_other(scene: Scene):
     await scene.add("r1")
     await scene.add("r2")
     scene.core.on_deltas([TokenDelta("r1", [], finish_reason="nonsense"), TokenDelta("r2", [7])])
@@ -283,8 +280,7 @@ async def test_a_request_whose_time_ends_while_its_grammar_is_checked_is_late():
     assert scene.refused == {"late": 1} and scene.failover.submitted == []
 
 
-async def test_what_only_an_engine_can_do_is_refused():
-    scene = Scene()
+async def test_what_only_an_engine_can_do_is_refused(scene: Scene):
     await scene.take(EngineCoreRequestType.UTILITY, [0, 17, "sleep", [1]])
     [step] = scene.steps()
     assert step.utility_output is not None and step.utility_output.call_id == 17
@@ -302,8 +298,7 @@ async def test_a_traced_request_has_one_span_without_a_parent():
     assert span.parent == "" and span.context.span_id in message.trace_headers["traceparent"]
 
 
-async def test_nothing_is_sent_after_the_end():
-    scene = Scene()
+async def test_nothing_is_sent_after_the_end(scene: Scene):
     async with scene.core:
         await scene.add("r1")
     scene.core.on_deltas([TokenDelta("r1", [7])])
