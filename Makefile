@@ -14,7 +14,7 @@ help:
 	@echo 'make check     lint, format, types, and the tests of pages and layers'
 	@echo 'make test      the checks and the core of the tests'
 	@echo 'make test-all  the checks and all tests'
-	@echo 'make soak      20,000 seeds, ten minutes of faults, several hosts, a GPU: hours'
+	@echo 'make soak      20,000 seeds, ten minutes of faults, several hosts, a killed planner, a GPU: hours'
 	@echo 'make bench     the benchmarks'
 
 setup:

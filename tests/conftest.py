@@ -56,6 +56,8 @@ def pytest_runtest_makereport(
     judged = os.environ.get("CI") == "true" and call.when == "call" and report.passed
     with_engines = item.path.parent.name == "vllm"
     longest_s = _LONGEST_WITH_ENGINES_S if with_engines else _LONGEST_TEST_S
+    # As much more as the machine has more running processes than cores.
+    longest_s *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     if judged and call.duration > longest_s and item.get_closest_marker("heavy") is None:
         report.outcome = "failed"
         report.longrepr = (
