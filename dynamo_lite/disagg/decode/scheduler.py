@@ -75,7 +75,7 @@ class DecodeScheduler:
         )
         self.bridge = open_bridge(net.session)
         self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
-        flights = SingleFlight(block_size, hash_block_size, prefills, stats)
+        self._flights = flights = SingleFlight(block_size, hash_block_size, prefills, stats)
         self._prompts = Prompts(
             prefills,
             flights,
@@ -109,6 +109,11 @@ class DecodeScheduler:
         transferable: whether the prompt's KV depends on its tokens and cache salt only.
         """
         return self._prompts.looked_up(request, cached, transferable)
+
+    def leader_of(self, request_id: str) -> str | None:
+        """The parked request for whose KV the request waits; None if there is none, so that the
+        engine must call `num_new_matched_tokens`."""
+        return self._flights.leader_of(request_id)
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""

@@ -8,8 +8,7 @@ a prefix after which most of its own work is left.
 A leader is a prompt that is parked until its KV comes. It leads from the allocation of
 its blocks until the engine learns that the KV came or will not come, or until the leader ends, at
 its deadline at the latest. A follower holds no blocks and waits for one leader at a time. The
-engine looks at its prompt again in every step, as at every prompt that it cannot schedule; while
-the leader is parked that costs one look-up here.
+engine need not look at its prompt until then.
 """
 
 import logging
@@ -67,13 +66,21 @@ class SingleFlight:
         """Hashes of the blocks that the engine will cache once the leader's KV is here."""
         return () if self._size is None else list(leader.block_hashes[: self._cacheable(leader)])
 
+    def leader_of(self, request_id: str) -> str | None:
+        """See `DecodeScheduler.leader_of`."""
+        prefill = self._prefills.by_request.get(request_id)
+        wait = None if prefill is None else prefill.wait
+        if wait is None or wait.leader is None:
+            return None
+        leader = self._prefills.by_request.get(wait.leader)
+        return wait.leader if leader is not None and leader.parked else None
+
     def waits(self, prefill: RemotePrefill, cached: int) -> bool:
         """Whether the request's leader is still parked."""
         wait = prefill.wait
-        if wait is None or (leader_id := wait.leader) is None:
+        if wait is None or wait.leader is None:
             return False
-        leader = self._prefills.by_request.get(leader_id)
-        if leader is not None and leader.parked:
+        if self.leader_of(prefill.request_id) is not None:
             return True
         wait.served = cached >= wait.prefix_tokens
         self._end_wait(wait, "hit" if wait.served else "miss")

@@ -1,4 +1,4 @@
-"""Lets a decode engine notice and schedule a prompt as soon as its KV has arrived.
+"""A decode engine's scheduler: prompts are noticed and scheduled as soon as their KV has arrived.
 
 After a step that computed nothing vLLM's engine sleeps for a millisecond, and notifications
 are read once per step. So an arrival is noticed half a millisecond late on average, and
@@ -7,21 +7,30 @@ they can look several times, and vLLM does not sleep after it.
 
 Steps and looks keep a core busy, which slows down a prefill engine whose core is another half of
 the same one. So both become rarer, the longer the prompts have been away.
+
+Prompts that wait for the KV of another one are kept out of vLLM's steps until it has arrived.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, cast
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.vllm.engine.connector_types import StepMetadata
+
+if TYPE_CHECKING:
+    from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
 
 #: How long a step waits at least, as long as vLLM would sleep.
 _LEAST_S = 0.001
@@ -36,30 +45,105 @@ _HANDOVER_S = 0.00002
 
 
 def schedule_arrivals_at_once(config: VllmConfig, engine_config: EngineConfig | None) -> None:
-    """Sets the scheduler of a decode engine, unless the user has set another one.
-
-    Engines whose steps overlap keep vLLM's: they learn of an arrival one step later anyway. So do
-    engines with data parallelism or draft models, for which a step without computing matters.
-    """
+    """Sets the scheduler of a decode engine, unless the user has set another one."""
     if engine_config is None or not isinstance(engine_config.role, DecodeEngineConfig):
         return
-    plain = (
-        config.max_concurrent_batches == 1
-        and not config.scheduler_config.async_scheduling
-        and config.parallel_config.data_parallel_size == 1
-        and config.speculative_config is None
-    )
-    if plain and config.scheduler_config.scheduler_cls is None:
-        config.scheduler_config.scheduler_cls = f"{__name__}.{ArrivalScheduler.__name__}"
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        made = AsyncArrivalScheduler if scheduler.async_scheduling else ArrivalScheduler
+        scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
 
 
 def waits_in_steps(config: VllmConfig) -> bool:
-    """Whether `schedule_arrivals_at_once` has set the engine's scheduler."""
-    return config.scheduler_config.get_scheduler_cls() is ArrivalScheduler
+    """Whether the engine's steps that compute nothing wait for KV.
+
+    They do not where steps overlap: such engines learn of an arrival one step later anyway. Nor
+    with data parallelism or draft models, for which a step without computing matters.
+    """
+    return (
+        config.max_concurrent_batches == 1
+        and config.parallel_config.data_parallel_size == 1
+        and config.speculative_config is None
+        and issubclass(config.scheduler_config.get_scheduler_cls(), ArrivalScheduler)
+    )
 
 
-class ArrivalScheduler(Scheduler):
+class _Waiting(RequestQueue):
+    """A queue of vLLM's without the followers of parked leaders, which are kept beside it.
+
+    In the queue each of them would cost a look-up of its whole prefix in every step, only to be
+    skipped. leader_of: see `DecodeScheduler`.
+    """
+
+    def __init__(self, queue: RequestQueue, leader_of: Callable[[str], str | None]):
+        self._queue, self._leader_of = queue, leader_of
+        #: By leader; the last one first.
+        self._followers: dict[str, list[Request]] = {}
+
+    def bring_back(self) -> None:
+        """Followers whose leader is not parked any more go on in front, in their order."""
+        for leader, followers in list(self._followers.items()):
+            if self._leader_of(followers[0].request_id) != leader:
+                self._queue.prepend_requests(self._followers.pop(leader))
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """requests: those that a step has skipped, the last one first."""
+        skipped: list[Request] = []
+        joined: dict[str, list[Request]] = {}
+        for request in requests:
+            leader = self._leader_of(request.request_id)
+            (skipped if leader is None else joined.setdefault(leader, [])).append(request)
+        for leader, followers in joined.items():
+            self._followers[leader] = followers + self._followers.get(leader, [])
+        self._queue.prepend_requests(skipped)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        gone = set(requests)
+        self._queue.remove_requests(gone)
+        for leader, followers in list(self._followers.items()):
+            self._followers[leader] = [each for each in followers if each not in gone]
+            if not self._followers[leader]:
+                del self._followers[leader]
+
+    def remove_request(self, request: Request) -> None:
+        self.remove_requests([request])
+
+    def add_request(self, request: Request) -> None:
+        self._queue.add_request(request)
+
+    def prepend_request(self, request: Request) -> None:
+        self._queue.prepend_request(request)
+
+    def pop_request(self) -> Request:
+        return self._queue.pop_request()
+
+    def peek_request(self) -> Request:
+        return self._queue.peek_request()
+
+    def __bool__(self) -> bool:
+        """Whether a step can look at any."""
+        return bool(self._queue)
+
+    def __len__(self) -> int:
+        return len(self._queue) + sum(map(len, self._followers.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._queue
+        for followers in self._followers.values():
+            yield from reversed(followers)
+
+
+class _ArrivalMixin(Scheduler):
     """vLLM's scheduler, after whose waiting steps the engine does not sleep."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        connector = cast("DynamoLiteConnector", self.connector)
+        self.waiting = self._waiting = _Waiting(self.waiting, connector.leader_of)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._waiting.bring_back()
+        return super().schedule(throttle_prefills)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -74,6 +158,14 @@ class ArrivalScheduler(Scheduler):
             # The engine core looks at this number next, and only to decide whether to sleep.
             scheduler_output.total_num_scheduled_tokens = 1
         return outputs
+
+
+class ArrivalScheduler(_ArrivalMixin, Scheduler):
+    """For engines that compute one step at a time."""
+
+
+class AsyncArrivalScheduler(_ArrivalMixin, AsyncScheduler):
+    """For engines that schedule the next step while one runs."""
 
 
 def let_bridge_run(*, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -217,6 +217,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             request, num_computed_tokens, transferable=_is_transferable(request)
         )
 
+    def leader_of(self, request_id: str) -> str | None:
+        return None if self._decode is None else self._decode.leader_of(request_id)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._decode is not None:
             self._decode.state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)

@@ -1,11 +1,15 @@
 """A decode engine's steps that compute nothing: how they wait for KV, and what follows them."""
 
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
+from benchmarks.followers import BLOCK, Steps
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
@@ -14,9 +18,10 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.vllm.engine import arrivals
+from dynamo_lite.vllm.engine import arrivals, connector
 from dynamo_lite.vllm.engine.arrivals import (
     ArrivalScheduler,
+    AsyncArrivalScheduler,
     arrival_wait_s,
     schedule_arrivals_at_once,
     wait_for_arrival,
@@ -105,48 +110,79 @@ def test_vllm_does_not_sleep_after_a_step_that_has_waited(monkeypatch, step: Any
     assert (output.total_num_scheduled_tokens == 0) is sleeps
 
 
-def config(**other: Any) -> Any:
-    scheduler = SimpleNamespace(async_scheduling=False, scheduler_cls=None)
-    plain = {
+def config(scheduler: Any = None, **other: Any) -> Any:
+    """scheduler: what `scheduler-cls` names."""
+    made = {
         "max_concurrent_batches": 1,
-        "scheduler_config": scheduler,
+        "scheduler_config": SimpleNamespace(
+            async_scheduling=False,
+            scheduler_cls=scheduler,
+            get_scheduler_cls=lambda: scheduler or Scheduler,
+        ),
         "parallel_config": SimpleNamespace(data_parallel_size=1),
         "speculative_config": None,
     }
-    return SimpleNamespace(**{**plain, **other})
-
-
-def test_a_plain_decode_engine_gets_the_scheduler():
-    made = config()
-    schedule_arrivals_at_once(made, DECODE)
-    assert made.scheduler_config.scheduler_cls == f"{arrivals.__name__}.ArrivalScheduler"
+    return SimpleNamespace(**{**made, **other})
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("overlapping", "own", "role", "expected"),
     [
-        {"max_concurrent_batches": 2},
-        {"parallel_config": SimpleNamespace(data_parallel_size=2)},
-        {"speculative_config": object()},
-        {"scheduler_config": SimpleNamespace(async_scheduling=True, scheduler_cls=None)},
-        {"scheduler_config": SimpleNamespace(async_scheduling=False, scheduler_cls="mine.Own")},
+        (False, None, DECODE, f"{arrivals.__name__}.ArrivalScheduler"),
+        (True, None, DECODE, f"{arrivals.__name__}.AsyncArrivalScheduler"),
+        (False, "mine.Own", DECODE, "mine.Own"),
+        (False, None, PREFILL, None),
+        (False, None, None, None),
     ],
 )
-def test_other_engines_keep_their_scheduler(other: dict[str, Any]):
-    made = config(**other)
-    before = made.scheduler_config.scheduler_cls
-    schedule_arrivals_at_once(made, DECODE)
-    assert made.scheduler_config.scheduler_cls == before
+def test_decode_engines_get_the_scheduler(
+    overlapping: bool, own: str | None, role: EngineConfig | None, expected: str | None
+):
+    made = config(own)
+    made.scheduler_config.async_scheduling = overlapping
+    schedule_arrivals_at_once(made, role)
+    assert made.scheduler_config.scheduler_cls == expected
 
 
-@pytest.mark.parametrize("other", [PREFILL, None])
-def test_only_decode_engines_wait(other: EngineConfig | None):
-    made = config()
-    schedule_arrivals_at_once(made, other)
-    assert made.scheduler_config.scheduler_cls is None
+@pytest.mark.parametrize(
+    ("made", "waits"),
+    [
+        (config(ArrivalScheduler), True),
+        (config(AsyncArrivalScheduler), False),
+        (config(Scheduler), False),
+        (config(ArrivalScheduler, max_concurrent_batches=2), False),
+        (config(ArrivalScheduler, speculative_config=object()), False),
+        (config(ArrivalScheduler, parallel_config=SimpleNamespace(data_parallel_size=2)), False),
+    ],
+)
+def test_steps_wait_only_where_vllm_does_not_sleep_after_them(made: Any, waits: bool):
+    assert waits_in_steps(made) is waits
 
 
-@pytest.mark.parametrize("cls", [Scheduler, ArrivalScheduler])
-def test_steps_wait_only_where_vllm_does_not_sleep_after_them(cls: type):
-    made: Any = SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: cls))
-    assert waits_in_steps(made) is (cls is ArrivalScheduler)
+@pytest.mark.parametrize("scheduler", [None, f"{arrivals.__name__}.AsyncArrivalScheduler"])
+def test_followers_cost_a_step_nothing_until_their_leaders_kv_is_here(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str | None
+):
+    monkeypatch.setattr(connector, "_die_with_parent", lambda: None)
+    steps = Steps(model, tmp_path, 100, scheduler)
+    engine, prefix = steps.engine, [1] * 8 * BLOCK
+    steps.cache(prefix)
+    steps.add("stream", [2] * 20)
+    for name in ("leader", "a", "b", "c"):
+        steps.add(name, [*prefix, *[3] * 20 * BLOCK, ord(name[0])])
+    looked_up = Counter[str]()
+    look_up = engine.kv_cache_manager.get_computed_blocks
+    monkeypatch.setattr(
+        engine.kv_cache_manager,
+        "get_computed_blocks",
+        lambda request: (looked_up.update([request.request_id]), look_up(request))[1],
+    )
+    assert [steps.step() for _ in range(5)] == [["stream"]] * 5
+    assert set(looked_up.values()) == {1} and len(looked_up) == 5
+    assert engine.get_request_counts() == (1, 4)
+    engine.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    steps.step(received=["leader"])
+    assert steps.step() == ["stream", "leader", "a", "c"]
+    cached = steps.outputs[0].scheduler_stats.prefix_cache_stats
+    assert (cached.requests, cached.hits) == (2, 2 * 28 * BLOCK)
+    assert engine.get_request_counts() == (4, 0) and looked_up["b"] == 1
