@@ -19,6 +19,10 @@ _NO_POOLING = "pooling models are not served here; remove it"
 _LOGS = "the Frontend's logs are set by --log-format and --verbose, and VLLM_LOGGING_LEVEL"
 _NOT_SENT = "what it makes the engine produce is not sent to clients here; remove it"
 _NOT_EXPORTED = "a worker has metrics of its own, without these; remove it"
+_NO_SLEEP = (
+    "engines are not put to sleep here: that would take their KV memory away from transfers; remove"
+    " it"
+)
 
 #: Groups of vLLM's parser that describe an engine.
 _ENGINE_GROUPS = frozenset(
@@ -50,6 +54,13 @@ _BOTH = {
         _NOT_EXPORTED,
     ),
     **dict.fromkeys(("lora-modules", "default-mm-loras"), _NO_LORA),
+    **dict.fromkeys(
+        (
+            *("enable-sleep-mode", "sleep-mode-offload-cudagraph"),
+            "sleep-preserve-parameter-names",
+        ),
+        _NO_SLEEP,
+    ),
     "kv-transfer-config": "set by dynamo-lite itself; remove it",
     "aggregate-engine-logging": "there is one engine per worker; remove it",
     "data-parallel-multi-port-external-lb": _ONE_PROCESS,
