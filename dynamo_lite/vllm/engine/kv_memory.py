@@ -26,7 +26,7 @@ from dynamo_lite.vllm.engine.transposer import TorchTransposer
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of a token].
 _HEADS_DIM, _DIMENSIONS = 1, 4
 #: Tokens per block that every attention kernel on CUDA takes without splitting the block.
-_SMALLEST_KERNEL_BLOCK = 64
+_KERNEL_BLOCKS = (16, 32, 64)
 
 
 def rank_index(config: VllmConfig) -> int:
@@ -45,9 +45,7 @@ def preferred_layout(config: VllmConfig) -> str | None:
     """
     if config.model_config is None or config.model_config.use_mla:
         return None
-    together = (
-        current_platform.is_cuda() and config.cache_config.block_size <= _SMALLEST_KERNEL_BLOCK
-    )
+    together = current_platform.is_cuda() and config.cache_config.block_size in _KERNEL_BLOCKS
     return (KVCacheLayout.BLHNC if together else KVCacheLayout.LBHNC).name
 
 

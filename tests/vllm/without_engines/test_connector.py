@@ -61,6 +61,7 @@ def test_the_ranks_failures_are_joined():
         (True, False, 64, "BLHNC"),
         # vLLM must be able to split these for FlashInfer.
         (True, False, 128, "LBHNC"),
+        (True, False, 48, "LBHNC"),
         (True, True, 64, None),
     ],
 )
