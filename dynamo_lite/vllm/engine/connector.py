@@ -217,6 +217,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             request, num_computed_tokens, transferable=_is_transferable(request)
         )
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All groups, cached or not: vLLM must not zero blocks that a writer fills."""
+        return self._kv_cache_config.transfer_group_ids
+
     def leader_of(self, request_id: str) -> str | None:
         return None if self._decode is None else self._decode.leader_of(request_id)
 

@@ -47,6 +47,13 @@ def test_the_engines_pool_hands_out_runs():
     assert type(pool.free_block_queue) is FreeRuns
 
 
+def test_vllm_zeroes_no_block_that_a_writer_fills():
+    connector = DynamoLiteConnector.__new__(DynamoLiteConnector)
+    groups = SimpleNamespace(transfer_group_ids=(0,), prefix_cacheable_group_ids=())
+    connector._kv_cache_config = cast("Any", groups)
+    assert connector.get_loaded_kv_cache_group_ids(cast("Any", None)) == (0,)
+
+
 def test_the_ranks_failures_are_joined():
     both = ReportMetadata(WorkerReport({"a": "x"})).aggregate(
         ReportMetadata(WorkerReport({"b": "y"}))
