@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from vllm.platforms import current_platform
 
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover, Transfer
@@ -120,5 +121,5 @@ def _mover(name: str, device: torch.device, *, thread: bool) -> Mover:
     if not thread:
         return mover
     if device.type == "cuda":
-        return PolledMover(mover, enter=partial(torch.cuda.set_device, device))
+        return PolledMover(mover, enter=partial(current_platform.set_device, device))
     return PolledMover(mover)

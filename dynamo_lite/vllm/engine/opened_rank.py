@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.platforms import current_platform
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
@@ -98,6 +99,7 @@ def open_mover(
         alive=alive,
         # A prefill rank gets no notifications: polling its own transfers is enough.
         listen_s=LISTEN_S if isinstance(config.role, DecodeEngineConfig) else 0.0,
-        # UCX's CUDA transports work in the calling thread's context.
-        enter=partial(torch.cuda.set_device, device),
+        # UCX's CUDA transports work in the calling thread's context. torch alone would make none in
+        # a new thread on the first device.
+        enter=partial(current_platform.set_device, device),
     )

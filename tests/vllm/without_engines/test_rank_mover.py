@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
@@ -32,7 +33,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Devices that threads have chosen. No agent is opened."""
     devices: list[Any] = []
     monkeypatch.setattr(opened_rank, "NixlMover", lambda name, secret: Wire())
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    # torch.cuda's own makes no context in a new thread on the first device.
+    monkeypatch.setattr(current_platform, "set_device", devices.append)
     return devices
 
 
