@@ -26,6 +26,20 @@ def cpu_isa(config: VllmConfig, head_size: int) -> str:
     return _get_attn_isa(config.model_config.dtype, cache.block_size, head_size, cache.cache_dtype)
 
 
+def packing(layer: str, config: VllmConfig) -> str:
+    """Returns what determines how a layer's attention kernel packs the bytes of a block; "" if the
+    layer is not known.
+
+    It is the backend that vLLM has chosen. On a CPU it is also the instruction set; shapes and
+    strides do not show it.
+    """
+    attention = config.compilation_config.static_forward_context.get(layer)
+    backend = "" if attention is None else attention.get_attn_backend().get_name()
+    if backend == "CPU_ATTN":
+        return f"{backend} {cpu_isa(config, config.model_config.get_head_size())}"
+    return backend
+
+
 def block_arrays(
     layer: str, tensor: torch.Tensor, config: VllmConfig, tokens: int
 ) -> tuple[KvArray, ...]:

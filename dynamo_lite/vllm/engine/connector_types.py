@@ -16,8 +16,8 @@ from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, WorkerReport
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 
-#: The fingerprint entry that comes from the engine's ranks; the component adds all others.
-KV_LAYOUT = "kv_layout"
+#: The fingerprint entries that come from the engine's ranks; the component adds all others.
+KV_LAYOUT, ATTENTION = "kv_layout", "attention"
 
 
 @dataclass
@@ -44,8 +44,9 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     #: The rank's `RankMetadata` in msgpack.
     rank: bytes
-    #: The memory orders of its blocks, see `kv_memory.py`.
+    #: The memory orders of its blocks, and how they are packed, see `kv_memory.py`.
     orders: frozenset[str]
+    packings: frozenset[str]
 
 
 def engine_metadata(
@@ -54,16 +55,21 @@ def engine_metadata(
     num_blocks: int,
     handshakes: Sequence[KVConnectorHandshakeMetadata],
 ) -> EngineMetadata:
-    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT.
+    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT and
+    ATTENTION.
 
     handshakes: in the order of `kv_memory.rank_index`.
     """
     shakes = [shake for shake in handshakes if isinstance(shake, RankHandshake)]
     orders = {order for shake in shakes for order in shake.orders}
+    packings = {packing for shake in shakes for packing in shake.packings}
     return EngineMetadata(
         engine_id=config.engine_id,
         lease_id=config.lease_id,
-        fingerprint={KV_LAYOUT: " and ".join(sorted(orders))},
+        fingerprint={
+            KV_LAYOUT: " and ".join(sorted(orders)),
+            ATTENTION: " and ".join(sorted(packings)),
+        },
         block_size_tokens=block_size_tokens,
         num_blocks=num_blocks,
         ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),

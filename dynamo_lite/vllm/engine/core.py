@@ -38,7 +38,6 @@ from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
-from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
 from dynamo_lite.vllm.engine.kv_events import followed
@@ -172,9 +171,8 @@ class VllmEngine:
             record_notes(tracer, counts.get(SPAN, ()))
 
     def _fingerprinted(self, described: EngineMetadata, lease_ttl_s: float) -> EngineMetadata:
-        """Adds the fingerprint; the engine's process has only set its layout."""
-        layout = described.fingerprint[KV_LAYOUT]
-        made = fingerprint(self.config, layout, max_model_len=self._loaded_len)
+        """Completes the fingerprint; the engine's process has only set what its ranks know."""
+        made = fingerprint(self.config, described.fingerprint, max_model_len=self._loaded_len)
         # A decode engine waits for the last write of a lost writer by its own time-to-live.
         made["lease_ttl_s"] = f"{lease_ttl_s:g}"
         return msgspec.structs.replace(described, fingerprint=made)

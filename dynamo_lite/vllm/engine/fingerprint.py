@@ -9,12 +9,10 @@ from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import ModelConfig, VllmConfig
-from vllm.platforms import current_platform
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.transfer.sharding import join
-from dynamo_lite.vllm.engine.block_arrays import cpu_isa
 from dynamo_lite.vllm.engine.weights import weights_print
 
 #: Entries that may differ if both engines' regions tell where the bytes of each token are.
@@ -35,11 +33,11 @@ _NOT_THE_MODEL = {
 
 
 def fingerprint(
-    config: VllmConfig, kv_layout: str, *, max_model_len: int | None = None
+    config: VllmConfig, of_ranks: Mapping[str, str], *, max_model_len: int | None = None
 ) -> dict[str, str]:
     """Returns readable `name: value` pairs of a running engine.
 
-    kv_layout: order of the bytes inside a block. max_model_len: the length with which the
+    of_ranks: the entries that come from its ranks. max_model_len: the length with which the
     model was loaded, if vLLM has reduced it later to fit the memory. Models choose factors by
     it (longrope's, Llama 4's attention temperature).
 
@@ -65,10 +63,9 @@ def fingerprint(
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "block_size": str(config.cache_config.block_size),
-        "kv_layout": kv_layout,
         "machine": platform.machine(),
-        "attention": _attention(config),
         "vllm": vllm_version,
+        **of_ranks,
     }
 
 
@@ -99,16 +96,6 @@ def _quantization(model: ModelConfig) -> str:
     method = "the model's own" if own else model.quantization
     parts = (method, model.quantization_config)
     return " ".join(str(part) for part in parts if part is not None)
-
-
-def _attention(config: VllmConfig) -> str:
-    """What determines how the attention kernels pack the bytes of a block.
-
-    On a CPU this is the instruction set; shapes and strides do not show it.
-    """
-    if current_platform.is_cpu():
-        return cpu_isa(config, config.model_config.get_head_size())
-    return str(config.attention_config.backend)
 
 
 def check_peer(own: EngineMetadata, peer: EngineMetadata) -> bool:

@@ -20,7 +20,7 @@ from dynamo_lite.disagg.prefill.staging import OpenTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
-from dynamo_lite.vllm.engine.block_arrays import block_arrays
+from dynamo_lite.vllm.engine.block_arrays import block_arrays, packing
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of a token].
@@ -56,6 +56,8 @@ class KvMemory:
     rank: RankMetadata
     #: The orders of bytes inside its layers' blocks.
     orders: frozenset[str]
+    #: How its layers' attention kernels pack them.
+    packings: frozenset[str]
     #: Makes staging memory on the same device.
     open_transposer: OpenTransposer
 
@@ -74,11 +76,13 @@ def register(
     tokens = config.cache_config.block_size
     regions: list[KvRegion] = []
     orders: set[str] = set()
+    packings: set[str] = set()
     taken: set[int] = set()
     for layer, tensor in kv_caches.items():
         if tensor.data_ptr() in taken:
             continue
         taken.add(tensor.data_ptr())
+        packings.add(packing(layer, config))
         heads_dim, first, arrays = None, 0, ()
         if tensor.dim() == _DIMENSIONS:
             heads_dim, heads = _HEADS_DIM, tensor.shape[_HEADS_DIM]
@@ -106,7 +110,8 @@ def register(
     rank = RankMetadata(
         agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
     )
-    return KvMemory(rank, frozenset(orders), partial(TorchTransposer, list(storages.values())))
+    transposer = partial(TorchTransposer, list(storages.values()))
+    return KvMemory(rank, frozenset(orders), frozenset(packings), transposer)
 
 
 def _specs(kv_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -77,7 +77,7 @@ def open_rank(
         else:
             rank = DecodeRank(mover, kv.rank)
         on_failure.pop_all()
-    return OpenedRank(rank, RankHandshake(encode(kv.rank), kv.orders), mover)
+    return OpenedRank(rank, RankHandshake(encode(kv.rank), kv.orders, kv.packings), mover)
 
 
 def open_mover(

@@ -112,7 +112,7 @@ def printed(models: Path, host: str = "one", **given: Any) -> dict[str, str]:
     model = ModelConfig(
         model=str(models / host / "llama"), **{"max_model_len": 512, "dtype": "bfloat16", **given}
     )
-    return fingerprint(VllmConfig(model_config=model), "layout")
+    return fingerprint(VllmConfig(model_config=model), {})
 
 
 def changed(models: Path, **given: Any) -> set[str]:
@@ -153,13 +153,13 @@ SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     ids=["rope", "config", "length", "dtype", "quantization"],
 )
 def test_what_makes_other_kv_is_in_the_fingerprint(models: Path, given: dict, names: set[str]):
-    assert changed(models, **given) - {"attention"} == names
+    assert changed(models, **given) == names
 
 
 def test_a_model_counts_with_the_length_with_which_it_was_loaded(models: Path):
     """An engine may shorten it later, to what fits into its memory."""
     model = ModelConfig(model=str(models / "one" / "llama"), max_model_len=256)
-    made = fingerprint(VllmConfig(model_config=model), "layout", max_model_len=512)
+    made = fingerprint(VllmConfig(model_config=model), {}, max_model_len=512)
     assert made["max_model_len"] == "512"
 
 

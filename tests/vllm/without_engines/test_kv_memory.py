@@ -15,20 +15,22 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.vllm.engine import kv_memory
+from dynamo_lite.vllm.engine.connector_types import RankHandshake, engine_metadata
 from dynamo_lite.vllm.engine.kv_memory import KvMemory, first_head, register
 from tests.twins.mover import MemoryFabric, MemoryMover
 
 
-def config(ranks: int, total: int) -> Any:
+def config(ranks: int, total: int, layers: Any = None) -> Any:
+    """layers: attention layers, which say how their kernel packs a block."""
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: total,
         get_num_kv_heads=lambda _: max(1, total // ranks),
     )
     parallel = SimpleNamespace(tensor_parallel_size=ranks)
     cache = SimpleNamespace(block_size=32, cache_dtype="auto")
-    # No attention layer says how its kernel packs a block.
-    compilation = SimpleNamespace(static_forward_context={})
+    compilation = SimpleNamespace(static_forward_context=layers or {})
     return cast(
         "Any",
         SimpleNamespace(
@@ -84,11 +86,11 @@ BLOCKS, HEADS, TOKENS, VALUES = 5, 3, 32, 64
 def registered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kv_memory, "get_tensor_model_parallel_rank", lambda: 0)
 
-    def take(tensors: dict[str, torch.Tensor], heads: int) -> KvMemory:
+    def take(tensors: dict[str, torch.Tensor], heads: int, layers: Any = None) -> KvMemory:
         group = KVCacheGroupSpec(list(tensors), spec(heads))
         kv_config = KVCacheConfig(BLOCKS, [], [group])
         mover = cast("Any", MemoryMover(MemoryFabric(), "rank"))
-        return register(tensors, mover, config(1, heads), kv_config)
+        return register(tensors, mover, config(1, heads, layers), kv_config)
 
     return take
 
@@ -119,6 +121,18 @@ def test_heads_are_found_by_their_bytes_whatever_a_value_takes(registered, dtype
         for head in range(HEADS):
             at = start + head * region.head_bytes
             assert ctypes.string_at(at, region.head_bytes) == raw(tensor[block, head])
+
+
+def test_an_engine_names_the_attention_backend_that_vllm_has_chosen(registered):
+    """Nobody has configured one: another engine's GPU can have led to another."""
+    backend = SimpleNamespace(get_name=lambda: "TRITON_MLA")
+    layer = SimpleNamespace(get_attn_backend=lambda: backend)
+    tensor = filled((BLOCKS, 16, 576), torch.bfloat16)
+    kv = registered({"layer": tensor}, 1, {"layer": layer})
+    own = cast("Any", SimpleNamespace(engine_id="e", lease_id=1))
+    shakes = [RankHandshake(encode(kv.rank), kv.orders, kv.packings)] * 2
+    metadata = engine_metadata(own, TOKENS, BLOCKS, shakes)
+    assert metadata.fingerprint["attention"] == "TRITON_MLA"
 
 
 def test_latent_kv_has_no_heads(registered):
