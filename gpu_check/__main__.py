@@ -3,18 +3,20 @@
 import argparse
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from gpu_check.bench import Bench, find_bench
 from gpu_check.parts import PARTS
-from gpu_check.report import Result, Skip, as_json, exit_code, line, summary
+from gpu_check.report import FAILED, REPORT, Result, Skip, as_json, exit_code, line, summary
 from gpu_check.runner import run_apart, skipped
 
 _EPILOG = """\
 parts:
 {parts}
 
-Each part runs in its own process. It prints ok, FAILED or skipped, with figures or the
-reason. --device cpu runs the same parts in host memory, which tests this command, not a GPU.
+Each part runs in its own process and prints one line: ok, FAILED or skipped, with figures or the
+reason, and what to send us when it has failed. --device cpu runs the same parts in host memory,
+which tests this command, not a GPU.
 
 exit codes: 0: all parts that ran are ok; 1: a part has failed; 2: no part that needs the
 device could run, or the command line is wrong.
@@ -51,12 +53,13 @@ def check(args: argparse.Namespace) -> int:
         here = not (missing and part.on_device)
         results.append(run_apart(part, bench) if here else skipped(part, missing))
         if not args.json:
-            print(line(results[-1]), flush=True)
-    if args.json:
-        print(as_json({**asdict(bench), "missing": missing}, results))
-    else:
-        print(f"\n{summary(results)}")
-    return exit_code(results)
+            print(line(results[-1], part.send), flush=True)
+    report = as_json({**asdict(bench), "missing": missing}, results)
+    code = exit_code(results)
+    if code == FAILED:
+        Path(REPORT).write_text(report)
+    print(report if args.json else f"\n{summary(results)}")
+    return code
 
 
 if __name__ == "__main__":

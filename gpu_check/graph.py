@@ -1,9 +1,10 @@
-"""Part `graph`: compares a graph's greedy tokens with those of plain vLLM.
+"""Parts `graph`, `overlap`, `sliding`: compare a graph's greedy tokens with those of plain vLLM.
 
 Plain vLLM runs first and is stopped, so that one GPU is enough. With two GPUs each worker
 has its own.
 """
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -15,10 +16,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.graph import ROOT, TINY_MODEL, RunningGraph, end, running_graph
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.records import decode_engine
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
@@ -31,32 +38,130 @@ _GRAPH = "graphs.disagg:Frontend"
 _CONFIGS = {"cuda": "configs/gpu_check.yaml", "cpu": "configs/disagg.yaml"}
 #: Prompt lengths in tokens. Those over 512 are prefilled remotely.
 _PROMPTS = (40, 300, 600, 1500, 1501, 2200, 700, 4000)
+_SERVICES = ("VllmWorker", "PrefillWorker")
+#: Tokens of a block in _CONFIGS.
+_LONGEST_BLOCK = 64
+#: Few more blocks than vLLM wants for one step and a window.
+_SMALL_POOLS = {"cuda": 24, "cpu": 80}
 _NEW_TOKENS = 24
+#: Characters of a log that a failure shows.
+_TAIL = 2000
 _READY_S, _ANSWER_S, _POLL_S = 400.0, 120.0, 0.2
 _COMMITTED = 'dynamo_lite_remote_prefills_total{outcome="committed"}'
 
 
 def graph(bench: Bench) -> Figures:
+    """Also: the decode engine names the attention backend that vLLM has chosen."""
+    return _compared(bench, Trial(_PROMPTS))
+
+
+def overlap(bench: Bench) -> Figures:
+    """The same with asynchronous scheduling and Model Runner V2, several prompts at a time."""
+    if not bench.on_gpu:
+        raise Skip("vLLM has neither on a CPU")
+    options = [
+        option
+        for service in _SERVICES
+        for option in (
+            f"--{service}.async-scheduling=true",
+            f"--{service}.ServiceArgs.env.VLLM_USE_V2_MODEL_RUNNER=1",
+        )
+    ]
+    return _compared(bench, Trial(_PROMPTS, options=options, at_once=4, said="V2 Model Runner"))
+
+
+def sliding(bench: Bench) -> Figures:
+    """The same for a model whose layers all have a sliding window, with prompts that end at each
+    place of a block. A small pool soon takes again the blocks that are behind the window, and must
+    not before they are written."""
+    lengths = range(640, 640 + _LONGEST_BLOCK)
+    pool = f"--PrefillWorker.num-gpu-blocks-override={_SMALL_POOLS[bench.kind]}"
+    return _compared(bench, Trial(lengths, model="sliding", options=[pool], at_once=8))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a graph is asked, to be compared with plain vLLM.
+
+    prompts: their lengths in tokens. model: a shape of `scripts/tiny_model.py`. options: of the
+    graph. at_once: prompts. said: what the engines' logs must have.
+    """
+
+    prompts: Sequence[int]
+    model: str = "tiny"
+    options: Sequence[str] = ()
+    at_once: int = 1
+    said: str = ""
+
+
+def _compared(bench: Bench, trial: Trial) -> Figures:
     if importlib.util.find_spec("vllm") is None:
         raise Skip("vLLM is not installed")
     if bench.on_gpu and not _has_cuda_build():
         raise Skip("the installed vLLM is not a CUDA build")
-    _make_model()
-    prompts = [_prompt(length) for length in _PROMPTS]
-    config = _CONFIGS[bench.kind]
-    with plain_server(config) as url:
+    model = TINY_MODEL.parent / trial.model
+    subprocess.run(
+        [sys.executable, "scripts/tiny_model.py", model, trial.model], cwd=ROOT, check=True
+    )
+    prompts = [_prompt(length) for length in trial.prompts]
+    config, placed = _CONFIGS[bench.kind], [f"--Common.model={model}", *_placement(bench)]
+    with plain_server(config, model) as url:
         expected = ask(url, prompts)
-    with running_graph(_GRAPH, config, *_placement(bench)) as running:
-        found = ask(running.run.http, prompts)
+    with running_graph(_GRAPH, config, *placed, *trial.options) as running:
+        found = ask(running.run.http, prompts, at_once=trial.at_once)
         committed = _committed(running, at_least=_remote(prompts))
+        logs = {
+            name: Path(running.process(name).log).read_text("utf-8", "replace")
+            for name in _SERVICES
+        }
+        try:
+            check(trial, expected, found, committed, logs)
+            attention = named(asyncio.run(_attention(running)))
+        except CheckFailed as exc:
+            tails = [f"end of the log of {name}:\n{text[-_TAIL:]}" for name, text in logs.items()]
+            raise CheckFailed("\n".join([str(exc), *tails])) from exc
+    return {
+        "prompts": len(prompts),
+        "prefilled remotely": int(committed),
+        "attention": attention,
+        "GPUs": bench.count,
+    }
+
+
+def check(
+    trial: Trial,
+    expected: Sequence[list[int]],
+    found: Sequence[list[int]],
+    committed: float,
+    logs: Mapping[str, str],
+) -> None:
+    """Raises CheckFailed. expected, found: tokens of plain vLLM and of the graph. committed: number
+    of remote prefills. logs: of the workers, by service."""
     wrong = first_difference(expected, found)
     if wrong is not None:
         raise CheckFailed(wrong)
-    if committed < _remote(prompts):
+    remote = sum(length - 1 > 512 for length in trial.prompts)
+    if committed < remote:
+        raise CheckFailed(f"only {committed:g} of {remote} long prompts were prefilled remotely")
+    for service, text in logs.items():
+        if trial.said not in text:
+            raise CheckFailed(f"the log of {service} does not have {trial.said!r}: it was not used")
+
+
+def named(attention: str) -> str:
+    """Returns the backend that the decode engine's fingerprint names. Raises CheckFailed."""
+    if attention in ("", "None"):
         raise CheckFailed(
-            f"only {committed:g} of {_remote(prompts)} long prompts were prefilled remotely"
+            f"the decode engine's fingerprint has attention {attention!r}: it does not name the"
+            " backend that vLLM has chosen"
         )
-    return {"prompts": len(prompts), "prefilled remotely": int(committed), "GPUs": bench.count}
+    return attention
+
+
+async def _attention(running: RunningGraph) -> str:
+    async with EtcdStore(running.run.etcd) as store:
+        found = await store.get_prefix(names.nixl_metadata_prefix(running.run.namespace))
+    return decode_engine(next(iter(found.values()))).fingerprint.get("attention", "")
 
 
 def first_difference(expected: Sequence[list[int]], found: Sequence[list[int]]) -> str | None:
@@ -73,9 +178,10 @@ def first_difference(expected: Sequence[list[int]], found: Sequence[list[int]]) 
     return None
 
 
-def ask(url: str, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Greedy tokens, one prompt after the other."""
-    return [_complete(url, prompt) for prompt in prompts]
+def ask(url: str, prompts: Sequence[list[int]], *, at_once: int = 1) -> list[list[int]]:
+    """Greedy tokens of each prompt. at_once: so many prompts."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(partial(_complete, url), prompts))
 
 
 def _complete(url: str, prompt: list[int]) -> list[int]:
@@ -113,9 +219,9 @@ def _committed(running: RunningGraph, at_least: int) -> float:
 
 
 @contextlib.contextmanager
-def plain_server(config: str) -> Iterator[str]:
+def plain_server(config: str, model: Path) -> Iterator[str]:
     """vLLM's own server with the arguments of the configuration's VllmWorker."""
-    document = read_document(ROOT / config, [])
+    document = read_document(ROOT / config, [f"--Common.model={model}"])
     worker = resolve(load_graph(_GRAPH), document).get("VllmWorker")
     document.raise_mistakes()
     assert worker is not None
@@ -172,12 +278,6 @@ def _has_cuda_build() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda()
-
-
-def _make_model() -> None:
-    if not (TINY_MODEL / "recipe.json").exists():
-        command = [sys.executable, "scripts/tiny_model.py", str(TINY_MODEL)]
-        subprocess.run(command, cwd=ROOT, check=True)
 
 
 def _prompt(length: int) -> list[int]:

@@ -18,20 +18,31 @@ from dynamo_lite.transfer.polled import PolledMover
 from gpu_check.report import CheckFailed
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 8, 256, 4, 16, 128
+Shape = tuple[int, int, int, int, int]
 #: Timeout of a transfer.
 WAIT_S = 30.0
 
 
 class Pool:
-    """A pool of zeros. name: of its NIXL agent. thread: whether a thread polls its transfers."""
+    """A pool of zeros.
 
-    def __init__(self, name: str, device: str, *, thread: bool = False):
+    name: of its NIXL agent. thread: whether a thread polls its transfers. shape: layers, blocks,
+    heads, tokens, values. first_head: index of its first head in the model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        *,
+        thread: bool = False,
+        shape: Shape = (LAYERS, BLOCKS, HEADS, TOKENS, VALUES),
+        first_head: int = 0,
+    ):
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.tensor = torch.zeros(
-            (LAYERS, BLOCKS, HEADS, TOKENS, VALUES), dtype=torch.int16, device=self.device
-        )
+        self.tensor = torch.zeros(shape, dtype=torch.int16, device=self.device)
         self.mover = _mover(name, self.device, thread=thread)
         storage = self.tensor.untyped_storage()
         memory, index = ("DRAM" if device == "cpu" else "VRAM"), self.device.index or 0
@@ -45,8 +56,8 @@ class Pool:
             device=index,
             regions=tuple(
                 region
-                for layer in range(LAYERS)
-                for region in regions(f"layer {layer}", self.tensor[layer])
+                for layer in range(shape[0])
+                for region in regions(f"layer {layer}", self.tensor[layer], first_head=first_head)
             ),
         )
 
@@ -84,7 +95,9 @@ class Pool:
         self.mover.close()
 
 
-def regions(layer: str, tensor: torch.Tensor, *, address: int | None = None) -> Sequence[KvRegion]:
+def regions(
+    layer: str, tensor: torch.Tensor, *, address: int | None = None, first_head: int = 0
+) -> Sequence[KvRegion]:
     """The regions of a layer's KV.
 
     Args:
@@ -103,6 +116,7 @@ def regions(layer: str, tensor: torch.Tensor, *, address: int | None = None) -> 
         item_bytes=item,
         num_blocks=tensor.shape[0],
         heads_dim=1,
+        first_head=first_head,
         tokens=tensor.shape[2],
         arrays=(array,),
     )

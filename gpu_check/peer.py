@@ -20,11 +20,11 @@ _RESPONSE_S = 60.0
 _PAUSE_S = 0.0002
 
 
-def serve(pipe: Connection, device: str) -> None:
+def serve(pipe: Connection, device: str, options: dict[str, Any]) -> None:
     """Serves the requests of `Peer` until the pipe is closed."""
     from gpu_check.memory import Pool
 
-    with Pool(f"gpu-check-peer-{os.getpid()}", device) as pool:
+    with Pool(f"gpu-check-peer-{os.getpid()}", device, **options) as pool:
         pipe.send(encode(pool.rank))
         arrived: dict[bytes, float] = {}
         while True:
@@ -40,12 +40,12 @@ def serve(pipe: Connection, device: str) -> None:
 
 
 class Peer:
-    """Starts the second process. rank: its memory."""
+    """Starts the second process. options: of its `Pool`. rank: its memory."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, **options: Any):
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, device), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, device, options), daemon=True)
         self._process.start()
         theirs.close()
         metadata = self._response(_START_S, "its metadata")

