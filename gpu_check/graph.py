@@ -93,6 +93,11 @@ class Trial:
     at_once: int = 1
     said: str = ""
 
+    @property
+    def remote(self) -> int:
+        """How many of them are prefilled remotely."""
+        return sum(length - 1 > 512 for length in self.prompts)
+
 
 def _compared(bench: Bench, trial: Trial) -> Figures:
     if importlib.util.find_spec("vllm") is None:
@@ -105,11 +110,12 @@ def _compared(bench: Bench, trial: Trial) -> Figures:
     )
     prompts = [_prompt(length) for length in trial.prompts]
     config, placed = _CONFIGS[bench.kind], [f"--Common.model={model}", *_placement(bench)]
+    placed.append("--VllmWorker.max-prefill-queue-size=1000")
     with plain_server(config, model) as url:
         expected = ask(url, prompts)
     with running_graph(_GRAPH, config, *placed, *trial.options) as running:
         found = ask(running.run.http, prompts, at_once=trial.at_once)
-        committed = _committed(running, at_least=_remote(prompts))
+        committed = _committed(running, at_least=trial.remote)
         logs = {
             name: Path(running.process(name).log).read_text("utf-8", "replace")
             for name in _SERVICES
@@ -140,9 +146,10 @@ def check(
     wrong = first_difference(expected, found)
     if wrong is not None:
         raise CheckFailed(wrong)
-    remote = sum(length - 1 > 512 for length in trial.prompts)
-    if committed < remote:
-        raise CheckFailed(f"only {committed:g} of {remote} long prompts were prefilled remotely")
+    if committed < trial.remote:
+        raise CheckFailed(
+            f"only {committed:g} of {trial.remote} long prompts were prefilled remotely"
+        )
     for service, text in logs.items():
         if trial.said not in text:
             raise CheckFailed(f"the log of {service} does not have {trial.said!r}: it was not used")
@@ -202,10 +209,6 @@ def _complete(url: str, prompt: list[int]) -> list[int]:
     except urllib.error.HTTPError as exc:
         text = exc.read().decode(errors="replace")[:500]
         raise CheckFailed(f"a prompt of {len(prompt)} tokens: {exc}: {text}") from exc
-
-
-def _remote(prompts: Sequence[list[int]]) -> int:
-    return sum(len(prompt) - 1 > 512 for prompt in prompts)
 
 
 def _committed(running: RunningGraph, at_least: int) -> float:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import BlockWrite, DecodeStep
+from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.grant import Grant, blocks_digest
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import Claim, RemotePrefillRequest
 from dynamo_lite.protocol.records import (
     EndpointRecord,
@@ -109,6 +112,17 @@ def rank_metadata(agent: bytes = b"") -> RankMetadata:
     """A rank with one layer in main memory."""
     region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
     return RankMetadata(agent=agent, memory="DRAM", device=0, regions=(region,))
+
+
+PREFILL_ROLE = PrefillEngineConfig(fence_path="", min_prefix_read_length=8, queue=QueueConfig())
+DECODE_ROLE = DecodeEngineConfig(
+    options=DisaggOptions(), prefill_component="PrefillWorker", queue=QueueConfig()
+)
+
+
+def engine_config(role: DecodeEngineConfig | PrefillEngineConfig, **changes: Any) -> EngineConfig:
+    made = {"namespace": NAMESPACE, "engine_id": ENGINE, "lease_id": 1, "lease_ttl_s": 5.0}
+    return EngineConfig(**{**made, "nats_url": "", "etcd_url": "", "role": role, **changes})
 
 
 def engine_metadata(engine_id: str = ENGINE, lease_id: int = 1, **changes: Any) -> EngineMetadata:

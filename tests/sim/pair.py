@@ -10,11 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.counters import DROPPED
-from dynamo_lite.disagg.engine_config import (
-    DecodeEngineConfig,
-    EngineConfig,
-    PrefillEngineConfig,
-)
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
@@ -26,7 +22,7 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits, grant_of, verdict
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import endpoint_record, register
+from tests.builders import endpoint_record, engine_config, register
 from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
 from tests.simulation.engine.model import (
@@ -111,18 +107,10 @@ class Pair:
                 self.counts[name] = self.counts.get(name, 0) + value
 
     async def engine(self, name: str, role: DecodeEngineConfig | PrefillEngineConfig) -> SimEngine:
-        engine_config = EngineConfig(
-            namespace="t",
-            engine_id=f"00000000-0000-4000-8000-{len(name):012x}",
-            lease_id=len(name),
-            lease_ttl_s=5.0,
-            nats_url="",
-            etcd_url="",
-            role=role,
-        )
+        engine_id = f"00000000-0000-4000-8000-{len(name):012x}"
         setup = EngineSetup(
             config=self.config,
-            engine_config=engine_config,
+            engine_config=engine_config(role, engine_id=engine_id, lease_id=len(name)),
             clients=self.servers,
             fabric=self.fabric,
             address=name,

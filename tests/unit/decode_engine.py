@@ -14,7 +14,7 @@ from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
-from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode_sealed
@@ -37,7 +37,7 @@ from dynamo_lite.protocol.prefill import (
     decode_job,
     decode_stay_reply,
 )
-from tests.builders import ENGINE, NAMESPACE, ManualClock
+from tests.builders import ManualClock, engine_config
 from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.twins.servers import MemoryMessaging
 
@@ -174,16 +174,7 @@ class Decode:
             queue=self.queue_config,
         )
         self.half = DecodeScheduler(
-            EngineConfig(
-                namespace=NAMESPACE,
-                engine_id=ENGINE,
-                lease_id=1,
-                lease_ttl_s=TTL_S,
-                nats_url="",
-                etcd_url="",
-                role=role,
-                secret_file=secret_file,
-            ),
+            engine_config(role, lease_ttl_s=TTL_S, secret_file=secret_file),
             BLOCK,
             self.pool,
             clients=self.clients,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.bridge import OpenSession
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
     PrefillStep,
     PrefixRead,
@@ -19,13 +18,12 @@ from dynamo_lite.disagg.messages import (
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.permits import Permit, Permits
-from tests.builders import engine_metadata
+from tests.builders import PREFILL_ROLE, engine_config, engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.twins.servers import MemoryMessaging
@@ -206,17 +204,8 @@ class Half:
 
     def __init__(self) -> None:
         self.messaging = MemoryMessaging()
-        link = EngineConfig(
-            namespace="t",
-            engine_id="p1",
-            lease_id=1,
-            lease_ttl_s=5.0,
-            nats_url="",
-            etcd_url="",
-            role=PrefillEngineConfig(fence_path="", min_prefix_read_length=8, queue=QueueConfig()),
-        )
         self.half = PrefillScheduler(
-            link,
+            engine_config(PREFILL_ROLE, engine_id="p1"),
             BLOCK,
             None,  # type: ignore[arg-type]
             lambda name: self.blocks[name],
@@ -264,8 +253,12 @@ class Half:
         return self.half.stats.take().get("ended", [])
 
 
-def test_what_this_engine_lacks_is_read_before_the_rest_is_computed():
-    half = Half()
+@pytest.fixture
+def half() -> Half:
+    return Half()
+
+
+def test_what_this_engine_lacks_is_read_before_the_rest_is_computed(half: Half):
     job = half.job()
     assert half.admit(job, cached=4) == 12
     step = half.step()
@@ -278,14 +271,12 @@ def test_what_this_engine_lacks_is_read_before_the_rest_is_computed():
 
 
 @pytest.mark.parametrize(("prefix", "cached"), [(0, 0), (4, 12), (4, 16), (4, 24), (1, 0)])
-def test_little_or_nothing_is_not_read(prefix, cached):
-    half = Half()
+def test_little_or_nothing_is_not_read(half: Half, prefix, cached):
     assert half.admit(half.job(prefix=prefix), cached) == 0
     assert half.step().reads == []
 
 
-def test_what_was_lost_is_computed():
-    half = Half()
+def test_what_was_lost_is_computed(half: Half):
     job = half.job()
     assert half.admit(job) == 16
     half.step()
@@ -295,16 +286,14 @@ def test_what_was_lost_is_computed():
     assert (write.local_ids, write.first) == ([4, 5, 6], 0)
 
 
-def test_parameters_are_checked_when_a_job_arrives():
-    half = Half()
+def test_parameters_are_checked_when_a_job_arrives(half: Half):
     job = half.job()
     job.kv_transfer_params["prefix_block_ids"] = [1, "2"]
     with pytest.raises(ProtocolError, match=r"request a1: .* at `\$\.prefix_block_ids\[1\]`"):
         half.admit(job)
 
 
-def test_a_job_that_is_stopped_before_its_first_step_is_abandoned():
-    half = Half()
+def test_a_job_that_is_stopped_before_its_first_step_is_abandoned(half: Half):
     seen, unseen = half.job("a1"), half.job("a2")
     half.half.num_new_matched_tokens(seen, 0)
     for job in (seen, unseen):
@@ -313,8 +302,7 @@ def test_a_job_that_is_stopped_before_its_first_step_is_abandoned():
     assert not half.half.busy
 
 
-def test_the_end_of_a_stopped_job_is_told_when_its_read_has_ended():
-    half = Half()
+def test_the_end_of_a_stopped_job_is_told_when_its_read_has_ended(half: Half):
     job = half.job()
     half.admit(job)
     half.step()
@@ -325,8 +313,7 @@ def test_the_end_of_a_stopped_job_is_told_when_its_read_has_ended():
     assert not half.half.busy
 
 
-def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes():
-    half = Half()
+def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes(half: Half):
     job = half.job()
     half.admit(job)
     half.step()
@@ -357,8 +344,7 @@ def written(step: PrefillStep) -> list[tuple]:
     return [(w.local_ids, w.skip_tokens, w.remote_ids, w.first, w.last) for w in step.writes]
 
 
-def test_larger_blocks_are_written_when_all_their_tokens_are_computed():
-    half = Half()
+def test_larger_blocks_are_written_when_all_their_tokens_are_computed(half: Half):
     job = other_sizes(half, size=8, tokens=26, prefix=1)
     assert written(half.step(a1=12)) == []
     job.num_computed_tokens = 12
@@ -367,8 +353,7 @@ def test_larger_blocks_are_written_when_all_their_tokens_are_computed():
     assert written(half.step(a1=9)) == [([4, 5, 6], 0, [61, 62], 1, True)]
 
 
-def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
-    half = Half()
+def test_blocks_of_an_odd_ratio_begin_inside_of_ours(half: Half):
     job = other_sizes(half, size=6, tokens=20, prefix=1)
     assert written(half.step(a1=13)) == [([1, 2], 2, [60], 0, False)]
     half.half.build_step({}, ["a1"])
@@ -380,9 +365,8 @@ def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_the_last_write_waits_for_the_token_to_sample_from(prefix: int):
+def test_the_last_write_waits_for_the_token_to_sample_from(half: Half, prefix: int):
     """The KV of the last prompt token is not wanted, but its logits are."""
-    half = Half()
     job = half.job(tokens=9, prefix=prefix)
     change(job, num_tokens=8, block_ids=[60, 61][prefix:])
     assert half.admit(job) == 0
@@ -395,8 +379,7 @@ def test_the_last_write_waits_for_the_token_to_sample_from(prefix: int):
     assert half.step().ended == [("a1", "a1", True)]
 
 
-def test_the_block_of_the_token_to_sample_from_is_not_written():
-    half = Half()
+def test_the_block_of_the_token_to_sample_from_is_not_written(half: Half):
     job = half.job(tokens=9, prefix=0)
     change(job, num_tokens=8, block_ids=[60, 61])
     assert half.admit(job) == 0
@@ -414,16 +397,14 @@ def told_of(half: Half, name: str, **more: Any) -> PrefillStep:
     return half.step(**{name: 8})
 
 
-def test_the_ranks_are_told_of_an_engine_once():
-    half = Half()
+def test_the_ranks_are_told_of_an_engine_once(half: Half):
     assert told_of(half, "a1").targets == {"e1": b"e1's"}
     assert told_of(half, "a2").targets == {}
     assert told_of(half, "a3", engine_id="e2", target=b"e2's").targets == {"e2": b"e2's"}
     assert told_of(half, "a4").targets == {}
 
 
-def test_they_are_told_again_of_an_engine_that_they_were_told_to_forget():
-    half = Half()
+def test_they_are_told_again_of_an_engine_that_they_were_told_to_forget(half: Half):
     told_of(half, "a1")
     step = told_of(half, "a2", engine_id="e2", target=b"e2's", forget=["e1"])
     assert step.forget == ["e1"] and list(step.targets) == ["e2"]
@@ -431,15 +412,13 @@ def test_they_are_told_again_of_an_engine_that_they_were_told_to_forget():
     assert step.targets == {"e1": b"e1's"} and step.forget == []
 
 
-def test_an_engine_that_is_forgotten_and_used_in_one_step_is_not_forgotten():
-    half = Half()
+def test_an_engine_that_is_forgotten_and_used_in_one_step_is_not_forgotten(half: Half):
     told_of(half, "a1")
     step = told_of(half, "a2", forget=["e1"])
     assert step.targets == {"e1": b"e1's"} and step.forget == []
 
 
-def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left():
-    half = Half()
+def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left(half: Half):
     told_of(half, "a1")
     job = half.job("a2")
     change(job, forget=["e1"])
@@ -449,15 +428,13 @@ def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left():
     assert told_of(half, "a3").targets == {"e1": b"e1's"}
 
 
-def test_they_are_told_again_when_one_of_them_does_not_know_the_engine():
-    half = Half()
+def test_they_are_told_again_when_one_of_them_does_not_know_the_engine(half: Half):
     told_of(half, "a1")
     half.half.worker_output(RankResults(), WorkerReport(unknown={"e1"}))
     assert told_of(half, "a2").targets == {"e1": b"e1's"}
 
 
-def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet():
-    half = Half()
+def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet(half: Half):
     rank = RankMetadata(agent=b"", memory="DRAM", device=0, regions=())
     half.half.metadata = own = engine_metadata("p1", ranks=(rank, rank))
     assert told_of(half, "a1").own == encode(own)
@@ -500,7 +477,6 @@ def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, de
     assert prefill.ended() == ({"p-a2"}, {})
 
 
-def test_links_that_broke_are_told_to_the_component():
-    half = Half()
+def test_links_that_broke_are_told_to_the_component(half: Half):
     half.half.worker_output(RankResults(), WorkerReport(broken={"e1": "reset"}))
     assert half.half.stats.take() == {"broken_link": [["e1", "reset"]]}

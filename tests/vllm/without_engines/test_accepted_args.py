@@ -5,7 +5,6 @@ own server, or read by vLLM's code when an app or an engine is configured from i
 watched, so that a new version of vLLM cannot add one that is dropped on the way.
 """
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -157,11 +156,8 @@ def test_the_check_says_why(kind: SectionKind, key: str, value: object, says: st
 
 def test_parsers_are_made_once_for_a_kind(monkeypatch: pytest.MonkeyPatch):
     made: list[str] = []
-
-    def make(kind: str) -> argparse.ArgumentParser:
-        made.append(kind)
-        return _parser(kind)
-
-    monkeypatch.setattr("dynamo_lite.vllm.args._parser", make)
+    monkeypatch.setattr(
+        "dynamo_lite.vllm.args._parser", lambda kind: (made.append(kind), _parser(kind))[1]
+    )
     content = {"kind": "engine", "args": {"seed": 1}}
     assert check({"A": content, "B": content}) == [] and made == ["engine"]

@@ -10,14 +10,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from benchmarks.followers import BLOCK, Steps
-from dynamo_lite.disagg.engine_config import (
-    DecodeEngineConfig,
-    EngineConfig,
-    PrefillEngineConfig,
-)
+from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
-from dynamo_lite.disagg.queue.base import QueueConfig
-from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.vllm.engine import arrivals, connector
 from dynamo_lite.vllm.engine.arrivals import (
     ArrivalScheduler,
@@ -28,64 +22,21 @@ from dynamo_lite.vllm.engine.arrivals import (
     waits_in_steps,
 )
 from dynamo_lite.vllm.engine.connector_types import StepMetadata
+from tests.builders import DECODE_ROLE, PREFILL_ROLE, engine_config
+
+DECODE, PREFILL = engine_config(DECODE_ROLE), engine_config(PREFILL_ROLE)
 
 
-def engine_config(role: DecodeEngineConfig | PrefillEngineConfig) -> EngineConfig:
-    return EngineConfig(
-        namespace="t",
-        engine_id="e1",
-        lease_id=1,
-        lease_ttl_s=5.0,
-        nats_url="",
-        etcd_url="",
-        role=role,
-    )
-
-
-DECODE = engine_config(
-    DecodeEngineConfig(
-        options=DisaggOptions(), prefill_component="PrefillWorker", queue=QueueConfig()
-    )
+@pytest.mark.parametrize(
+    ("arrives_at", "looks", "waited_s"),
+    # New requests and aborts are looked at between two steps only, so the wait ends.
+    [(1, 1, 0.0), (3, 3, 0.0004), (1000, 6, 0.001)],
 )
-PREFILL = engine_config(
-    PrefillEngineConfig(fence_path="", min_prefix_read_length=128, queue=QueueConfig())
-)
-
-
-class Rank:
-    """A rank with KV that arrives at the given look, counted from 1."""
-
-    def __init__(self, arrives_at: int):
-        self.looks, self.arrives_at, self.now = 0, arrives_at, 0.0
-
-    def poll(self) -> bool:
-        self.looks += 1
-        return self.looks >= self.arrives_at
-
-    def sleep(self, for_s: float) -> None:
-        self.now += for_s
-
-    def wait(self) -> None:
-        wait_for_arrival(self, 0.001, now=lambda: self.now, sleep=self.sleep)  # type: ignore[arg-type]
-
-
-def test_kv_that_is_there_is_not_waited_for():
-    rank = Rank(1)
-    rank.wait()
-    assert (rank.looks, rank.now) == (1, 0.0)
-
-
-def test_kv_that_comes_during_the_wait_ends_it():
-    rank = Rank(3)
-    rank.wait()
-    assert rank.now == pytest.approx(0.0004)
-
-
-def test_the_wait_ends():
-    """New requests and aborts are looked at between two steps only."""
-    rank = Rank(1000)
-    rank.wait()
-    assert 0.001 <= rank.now <= 0.0012
+def test_a_wait_ends_with_the_look_that_finds_kv(arrives_at: int, looks: int, waited_s: float):
+    left, slept = iter(range(1, 2000)), [0.0]
+    rank: Any = SimpleNamespace(poll=lambda: next(left) >= arrives_at)
+    wait_for_arrival(rank, 0.001, now=lambda: sum(slept), sleep=slept.append)
+    assert next(left) == looks + 1 and sum(slept) == pytest.approx(waited_s, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -21,21 +21,18 @@ PLAIN = {
 }
 
 
-def test_a_plain_prompt_can_be_prefilled_anywhere():
-    assert _is_transferable(SimpleNamespace(**PLAIN))
-
-
 @pytest.mark.parametrize(
     "field",
     [
+        {},
         {"skip_reading_prefix_cache": True},
         {"mm_features": ["image"]},
         {"lora_request": "lora"},
         {"prompt_embeds": "embeds"},
     ],
 )
-def test_a_prompt_that_tokens_do_not_determine_cannot(field):
-    assert not _is_transferable(SimpleNamespace(**{**PLAIN, **field}))
+def test_a_prompt_that_tokens_determine_can_be_prefilled_anywhere(field):
+    assert _is_transferable(SimpleNamespace(**{**PLAIN, **field})) is (not field)
 
 
 def test_the_engines_pool_hands_out_runs():

@@ -7,20 +7,12 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
-from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.engine.engine_config import vllm_config
+from tests.builders import PREFILL_ROLE, engine_config
 
-LINK = EngineConfig(
-    namespace="t",
-    engine_id="e1",
-    lease_id=1,
-    lease_ttl_s=30.0,
-    nats_url="",
-    etcd_url="",
-    role=PrefillEngineConfig(fence_path="", min_prefix_read_length=128, queue=QueueConfig()),
-)
+LINK = engine_config(PREFILL_ROLE)
 
 
 def made(model: Path, link: EngineConfig | None, *flags: str) -> Any:

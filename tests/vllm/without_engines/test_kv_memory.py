@@ -24,22 +24,16 @@ from tests.twins.mover import MemoryFabric, MemoryMover
 
 def config(ranks: int, total: int, layers: Any = None) -> Any:
     """layers: attention layers, which say how their kernel packs a block."""
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: total,
-        get_num_kv_heads=lambda _: max(1, total // ranks),
-    )
-    parallel = SimpleNamespace(tensor_parallel_size=ranks)
-    cache = SimpleNamespace(block_size=32, cache_dtype="auto")
-    compilation = SimpleNamespace(static_forward_context=layers or {})
-    return cast(
-        "Any",
-        SimpleNamespace(
-            model_config=model,
-            parallel_config=parallel,
-            cache_config=cache,
-            compilation_config=compilation,
+    each = max(1, total // ranks)
+    made: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: total, get_num_kv_heads=lambda _: each
         ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
     )
+    return made
 
 
 def spec(heads: int, shards: int | None = None) -> FullAttentionSpec:
