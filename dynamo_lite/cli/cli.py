@@ -216,8 +216,9 @@ def ps(
 ) -> None:
     """List the live processes of a graph and their state.
 
-    STATE is ready, starting, draining, unwell (it cannot work; see its log) or silent (its
-    status server does not respond).
+    STATE is ready, starting, draining, unwell (it cannot work; see its log), unfit (a prefill
+    worker that fits no decode engine; --links shows why) or silent (its status server does not
+    respond).
 
     With --links: list each prefill worker with each decode engine, by their leases. STATE is ok
     or failed: the prefill worker takes no jobs of this engine until NEXT TRY, because a transfer

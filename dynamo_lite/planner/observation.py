@@ -35,7 +35,7 @@ class Observed:
     def serving(self, role: Role, without: Set[int]) -> int:
         """without: leases that do not count."""
         return sum(
-            worker.state in ("ready", "unwell") and int(worker.lease, 16) not in without
+            worker.state in ("ready", "unwell", "unfit") and int(worker.lease, 16) not in without
             for worker in self.workers[role]
         )
 

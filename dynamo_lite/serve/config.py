@@ -7,7 +7,7 @@ vLLM's arguments. `common-configs: [key, ...]` copies keys from the section `Com
 of the service itself overrides a common one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.server_urls import check_document
-from dynamo_lite.serve.services.services import Graph, Service
+from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
 
 #: Sections and keys that are not a service or its options.
 _SHARED_SECTIONS = ("Graph", "Common")
@@ -29,6 +29,21 @@ _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 #: Options or vLLM arguments that must have one value in all services that have them.
 _MUST_AGREE = ("queue", "model")
 
+#: Names of vLLM's for one type.
+_SAME_DTYPE = {"half": "float16", "float": "float32"}
+#: vLLM's arguments without which a prefill worker's KV is not valid for a decode worker, and what
+#: is known of a value before the model is read; None: nothing.
+_MUST_FIT: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda given: None if given == "auto" else _SAME_DTYPE.get(str(given), given),
+    # There are several names for the types of 8 bits.
+    "kv-cache-dtype": lambda given: (
+        given.partition("_")[0] if isinstance(given, str) and given != "auto" else None
+    ),
+    "max-model-len": lambda given: given if isinstance(given, int) and given > 0 else None,
+    "revision": lambda given: given or "",
+    "hf-overrides": lambda given: given,
+    "override-generation-config": lambda given: given,
+}
 
 PositiveSeconds = Annotated[float, at.Gt(0)]
 
@@ -154,6 +169,7 @@ def resolve(
                 ("Common", str(key)), "no service lists this key in its common-configs"
             )
     _check_agreement(document, services)
+    _check_fit(document, services, alone=only is not None)
     _check_devices(document, shared, [s for s in services if only in (None, s.service.name)])
     return GraphConfig(shared=shared, services=services)
 
@@ -337,6 +353,28 @@ def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) ->
             found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
             document.complain(
                 (next(iter(values)), key), f"must have the same value in all services: {found}"
+            )
+
+
+def _check_fit(document: Document, services: tuple[ServiceConfig, ...], *, alone: bool) -> None:
+    """Everything else is compared when the engines run (`vllm/engine/fingerprint.py`).
+
+    alone: one service starts, and the others may run with other overrides.
+    """
+    flags = {c.service.name: c.flags for c in services if c.options.get("remote_prefill", True)}
+    decode, prefill = flags.get(VLLM_WORKER.name), flags.get(PREFILL_WORKER.name)
+    if decode is None or prefill is None:
+        return
+    for key, known in _MUST_FIT.items():
+        names = (PREFILL_WORKER.name, VLLM_WORKER.name)
+        if alone and any(document.where((name, key)).startswith("--") for name in names):
+            continue
+        here, there = (known(given.get(key)) for given in (prefill, decode))
+        if here != there and here is not None and there is not None:
+            document.complain(
+                (PREFILL_WORKER.name, key),
+                f"must be as in {VLLM_WORKER.name}, or no prompt is prefilled remotely:"
+                f" here {prefill.get(key)!r}, there {decode.get(key)!r}",
             )
 
 

@@ -30,6 +30,8 @@ GOOD: dict[str, Any] = {
     "VllmWorker": {"common-configs": ["model", "queue"], "max-num-seqs": 4},
     "PrefillWorker": {"common-configs": ["model", "queue"]},
 }
+_ALIKE = {"dtype": "float", "max-model-len": 100, "kv-cache-dtype": "bfloat16", "hf-overrides": {}}
+FITTING = {**GOOD, **{name: GOOD[name] | _ALIKE for name in ("VllmWorker", "PrefillWorker")}}
 
 
 class Loader:
@@ -39,12 +41,16 @@ class Loader:
         self.file = directory / "graph.yaml"
 
     def __call__(
-        self, content: dict[str, Any] | str, *overrides: str, graph: Graph = disagg.Frontend
+        self,
+        content: dict[str, Any] | str,
+        *overrides: str,
+        graph: Graph = disagg.Frontend,
+        only: str | None = None,
     ) -> GraphConfig:
         text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
         self.file.write_text(text)
         document = read_document(self.file, list(overrides))
-        config = resolve(graph, document)
+        config = resolve(graph, document, only=only)
         document.raise_mistakes()
         return config
 
@@ -236,6 +242,12 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),
         ("--VllmWorker.remote-prefill=1", "valid boolean"),
         ("--VllmWorker.queue.max-jobs=8", "must have the same value in all services"),
+        ("--PrefillWorker.dtype=half", "--PrefillWorker.dtype: must be as in VllmWorker, or no"),
+        ("--PrefillWorker.dtype=half", "remotely: here 'half', there 'float'"),
+        ("--PrefillWorker.max-model-len=99", "here 99, there 100"),
+        ("--VllmWorker.revision=x", "PrefillWorker.revision: must be as in VllmWorker"),
+        ("--PrefillWorker.hf-overrides={a: 1}", "here {'a': 1}, there {}"),
+        ("--PrefillWorker.kv-cache-dtype=fp8", "here 'fp8', there 'bfloat16'"),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
         ("--VllmWorker.hf-overrides=&a [*a]", "a value contains itself through an alias"),
         ("--Frontend=3", "unknown option"),
@@ -259,7 +271,28 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
     ],
 )
 def test_one_mistake(load: Loader, override: str, message: str):
-    assert any(message in mistake for mistake in load.mistakes(GOOD, override))
+    assert any(message in mistake for mistake in load.mistakes(FITTING, override))
+
+
+@pytest.mark.parametrize(
+    ("only", "overrides"),
+    [
+        (None, ("--PrefillWorker.dtype=auto", "--PrefillWorker.kv-cache-dtype=auto")),
+        (None, ("--PrefillWorker.dtype=float32", "--PrefillWorker.max-model-len=1k")),
+        (None, ("--VllmWorker.remote-prefill=false", "--PrefillWorker.dtype=half")),
+        (None, ("--Frontend.dtype=half",)),
+        ("PrefillWorker", ("--PrefillWorker.dtype=half",)),
+        ("PrefillWorker", ("--VllmWorker.dtype=half",)),
+    ],
+)
+def test_workers_that_may_fit_are_not_refused(
+    load: Loader, only: str | None, overrides: tuple[str, ...]
+):
+    """What the model decides is compared when the engines run, and a worker that starts alone may
+    be meant for others than those of the file."""
+    load(FITTING, *overrides, only=only)
+    mistaken = {**FITTING, "VllmWorker": GOOD["VllmWorker"] | {"revision": "x"}}
+    assert load.mistakes(mistaken, only=only)
 
 
 @pytest.mark.parametrize("text", ["- 1", "a: [", "\x00", "a: &x *x"])

@@ -47,12 +47,13 @@ class Engine:
 
 
 class Rig:
-    def __init__(self, host: Host, store: MemoryStore):
-        self.host, self.store = host, store
+    def __init__(self, host: Host, store: MemoryStore, printed: list[str]):
+        self.host, self.store, self.printed = host, store, printed
         self.engine, self.directory = Engine(), MetadataDirectory(store, "t")
         self.links = self.made(LONG)
 
     def made(self, backoff: Backoff) -> PeerLinks:
+        self.host.registry = CollectorRegistry()
         return PeerLinks(self.host, self.engine, self.directory, backoff=backoff)
 
     async def run(self, links: PeerLinks | None = None) -> PeerLinks:
@@ -92,7 +93,7 @@ async def rig() -> AsyncIterator[Rig]:
     spec = ProcessSpec(
         namespace="t", component="PrefillWorker", instance=0, nats_url="", etcd_url="", state_dir=""
     )
-    store = MemoryStore()
+    store, printed = MemoryStore(), list[str]()
     async with store.lease(10.0) as lease:
         host = Host(
             spec,
@@ -100,11 +101,11 @@ async def rig() -> AsyncIterator[Rig]:
             messaging=MemoryMessaging(),
             lease=lease,
             registry=CollectorRegistry(),
-            report=lambda line: None,
+            report=lambda line: printed.append(line["detail"]),
             stop=StopRequest(),
             clock=Clock(wall=lambda: 1000.0),
         )
-        rig = Rig(host, store)
+        rig = Rig(host, store, printed)
         try:
             yield rig
         finally:
@@ -258,6 +259,33 @@ async def test_the_start_waits_until_the_marks_of_engines_that_are_there_are_in_
     may_end.set()
     await rig.links.listed.wait()
     assert list(await rig.marks()) == ["d1"]
+
+
+async def test_a_worker_that_fits_no_engine_says_so_until_it_fits_one(rig: Rig):
+    async def shown(unfit: str, *lines: str) -> None:
+        said = [
+            f"unfit for every decode worker, so it gets no jobs: {UNFIT}" if line == UNFIT else line
+            for line in lines
+        ]
+        await eventually(lambda: rig.links.misfit == unfit and rig.printed == said)
+        metric = rig.host.registry.get_sample_value("dynamo_lite_prefill_worker_unfit")
+        assert metric == bool(unfit)
+
+    rig.engine.unfit = {"d1", "d2", "d4"}
+    await rig.run()
+    await shown("")
+    await rig.add("d1", 1)
+    await shown(UNFIT, UNFIT)
+    await rig.add("d2", 2)
+    await rig.add("d3", 3)
+    await shown("", UNFIT, "fits a decode worker")
+    rig.links.broke("d3", RESET)
+    await rig.marked("d1", "d2", "d3")
+    await shown("", UNFIT, "fits a decode worker")
+    await rig.leave("d3")
+    await shown(UNFIT, UNFIT, "fits a decode worker", UNFIT)
+    rig.links.forget_leases(frozenset({1, 2}))
+    assert rig.links.misfit == "", "there is none"
 
 
 async def test_it_is_hopeless_while_no_engine_can_be_given_kv(rig: Rig):

@@ -25,7 +25,8 @@ from tests.hostile import answering
     ("facts", "state"),
     [
         ({"ok": True, "state": "ready"}, "ready"),
-        ({"ok": False, "state": "ready"}, "unwell"),
+        ({"ok": False, "state": "ready", "unfit": "dtype"}, "unwell"),
+        ({"ok": True, "state": "ready", "unfit": "dtype"}, "unfit"),
         ({"ok": False, "state": "draining"}, "draining"),
         ({"ok": False, "state": "starting"}, "starting"),
         ({"ok": True}, "silent"),

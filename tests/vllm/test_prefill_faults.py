@@ -120,6 +120,10 @@ async def test_a_worker_that_does_not_fit_is_asked_for_nothing(
         assert states == {unfit.lease: "failed", graph.process("PrefillWorker").lease: "ok"}
         [why] = [link["detail"] for link in links if link["prefill"] == unfit.lease]
         assert "dtype: " in why and f"lease_ttl_s: '{LEASE_S + 1}' here, '{LEASE_S}' there" in why
+        assert f"unfit for every decode worker, so it gets no jobs: {why}" in joined.output
+        rows = json.loads(command(graph, "ps", "--json"))
+        assert {row["state"] for row in rows if row["lease"] == unfit.lease} == {"unfit"}
+        assert sample_sum(unfit.status_url, "dynamo_lite_prefill_worker_unfit") == 1
         eventually(
             lambda: graph.count("VllmWorker", UNUSABLE) == 1, timeout_s=10, what="it is known"
         )

@@ -12,6 +12,8 @@ import contextlib
 import logging
 import math
 
+from prometheus_client import Gauge
+
 from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
@@ -34,6 +36,7 @@ class _PeerLink:
         self.target = target
         #: Why it is not used; empty: it is used.
         self.mark = ""
+        self.fits = True
         #: Failures in a row.
         self.failures = 0
         #: Unset while the store does not have the mark yet.
@@ -59,12 +62,20 @@ class PeerLinks:
         self._links: dict[str, _PeerLink] = {}
         #: Set when the engines that were there first are known, and their marks in the store.
         self.listed = asyncio.Event()
+        #: The misfit that was reported last.
+        self._reported = ""
+        Gauge(
+            "dynamo_lite_prefill_worker_unfit",
+            "1 while there are decode engines, and this prefill worker fits none of them",
+            registry=host.registry,
+        ).set_function(lambda: float(bool(self.misfit)))
 
     async def run(self) -> None:
         """Follows the engines in the store. A task of the process."""
         async with self._host.store.watch(self._prefix) as events:
             async for event in events:
                 self._apply(event)
+                self._report_misfit()
                 if not self.listed.is_set():
                     for link in list(self._links.values()):
                         await link.recorded.wait()
@@ -74,6 +85,13 @@ class PeerLinks:
     def hopeless(self) -> bool:
         """Whether there are decode engines, but no usable link to any."""
         return bool(self._links) and all(link.mark for link in self._links.values())
+
+    @property
+    def misfit(self) -> str:
+        """Why it fits none of the decode engines; empty if it fits one, or there is none."""
+        if any(link.fits for link in self._links.values()):
+            return ""
+        return next((link.mark for link in self._links.values()), "")
 
     def trouble(self, target: EngineMetadata) -> str:
         """Why the link to `target` is not used now; empty if it is."""
@@ -126,8 +144,17 @@ class PeerLinks:
             try:
                 self._engine.check_peer(target)
             except IncompatiblePeer as exc:
+                link.fits = False
                 self._mark(link, exc.detail, None)
         return link
+
+    def _report_misfit(self) -> None:
+        if (why := self.misfit) != self._reported:
+            self._reported = why
+            if why:
+                self._host.progress(f"unfit for every decode worker, so it gets no jobs: {why}")
+            elif self._links:
+                self._host.progress("fits a decode worker")
 
     def _deleted(self, engine_id: str) -> None:
         if (link := self._links.get(engine_id)) is not None:

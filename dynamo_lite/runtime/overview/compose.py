@@ -77,11 +77,14 @@ def processes(members: Iterable[EndpointRecord]) -> dict[int, EndpointRecord]:
 def state_of(facts: Mapping[str, Any]) -> str:
     """A process's state.
 
-    ready, starting or draining; unwell: ready but it cannot work; silent: no facts.
+    ready, starting or draining; unwell: ready but it cannot work; unfit: a prefill worker whose
+    KV is valid for no decode worker; silent: no facts.
     """
     state = facts.get("state")
     if state == "ready":
-        return "ready" if facts.get("ok") is True else "unwell"
+        if facts.get("ok") is not True:
+            return "unwell"
+        return "unfit" if facts.get("unfit") else "ready"
     return state if state in ("starting", "draining") else "silent"
 
 

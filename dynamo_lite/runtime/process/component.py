@@ -187,7 +187,7 @@ class Host:
         return gone
 
     def progress(self, text: str) -> None:
-        """Reports to the supervisor what the start is doing."""
+        """Has the supervisor print a line: what the start is doing, or what is wrong."""
         self._report({"state": "starting", "detail": text})
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:

@@ -50,6 +50,7 @@ class PrefillWorker:
         self._jobs: PrefillJobs | None = None
         self._fence: FenceUpdater | None = None
         self._probe: EngineProbe | None = None
+        self._links: PeerLinks | None = None
         self._heartbeat: HeartbeatPublisher | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class PrefillWorker:
         enter = self._stack.enter_async_context
         engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
         directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
-        links = PeerLinks(host, engine, directory)
+        self._links = links = PeerLinks(host, engine, directory)
         prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
         decoders = await enter(Roster(host.store, prefix, host.drops))
         decoders.on_change(lambda _joined, left: links.forget_leases(left))
@@ -131,9 +132,10 @@ class PrefillWorker:
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        if self._jobs is None or self._probe is None:
+        if self._jobs is None or self._probe is None or self._links is None:
             return NOT_LOADED
-        return {**self._probe.facts(), "jobs": len(self._jobs.working)}
+        jobs, unfit = len(self._jobs.working), self._links.misfit
+        return {**self._probe.facts(), "jobs": jobs, "unfit": unfit}
 
 
 async def _on_alive(_payload: bytes) -> bytes:
