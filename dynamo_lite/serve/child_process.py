@@ -45,6 +45,8 @@ class Launch:
     env: Mapping[str, str]
     #: Whether the fork server makes it.
     forks: bool = False
+    #: Keys of vLLM's in its section.
+    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -2,10 +2,9 @@
 
 import asyncio
 import contextlib
+import re
 import time
-from collections import deque
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from dynamo_lite.protocol.errors import StartupError
@@ -17,6 +16,10 @@ from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
 
 _LOG_TAIL_LINES = 12
+#: What follows the message of a pydantic error.
+_INPUT = re.compile(r" \[type=\w+, input_value=.*?, input_type=\w+\]( For further \S+ visit \S+)?")
+#: The last line of a traceback, in the log of an engine's process.
+_RAISED = re.compile(r"^(?:\([^)]*\) )*([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
 #: In place of an exit code, which is smaller.
 _NOT_SPAWNED = 1 << 16
 
@@ -111,9 +114,9 @@ class InstanceSupervisor:
             if self._needed:
                 raise
             failed = True
-            self.state.error = str(exc).partition("\n")[0]
+            self.state.error = str(exc)
             self._progress.line(
-                self.launch.name, f"cannot be started; the graph continues without it\n{exc}"
+                self.launch.name, f"cannot be started; the graph continues without it: {exc}"
             )
         finally:
             self.drained.set()
@@ -209,16 +212,29 @@ class InstanceSupervisor:
             self._on_change()
 
     def _start_failure(self, code: int) -> str:
-        why = self._error or f"ended before it was ready ({exit_text(code)})"
-        path = self.launch.log_path
-        tail = "its log is above" if path is None else _log_tail(path)
-        return f"{self.launch.name}: {why}\n{tail}"
+        """Prints the end of its log. Returns a line with the cause, and the options that it
+        speaks of."""
+        path, log = self.launch.log_path, ""
+        tail = "its log is above"
+        if path is not None:
+            with contextlib.suppress(OSError):
+                log = path.read_text(encoding="utf-8", errors="replace")
+            lines = log.splitlines()[-_LOG_TAIL_LINES:]
+            tail = "\n".join([f"last lines of {path}:", *(f"  {line}" for line in lines)])
+        self._progress.line(self.launch.name, f"not started; {tail}")
+        cause = _INPUT.sub("", " ".join(self._error.split()))
+        # vLLM says so where another of its processes has failed.
+        if "root cause above" in cause and (raised := _RAISED.search(log)):
+            cause = raised[1]
+        cause = cause or f"ended before it was ready ({exit_text(code)})"
+        options = [f"{self.launch.service}.{key}" for key in _named(cause, self.launch.options)]
+        see = f"; see {', '.join(options)}" if options else ""
+        return f"{self.launch.name}: {cause}{see}"
 
 
-def _log_tail(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as log:
-            lines = deque(log, maxlen=_LOG_TAIL_LINES)
-    except OSError:
-        lines = []
-    return f"last lines of {path}:\n" + "".join(f"  {line}" for line in lines)
+def _named(text: str, options: Iterable[str]) -> list[str]:
+    """Those of the options of several words that the text names: `max_model_len`, or "sleep mode"
+    for `enable-sleep-mode`."""
+    text = f"-{re.sub(r'[^a-z0-9]+', '-', text.lower())}-"
+    bare = {key: key.removeprefix("enable-").removeprefix("disable-") for key in options}
+    return [key for key, words in bare.items() if "-" in words and f"-{words}-" in text]

@@ -83,6 +83,7 @@ class Launches:
             log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
             env=environment,
             forks=self.forks,
+            options=tuple(self.service.flags),
         )
         plan = ChildPlan(
             component=self.service.service.component,

@@ -29,6 +29,9 @@ Life = tuple[int, bool] | str
 class Children:
     """Takes the place of `ChildProcess`."""
 
+    #: What one reports that ends before it is ready.
+    error = ""
+
     def __init__(self, *lives: Life):
         self.left = list(lives)
         self.pid = 1
@@ -46,8 +49,8 @@ class Children:
     async def run(self, on_report: Callable[[dict[str, Any]], None]) -> int:
         life = self.left.pop(0)
         assert not isinstance(life, str)
-        if life[1]:
-            on_report({"state": "ready"})
+        failed = {"state": "failed", "error": self.error}
+        on_report({"state": "ready"} if life[1] else failed)
         return life[0]
 
 
@@ -58,6 +61,7 @@ def launch_in(folder: Path) -> Launch:
         plan_path=folder / "plan.json",
         log_path=folder / "logs" / "Back-0.log",
         env=dict(os.environ),
+        options=("model", "enable-sleep-mode", "max-model-len"),
     )
 
 
@@ -99,6 +103,35 @@ async def test_a_first_spawn_that_fails(keep: Any):
         await keep(True, "no log folder")
     one = await keep(False, "no log folder")
     assert (one.state.state, one.state.error) == ("failed", "no log folder")
+
+
+_PYDANTIC = """ValidationError: 1 validation error for ModelConfig
+  Value error, Sleep mode is not supported. [type=value_error, input_value={'a': [1]}, input_type=A]
+    For further information visit https://errors.pydantic.dev/2/v/value_error"""
+_OF_PYDANTIC = "ValidationError: 1 validation error for ModelConfig Value error, Sleep mode is not"
+_ELSEWHERE = "RuntimeError: Engine core initialization failed. See root cause above."
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (_PYDANTIC, f"{_OF_PYDANTIC} supported.; see Back.enable-sleep-mode"),
+        (_ELSEWHERE, "ValueError: the largest max_model_len is 9; see Back.max-model-len"),
+        ("a model without sleep", "a model without sleep"),
+        ("", "ended before it was ready (exit 1)"),
+    ],
+)
+async def test_the_last_line_of_a_failed_start_has_the_cause_and_the_option(
+    tmp_path: Path, keep: Any, capsys: Any, monkeypatch: Any, error: str, cause: str
+):
+    monkeypatch.setattr(Children, "error", error)
+    (tmp_path / "logs").mkdir()
+    raised = "(EngineCore pid=7) ValueError: the largest max_model_len is 9"
+    (tmp_path / "logs/Back-0.log").write_text(f"{raised}\n\n{_ELSEWHERE}\nShutting down\n")
+    with pytest.raises(StartupError) as caught:
+        await keep(True, (1, False))
+    assert str(caught.value) == f"Back-0: {cause}"
+    assert capsys.readouterr().err.endswith("\n  Shutting down\n")
 
 
 class Dies(Children):
