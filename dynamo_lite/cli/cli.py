@@ -138,7 +138,7 @@ def serve(
     The first Ctrl-C (or SIGTERM) drains the graph: requests in flight finish, then the
     processes exit. A second one kills all processes.
     """
-    from dynamo_lite.serve.command import run
+    from dynamo_lite.serve.command import check_quickly, run
     from dynamo_lite.serve.config import resolve
     from dynamo_lite.serve.document import read_document
     from dynamo_lite.serve.edge import settle_edge
@@ -155,6 +155,8 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_planner_budget(config, document, only=service_name)
+    if not document.mistakes and not dry_run:
+        check_quickly(config, service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
     if not document.mistakes:
         config = settle_edge(config, document, only=service_name)

@@ -15,7 +15,7 @@ from dynamo_lite.runtime.process.logs import logging_config
 from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.access import ServersToCheck
-from dynamo_lite.serve.config import ServiceConfig
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.embedded import (
     EmbeddedEtcd,
     EmbeddedNats,
@@ -49,13 +49,9 @@ async def serve(request: ServeRequest) -> int:
     """
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    started = _services_here(request)
-    startup_checks.check_status_tls(request.config.shared)
+    started = _services_here(request.config, request.only)
     for service in started:
-        startup_checks.check_port(service)
-        startup_checks.check_service_account(service)
         if service.service.flags != "none":
-            startup_checks.check_model(service)
             startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
@@ -93,12 +89,24 @@ def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Pat
     return secret
 
 
-def _services_here(request: ServeRequest) -> list[ServiceConfig]:
+def check_quickly(config: GraphConfig, only: str | None) -> None:
+    """What takes no time, before vLLM is asked about its arguments, which takes many seconds.
+
+    config: without mistakes so far. only: the service that is started alone. Raises ConfigError,
+    StartupError.
+    """
+    startup_checks.check_status_tls(config.shared)
+    for service in _services_here(config, only):
+        startup_checks.check_port(service)
+        startup_checks.check_service_account(service)
+        if service.service.flags != "none":
+            startup_checks.check_model(service)
+
+
+def _services_here(config: GraphConfig, only: str | None) -> list[ServiceConfig]:
     """The services that this command starts processes for, in drain order."""
-    outer = [c for c in request.config.services if c.service.component]
-    if request.only is None:
-        return outer
-    return [c for c in outer if c.service.name == request.only]
+    outer = [c for c in config.services if c.service.component]
+    return [c for c in outer if only in (None, c.service.name)]
 
 
 def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
@@ -147,7 +155,7 @@ async def _connect(
             etcd=etcd_url,
             namespace=namespace,
             authenticated=secret is not None,
-            queue=startup_checks.queue_options(_services_here(request)),
+            queue=startup_checks.queue_options(_services_here(request.config, request.only)),
         )
     )
     for warning in startup_checks.readable_by_others(nats_url, etcd_url):
@@ -182,7 +190,7 @@ async def _connect(
 def run(request: ServeRequest) -> int:
     """Runs `serve`. Raises what it raises, with KeyboardInterrupt in place of Interrupted."""
     logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
-    startup_checks.make_demo_model(_services_here(request))
+    startup_checks.make_demo_model(_services_here(request.config, request.only))
     try:
         return asyncio.run(serve(request))
     except Interrupted:

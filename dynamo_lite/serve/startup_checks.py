@@ -102,11 +102,12 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def check_model(service: ServiceConfig) -> None:
-    """Raises StartupError when `model` is a path without a model."""
+    """Raises StartupError when `model` is a path without a model, but for the demo model, which
+    is made."""
     model = service.flags.get("model", "")
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~"))
-    if looks_like_path and not (path / "config.json").is_file():
+    if looks_like_path and model != _DEMO_MODEL and not (path / "config.json").is_file():
         raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}")
 
 

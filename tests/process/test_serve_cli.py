@@ -62,14 +62,20 @@ def test_bad_flags(arguments: list[str], message: str):
     assert message in result.stderr and "s3cret" not in result.stderr
 
 
-def test_a_taken_port(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("graph", "service"),
+    [((STUB,), "Front"), (("graphs.agg:Frontend", "-f", "configs/agg.yaml"), "Frontend")],
+)
+def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], service: str):
+    """It is found before vLLM is asked about its arguments, which takes many seconds."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("serve", STUB, "--state-dir", str(tmp_path), f"--Front.port={port}")
+        result = run("serve", *graph, "--state-dir", str(tmp_path), f"--{service}.port={port}")
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"error: port {port} on 127.0.0.1 is in use; choose another: --Front.port=PORT"
+        f"error: port {port} on 127.0.0.1 is in use; choose another: --{service}.port=PORT"
     ]
+    assert not any(tmp_path.iterdir())
 
 
 def test_unreachable_servers(tmp_path: Path):
@@ -85,14 +91,14 @@ def test_unreachable_servers(tmp_path: Path):
     assert "secret" not in line
 
 
-@pytest.mark.timeout(240)
 def test_a_missing_model_is_found_before_anything_starts(tmp_path: Path):
     file = tmp_path / "graph.yaml"
     file.write_text("Vllm: {model: ./absent}\n")
     arguments = ("serve", MODELLED, "--state-dir", str(tmp_path), "-f", str(file))
-    result = run(*arguments, timeout_s=220.0)
+    result = run(*arguments)
     assert result.returncode == 1
     assert result.stderr.splitlines() == ["error: Vllm.model: no model (config.json) at absent"]
+    assert [*tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.timeout(240)
