@@ -165,11 +165,15 @@ class InstanceSupervisor:
                 code = await child.run(self._on_report)
                 if code == SERVER_LOST:
                     self._error = "its fork server has ended"
-                if code != 0 and self.state.lease:
+                lease = self.state.lease
+                if code != 0 and self.state.state == "ready":
+                    self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
+                    self._change("backoff")
+                if code != 0 and lease:
                     # A killed process has not revoked its lease itself. Others hear of its death
                     # now: until the memory of its killed engine is free, seconds may pass.
                     child.kill_rest()
-                    await self._leases.revoke(int(self.state.lease, 16))
+                    await self._leases.revoke(int(lease, 16))
                 return code
             finally:
                 self._child = None
@@ -178,8 +182,8 @@ class InstanceSupervisor:
     async def _pause(self, code: int, delay_s: float) -> None:
         what = "not started" if code == _NOT_SPAWNED else f"ended ({exit_text(code)})"
         self.state.restarts += 1
-        self.state.lease = ""
-        self._change("backoff")
+        self.state.lease, self.state.state = "", "backoff"
+        self._on_change()
         why = f": {self._error}" if self._error else ""
         self._progress.line(self.launch.name, f"{what}{why}; restarting in {delay_s:g} s")
         with contextlib.suppress(TimeoutError):
@@ -229,7 +233,7 @@ class InstanceSupervisor:
         cause = cause or f"ended before it was ready ({exit_text(code)})"
         options = [f"{self.launch.service}.{key}" for key in _named(cause, self.launch.options)]
         see = f"; see {', '.join(options)}" if options else ""
-        return f"{self.launch.name}: {cause}{see}"
+        return f"{self.launch.name}: {cause.rstrip('.')}{see}"
 
 
 def _named(text: str, options: Iterable[str]) -> list[str]:

@@ -115,7 +115,7 @@ _ELSEWHERE = "RuntimeError: Engine core initialization failed. See root cause ab
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (_PYDANTIC, f"{_OF_PYDANTIC} supported.; see Back.enable-sleep-mode"),
+        (_PYDANTIC, f"{_OF_PYDANTIC} supported; see Back.enable-sleep-mode"),
         (_ELSEWHERE, "ValueError: the largest max_model_len is 9; see Back.max-model-len"),
         ("a model without sleep", "a model without sleep"),
         ("", "ended before it was ready (exit 1)"),
@@ -163,15 +163,29 @@ class Revoker(LeaseRevoker):
         return True
 
 
-async def test_others_hear_of_a_death_before_the_group_is_empty(
+async def test_run_json_and_others_hear_of_a_death_before_the_group_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     done: list[str] = []
     monkeypatch.setattr(instance_supervisor, "ChildProcess", Dies(done))
     backoff, launch = Backoff(first_s=0.001), launch_in(tmp_path)
+    one = InstanceSupervisor(
+        launch,
+        backoff,
+        Revoker(done),
+        Progress(),
+        lambda: done.append(f"{one.state.state} {one.state.pid} {one.state.restarts}"),
+    )
     async with asyncio.timeout(10):
-        await InstanceSupervisor(launch, backoff, Revoker(done), Progress(), lambda: None).keep()
-    assert done == ["rest killed", "7f revoked", "group empty", "group empty"]
+        await one.keep()
+    died = ["backoff 0 0", "rest killed", "7f revoked", "group empty", "backoff 0 1"]
+    life = ["starting 1", "ready 1"]
+    assert done == [
+        *(f"{state} 0" for state in life),
+        *died,
+        *(f"{state} 1" for state in life),
+        *("group empty", "stopped 0 1"),
+    ]
 
 
 async def test_why_a_process_cannot_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
