@@ -124,7 +124,8 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
     answers = {"live": {"ok": True}, "ready": {"ok": False, "checks": {}}}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 418, "headers": []})
+        status = 405 if scope["method"] == "HEAD" else 418
+        await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"app"})
 
     client = TestClient(Probed(app, Probes(lambda: answers["live"], lambda: answers["ready"])))
@@ -133,7 +134,8 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
     assert (unready.status_code, unready.json()) == (503, answers["ready"])
     head = client.head("/ready")
     assert (head.status_code, head.content) == (503, b"")
-    assert client.post("/ready").status_code == client.get("/health").status_code == 418
+    passed_on = client.post("/ready"), client.get("/health"), client.head("/health")
+    assert [answer.status_code for answer in passed_on] == [418, 418, 418]
 
 
 def test_a_frontend_needs_one_worker_that_responds_and_an_edge_that_answers() -> None:

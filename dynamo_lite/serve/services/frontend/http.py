@@ -57,7 +57,8 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 class Probed:
     """ASGI middleware: the process's `/live` and `/ready` on the HTTP port.
 
-    They do not reach the app, so they are cheap and need no API key.
+    They do not reach the app, so they are cheap and need no API key. HEAD reaches it as GET: vLLM's
+    routes do not know it, and uvicorn sends no body in answer to it.
     """
 
     def __init__(self, app: ASGIApp, probes: Probes):
@@ -68,6 +69,7 @@ class Probed:
             if (facts := self._probes.at(scope["path"])) is not None:
                 status = 200 if facts["ok"] else 503
                 return await JSONResponse(facts, status_code=status)(scope, receive, send)
+            scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
 
 
