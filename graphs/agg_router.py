@@ -1,4 +1,4 @@
-"""Aggregated serving with a KV-aware Router process."""
+"""Aggregated serving with a KV-aware Router process; takes configs/agg.yaml."""
 
 from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
 

@@ -1,4 +1,4 @@
-"""Conditional disaggregation with a KV-aware Router process."""
+"""Conditional disaggregation with a KV-aware Router process; takes configs/disagg.yaml."""
 
 from dynamo_lite.serve.services.services import (
     FRONTEND,

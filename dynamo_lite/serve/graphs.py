@@ -93,8 +93,12 @@ def config_file(given: Path) -> Path:
     if len(given.parts) == 2 and given.parts[0] == CONFIGS:
         if (packaged := packaged_file(CONFIGS, given.name)) is not None:
             return packaged
-        names = ", ".join(name for name, _ in configs())
-        raise ConfigError([f"{given}: cannot be read: no such file; packaged are {names}"])
+        names, stem = [name for name, _ in configs()], given.stem
+        alike = [name for name in names if stem.startswith(f"{Path(name).stem}_")]
+        known = alike and packaged_file(GRAPHS, f"{stem}.py") is not None
+        other = f"{alike[-1]} is for {GRAPHS}.{stem}, too; " if known else ""
+        message = f"no such file; {other}packaged are {', '.join(names)}"
+        raise ConfigError([f"{given}: cannot be read: {message}"])
     hint = "`dynamo-lite examples` lists those that are packaged"
     raise ConfigError([f"{given}: cannot be read: no such file; {hint}"])
 
