@@ -16,6 +16,7 @@ from tests.process.command import (
     MODELLED,
     ROOT,
     STUB,
+    Serving,
     children_of,
     eventually,
     invoke,
@@ -127,19 +128,19 @@ def test_what_needs_no_graph(tmp_path: Path):
     assert not (tmp_path / "s").exists()
 
 
-def test_a_state_directory_serves_one_graph(tmp_path: Path):
-    with serving(tmp_path, until="ready http") as graph:
-        result = run("serve", STUB, "--state-dir", str(tmp_path))
-        assert result.returncode == 1
-        assert f"a graph runs on state directory {tmp_path} (pid {graph.process.pid}" in (
-            result.stderr
-        )
-
-
 def test_members_come_and_go(tmp_path: Path):
-    """A lone service joins a running graph; ps shows it; revoking its lease ends it."""
+    """A lone service joins a running graph; ps shows it; revoking its lease ends it. A second graph
+    does not start on its state directory."""
     here = ("--state-dir", str(tmp_path))
+    assert revoke_lease(*here).returncode == 1
     with serving(tmp_path, until="ready http") as graph:
+        result = run("serve", STUB, *here)
+        found = f"a graph runs on state directory {tmp_path} (pid {graph.process.pid}"
+        assert (result.returncode, found in result.stderr) == (1, True)
+        unknown = revoke_lease("1234", *here)
+        assert (unknown.returncode, "no live process has lease 1234" in unknown.stderr) == (1, True)
+        assert revoke_lease("xyz", *here).returncode == 2
+        assert revoke_lease("--component", "Bock", *here).returncode == 1
         with serving(tmp_path, "--service-name", "Back", until="ready Back-0") as lone:
             rows = json.loads(invoke("ps", "--json", *here).stdout)
             assert sorted(row["component"] for row in rows) == ["Back", "Back", "Front"]
@@ -157,20 +158,15 @@ def test_members_come_and_go(tmp_path: Path):
         graph.wait_line("left the graph (exit 0)")
 
 
-def test_leases_that_cannot_be_revoked(tmp_path: Path):
-    assert revoke_lease("--state-dir", str(tmp_path)).returncode == 1
-    with serving(tmp_path, until="ready http"):
-        here = ("--state-dir", str(tmp_path))
-        unknown = revoke_lease("1234", *here)
-        assert (unknown.returncode, "no live process has lease 1234" in unknown.stderr) == (1, True)
-        assert revoke_lease("xyz", *here).returncode == 2
-        assert revoke_lease("--component", "Bock", *here).returncode == 1
-
-
 def test_a_stop_during_the_start(tmp_path: Path):
     with serving(tmp_path) as graph:
         eventually(lambda: (tmp_path / "run.json").exists(), "the start began")
         assert graph.end(signal.SIGINT) == 0
+
+
+def ends_with_nothing(command: Serving, kind: int) -> None:
+    assert command.end(kind) == 130
+    assert command.output == ["interrupted; nothing is left running\n"]
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -191,22 +187,20 @@ def test_an_interrupt_while_the_servers_start(
         )
         eventually(lambda: len(children_of(command.process.pid)) == 2, "both servers run")
         servers = children_of(command.process.pid)
-        assert command.end(kind) == 130
-        assert command.output == ["interrupted; nothing is left running\n"]
+        ends_with_nothing(command, kind)
         assert not any(map(is_alive, servers))
     assert not (state / "run.json").exists()
 
 
 def test_an_interrupt_while_a_server_is_looked_for(tmp_path: Path):
     """Its queue of connections is full, so that it does not answer."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        address = server.getsockname()
-        with socket.create_connection(address):
-            url = f"nats://127.0.0.1:{address[1]}"
-            with serving(tmp_path, "--nats-url", url) as command:
-                eventually(lambda: any(tmp_path.iterdir()), "the start began")
-                assert command.end(signal.SIGINT) == 130
-                assert command.output == ["interrupted; nothing is left running\n"]
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as server,
+        socket.create_connection(address := server.getsockname()),
+        serving(tmp_path, "--nats-url", f"nats://127.0.0.1:{address[1]}") as command,
+    ):
+        eventually(lambda: any(tmp_path.iterdir()), "the start began")
+        ends_with_nothing(command, signal.SIGINT)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
@@ -218,8 +212,7 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
     with serving(tmp_path / "state", "-f", str(file), graph=MODELLED) as command:
         parsers = eventually(lambda: _parsers_of(command.process.pid), "vLLM is asked")
         os.kill(parsers, signal.SIGSTOP)
-        assert command.end(kind) == 130
-        assert command.output == ["interrupted; nothing is left running\n"]
+        ends_with_nothing(command, kind)
         eventually(lambda: not is_alive(parsers), "the parsers end")
     assert not (tmp_path / "state").exists()
 

@@ -33,8 +33,7 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         assert graph.wait_line("curl http://127.0.0.1:1/v1/chat/completions")
         state = graph.run_json()
         assert stat.S_IMODE((tmp_path / "run.json").stat().st_mode) == 0o600
-        assert state["state"] == "ready"
-        assert state["http"] == "http://127.0.0.1:1"
+        assert (state["state"], state["http"]) == ("ready", "http://127.0.0.1:1")
         login = tmp_path / "embedded" / "nats" / "login"
         assert re.fullmatch(rf"nats://127.0.0.1:\d+\?login={re.escape(str(login))}", state["nats"])
         assert stat.S_IMODE(login.stat().st_mode) == 0o600
@@ -78,8 +77,7 @@ def test_restarts_what_crashed_with_its_grandchildren_swept(tmp_path: Path):
         assert not asyncio.run(known(graph, first["lease"])), "its lease was revoked"
         assert asyncio.run(known(graph, before["Front-0"]["lease"]))
         again = graph.when("Back-0", lambda p: p["state"] == "ready" and p["restarts"] == 1)
-        assert again["pid"] != first["pid"]
-        assert again["lease"] != first["lease"]
+        assert again["pid"] != first["pid"] and again["lease"] != first["lease"]
         assert group_members(first["pid"]) == []
         assert graph.processes()["Front-0"]["pid"] == before["Front-0"]["pid"]
 
@@ -93,15 +91,24 @@ async def known(graph: Serving, lease: str) -> bool:
 
 
 def test_does_not_restart_what_left_in_order_and_ends_when_everything_has(tmp_path: Path):
-    with serving(tmp_path, "--Back.ServiceArgs.workers=2", until="ready http") as graph:
-        os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
-        graph.wait_line("left the graph (exit 0)")
+    """A process does not wait for its threads. Its last lines are in the log all the same."""
+    options = ("--Back.ServiceArgs.workers=2", "--Back.linger=true", "--log-format=json")
+    with serving(tmp_path, *options, until="ready http") as graph:
         entry = graph.processes()["Back-0"]
-        assert (entry["state"], entry["restarts"]) == ("stopped", 0)
+        os.kill(entry["pid"], signal.SIGTERM)
+        graph.wait_line("left the graph (exit 0)")
+        left = graph.processes()["Back-0"]
+        assert (left["state"], left["restarts"]) == ("stopped", 0)
         assert graph.processes()["Back-1"]["state"] == "ready"
         for name in ("Front-0", "Back-1"):
             os.kill(graph.processes()[name]["pid"], signal.SIGTERM)
         assert graph.end() == 0
+    text = (tmp_path / "logs" / "Back-0.log").read_text()
+    assert "closed Back" in text
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    [drain] = [line for line in lines if line["message"].startswith("draining")]
+    assert (drain["component"], drain["instance"], drain["level"]) == ("Back", 0, "INFO")
+    assert (drain["lease"], drain["pid"]) == (entry["lease"], entry["pid"])
 
 
 def test_a_second_signal_forces(tmp_path: Path):
@@ -144,20 +151,6 @@ def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
         process.wait()
 
 
-def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
-    """Its last lines are in the log all the same."""
-    with serving(tmp_path, "--Back.linger=true", "--log-format=json", until="ready http") as graph:
-        entry = graph.processes()["Back-0"]
-        os.kill(entry["pid"], signal.SIGTERM)
-        graph.wait_line("left the graph (exit 0)")
-    text = (tmp_path / "logs" / "Back-0.log").read_text()
-    assert "closed Back" in text
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    [drain] = [line for line in lines if line["message"].startswith("draining")]
-    assert (drain["component"], drain["instance"], drain["level"]) == ("Back", 0, "INFO")
-    assert (drain["lease"], drain["pid"]) == (entry["lease"], entry["pid"])
-
-
 @pytest.mark.parametrize("how", ["start", "crash"])
 @pytest.mark.parametrize("where", ["files", "stderr"])
 def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
@@ -168,8 +161,7 @@ def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
     assert f"error: Back-0: {why}" in text and "Traceback" not in text
     assert ("its log is above" in text) is (where == "stderr")
     if how == "start":
-        said, error = text.index("the last line of the log"), text.index("error: Back-0:")
-        assert said < error
+        assert text.index("the last line of the log") < text.index("error: Back-0:")
     assert not (tmp_path / "run.json").exists()
 
 

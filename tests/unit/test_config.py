@@ -16,7 +16,7 @@ from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
 from dynamo_lite.serve.child_environment import child_environment
-from dynamo_lite.serve.config import GraphConfig, describe, resolve
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
@@ -54,6 +54,13 @@ class Loader:
         document.raise_mistakes()
         return config
 
+    def worker(
+        self, *overrides: str, content: dict[str, Any] = GOOD, graph: Graph = disagg.Frontend
+    ) -> ServiceConfig:
+        found = self(content, *overrides, graph=graph).get("VllmWorker")
+        assert found is not None
+        return found
+
     def mistakes(self, *args: Any, **kwargs: Any) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             self(*args, **kwargs)
@@ -66,15 +73,11 @@ def load(tmp_path: Path) -> Loader:
 
 
 def test_the_kv_router_is_a_section_of_its_own(load: Loader):
-    frontend = load(GOOD, "--Frontend.router=kv", "--Frontend.kv-router.kv-weight=3").get(
-        "Frontend"
-    )
-    assert frontend is not None
-    assert frontend.options["router"] == "kv"
+    section = "--Frontend.kv-router"
+    frontend = load(GOOD, "--Frontend.router=kv", f"{section}.kv-weight=3").get("Frontend")
+    assert frontend is not None and frontend.options["router"] == "kv"
     assert frontend.options["kv_router"]["kv_weight"] == 3
-    mistakes = load.mistakes(
-        GOOD, "--Frontend.kv-router.kv-weight=-1", "--Frontend.kv-router.weight=1"
-    )
+    mistakes = load.mistakes(GOOD, f"{section}.kv-weight=-1", f"{section}.weight=1")
     assert ["Frontend.kv-router.kv-weight" in m for m in mistakes] == [False, True]
     assert "kv-weight" in mistakes[0]
 
@@ -82,24 +85,27 @@ def test_the_kv_router_is_a_section_of_its_own(load: Loader):
 def test_traces_are_off_unless_a_collector_is_named(load: Loader):
     assert load(GOOD).shared.tracing is None
     traced = load(GOOD, "--Graph.otlp-endpoint=http://127.0.0.1:4318", "--Graph.trace-ratio=0.1")
-    expected = TracingOptions(endpoint="http://127.0.0.1:4318", ratio=0.1)
-    assert traced.shared.tracing == expected
+    assert traced.shared.tracing == TracingOptions(endpoint="http://127.0.0.1:4318", ratio=0.1)
 
 
-def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):
-    worker = load(GOOD).get("VllmWorker")
-    assert worker is not None
+def test_own_options_are_filled_the_rest_goes_to_vllm_and_overrides_win(load: Loader):
+    worker = load.worker()
     assert worker.flags == {"model": "m", "max-num-seqs": 4}
-    assert worker.options["queue"] == {
-        "max_jobs": 9,
-        "ack_wait_s": 10.0,
-        "max_deliver": 3,
-        "short_length": 2048,
-        "replicas": 1,
-        "storage": "memory",
-    }
+    queue = {"max_jobs": 9, "ack_wait_s": 10.0, "max_deliver": 3, "short_length": 2048}
+    assert worker.options["queue"] == {**queue, "replicas": 1, "storage": "memory"}
     assert worker.options["max_local_prefill_length"] == 512
     assert worker.options["single_flight_min_length"] is None
+    own, env = "--VllmWorker", "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES"
+    nested = ("--Common.queue.max-jobs=5", f"{own}.hf-overrides={{a: 1}}")
+    worker = load.worker(f"{own}.ServiceArgs.workers=2", f"{env}=[0, 1]", *nested)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in worker.env] == ["0", "1"]
+    assert worker.workers == 2 and worker.options["queue"]["max_jobs"] == 5
+    assert worker.flags["hf-overrides"] == {"a": 1}
+    # A process that is added gets the variables that all have.
+    assert load.worker(f"{env}=[0]").fixed_env.endswith("list the devices in Graph.devices instead")
+    worker = load.worker(f"{own}.ServiceArgs.env.OMP_NUM_THREADS=2")
+    assert worker.env_of(0) == worker.env_of(7) == {"OMP_NUM_THREADS": "2"}
+    assert worker.fixed_env == ""
 
 
 def test_a_key_of_the_service_wins_over_the_common_one(load: Loader):
@@ -112,32 +118,6 @@ def test_a_key_of_the_service_wins_over_the_common_one(load: Loader):
     assert [c.flags.get("dtype") for c in config.services] == ["float", None, "half"]
 
 
-def test_overrides_win_and_reach_nested_keys(load: Loader):
-    config = load(
-        GOOD,
-        "--VllmWorker.ServiceArgs.workers=2",
-        "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=[0, 1]",
-        "--Common.queue.max-jobs=5",
-        "--VllmWorker.hf-overrides={a: 1}",
-    )
-    worker = config.get("VllmWorker")
-    assert worker is not None
-    assert worker.workers == 2
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in worker.env] == ["0", "1"]
-    assert worker.options["queue"]["max_jobs"] == 5
-    assert worker.flags["hf-overrides"] == {"a": 1}
-
-
-def test_a_process_that_is_added_gets_the_variables_that_all_have(load: Loader):
-    worker = load(GOOD, "--VllmWorker.ServiceArgs.env.OMP_NUM_THREADS=2").get("VllmWorker")
-    assert worker is not None and worker.fixed_env == ""
-    assert worker.env_of(0) == worker.env_of(7) == {"OMP_NUM_THREADS": "2"}
-    env = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=[0]"
-    worker = load(GOOD, env).get("VllmWorker")
-    assert worker is not None
-    assert worker.fixed_env.endswith("list the devices in Graph.devices instead")
-
-
 def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
     each = ("--VllmWorker.ServiceArgs.devices=2", "--PrefillWorker.ServiceArgs.devices=1")
     assert load(GOOD, *each, "--Graph.devices=[0, 1, GPU-c]").shared.devices == (0, 1, "GPU-c")
@@ -146,16 +126,10 @@ def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
     assert found == [
         "--Graph.devices: 2 devices, but the services need more: VllmWorker 2, PrefillWorker 1"
     ]
-    document = read_document(None, [*each, "--Graph.devices=1"])
-    resolve(disagg.Frontend, document, only="PrefillWorker")
-    assert not any("devices" in mistake for mistake in document.mistakes)
-    found = load.mistakes(
-        GOOD,
-        *each,
-        "--Graph.devices=[0,1,2]",
-        "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0",
-    )
-    assert len(found) == 1 and "Graph.devices sets CUDA_VISIBLE_DEVICES" in found[0]
+    load(GOOD, *each, "--Graph.devices=1", only="PrefillWorker")
+    own = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0"
+    [found] = load.mistakes(GOOD, *each, "--Graph.devices=[0,1,2]", own)
+    assert "Graph.devices sets CUDA_VISIBLE_DEVICES" in found
 
 
 def test_every_mistake_at_once_with_line_path_and_accepted_keys(load: Loader):
@@ -242,8 +216,11 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),
         ("--VllmWorker.remote-prefill=1", "valid boolean"),
         ("--VllmWorker.queue.max-jobs=8", "must have the same value in all services"),
-        ("--PrefillWorker.dtype=half", "--PrefillWorker.dtype: must be as in VllmWorker, or no"),
-        ("--PrefillWorker.dtype=half", "remotely: here 'half', there 'float'"),
+        (
+            "--PrefillWorker.dtype=half",
+            "--PrefillWorker.dtype: must be as in VllmWorker, or no prompt is prefilled remotely:"
+            " here 'half', there 'float'",
+        ),
         ("--PrefillWorker.max-model-len=99", "here 99, there 100"),
         ("--VllmWorker.revision=x", "PrefillWorker.revision: must be as in VllmWorker"),
         ("--PrefillWorker.hf-overrides={a: 1}", "here {'a': 1}, there {}"),
@@ -304,13 +281,10 @@ def test_a_file_that_is_no_configuration(load: Loader, text: str):
 
 def test_graphs_do_not_interfere(load: Loader):
     content = {k: v for k, v in GOOD.items() if k != "PrefillWorker"}
-    alone = load(content, graph=agg.Frontend).get("VllmWorker")
-    with_prefill = load(GOOD, graph=disagg.Frontend).get("VllmWorker")
-    asked = load(content, "--VllmWorker.remote-prefill=true", graph=agg.Frontend).get("VllmWorker")
-    assert alone and with_prefill and asked
-    assert not alone.options["remote_prefill"]
-    assert with_prefill.options["remote_prefill"]
-    assert asked.options["remote_prefill"]
+    alone = load.worker(content=content, graph=agg.Frontend)
+    asked = load.worker("--VllmWorker.remote-prefill=true", content=content, graph=agg.Frontend)
+    remote = [each.options["remote_prefill"] for each in (alone, load.worker(), asked)]
+    assert remote == [False, True, True]
 
 
 def test_a_graph_is_complete_and_without_doubles():
@@ -433,46 +407,31 @@ def test_mistakes_about_engines(load: Loader, fields: dict[str, Any], message: s
     assert f"Forwarder{message}" in mistake
 
 
-def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    assert child_environment({})["OMP_NUM_THREADS"] == "7"
-    assert child_environment({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
-    assert child_environment({})["VLLM_NO_USAGE_STATS"] == "1"
-    ucx = {
-        "RCACHE_MAX_UNRELEASED": "1024",
-        "TCP_PUT_ENABLE": "n",
-        "TCP_TX_SEG_SIZE": "64k",
-        "TCP_CONN_NB": "y",
-    }
-    for name, default in ucx.items():
-        monkeypatch.delenv(f"UCX_{name}", raising=False)
-        assert child_environment({})[f"UCX_{name}"] == default
-        monkeypatch.setenv(f"UCX_{name}", "7")
-        assert child_environment({})[f"UCX_{name}"] == "7"
-
-
-def test_kv_ports_are_opened_where_the_graph_listens(monkeypatch: pytest.MonkeyPatch):
-    variable = "UCX_NET_DEVICES"
-    monkeypatch.delenv(variable, raising=False)
-    assert child_environment({}, "127.0.0.1")[variable] == "lo"
-    assert variable not in child_environment({}, "0.0.0.0")
-    assert child_environment({variable: "mlx5_0:1"}, "127.0.0.1")[variable] == "mlx5_0:1"
-    monkeypatch.setenv(variable, "eth1")
-    assert child_environment({}, "127.0.0.1")[variable] == "eth1"
-
-
 @pytest.mark.parametrize(
-    ("lease_ttl_s", "timeout"), [(2, "1500ms"), (10, "7500ms"), (30, "22500ms")]
+    ("variable", "default", "place"),
+    [
+        ("OMP_NUM_THREADS", None, {}),
+        ("VLLM_NO_USAGE_STATS", "1", {}),
+        ("UCX_RCACHE_MAX_UNRELEASED", "1024", {}),
+        ("UCX_TCP_PUT_ENABLE", "n", {}),
+        ("UCX_TCP_TX_SEG_SIZE", "64k", {}),
+        ("UCX_TCP_CONN_NB", "y", {}),
+        # KV ports are opened where the graph listens.
+        ("UCX_NET_DEVICES", "lo", {"bind_host": "127.0.0.1"}),
+        ("UCX_NET_DEVICES", None, {"bind_host": "0.0.0.0"}),
+        # Undelivered KV is dropped before its blocks are released.
+        *(("UCX_TCP_USER_TIMEOUT", f"{s * 750}ms", {"lease_ttl_s": s}) for s in (2, 10, 30)),
+        ("UCX_TCP_USER_TIMEOUT", None, {}),
+    ],
 )
-def test_undelivered_kv_is_dropped_before_its_blocks_are_released(
-    monkeypatch: pytest.MonkeyPatch, lease_ttl_s: float, timeout: str
+def test_the_service_s_environment_goes_before_ours_and_ours_before_a_default(
+    monkeypatch: pytest.MonkeyPatch, variable: str, default: str | None, place: dict[str, Any]
 ):
-    variable = "UCX_TCP_USER_TIMEOUT"
     monkeypatch.delenv(variable, raising=False)
-    assert child_environment({}, lease_ttl_s=lease_ttl_s)[variable] == timeout
-    assert variable not in child_environment({})
-    assert child_environment({variable: "2s"}, lease_ttl_s=lease_ttl_s)[variable] == "2s"
+    assert child_environment({}, **place).get(variable) == default
+    monkeypatch.setenv(variable, "7")
+    assert child_environment({}, **place)[variable] == "7"
+    assert child_environment({variable: "8"}, **place)[variable] == "8"
 
 
 def test_a_fixed_status_port_is_the_first_of_a_service_s_processes(load: Loader):

@@ -13,10 +13,10 @@ from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, encode_engine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import engine_metadata, eventually, rank_metadata
+from tests.builders import engine_metadata, eventually, process_spec, rank_metadata
 from tests.twins.servers import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -90,13 +90,10 @@ class Rig:
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    spec = ProcessSpec(
-        namespace="t", component="PrefillWorker", instance=0, nats_url="", etcd_url="", state_dir=""
-    )
     store, printed = MemoryStore(), list[str]()
     async with store.lease(10.0) as lease:
         host = Host(
-            spec,
+            process_spec("PrefillWorker", namespace="t"),
             store=store,
             messaging=MemoryMessaging(),
             lease=lease,
@@ -116,9 +113,9 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_a_link_is_used_until_a_transfer_over_it_fails(rig: Rig):
     one, two = await rig.add("d1", 7), await rig.add("d2", 8)
     await rig.run()
-    assert (rig.links.trouble(one), rig.links.trouble(two)) == ("", "")
-    assert await rig.marks() == {}
-    rig.links.broke("d1", RESET)
+    assert (rig.links.trouble(one), rig.links.trouble(two), await rig.marks()) == ("", "", {})
+    for why in (RESET, "transfers that fail together are one failure"):
+        rig.links.broke("d1", why)
     assert (rig.links.trouble(one), rig.links.trouble(two)) == (RESET, "")
     assert await rig.marked("d1") == {
         "d1": LinkRecord(
@@ -160,15 +157,6 @@ async def test_another_failure_marks_it_for_longer_and_success_ends_the_series(
     assert said == [
         f"link to engine d1: used again in {s} s: {RESET}" for s in (0.01, 0.02, 0.04, 0.04, 0.01)
     ]
-
-
-async def test_transfers_that_fail_together_are_one_failure(rig: Rig):
-    target = await rig.add("d1")
-    await rig.run()
-    for why in (RESET, "another one"):
-        rig.links.broke("d1", why)
-    assert rig.links.trouble(target) == RESET
-    assert (await rig.marked("d1"))["d1"].next_try == 1300.0
 
 
 async def test_engines_that_do_not_fit_are_known_before_any_job_and_never_used(rig: Rig):
@@ -261,43 +249,32 @@ async def test_the_start_waits_until_the_marks_of_engines_that_are_there_are_in_
     assert list(await rig.marks()) == ["d1"]
 
 
-async def test_a_worker_that_fits_no_engine_says_so_until_it_fits_one(rig: Rig):
-    async def shown(unfit: str, *lines: str) -> None:
-        said = [
-            f"unfit for every decode worker, so it gets no jobs: {UNFIT}" if line == UNFIT else line
-            for line in lines
-        ]
-        await eventually(lambda: rig.links.misfit == unfit and rig.printed == said)
-        metric = rig.host.registry.get_sample_value("dynamo_lite_prefill_worker_unfit")
-        assert metric == bool(unfit)
-
-    rig.engine.unfit = {"d1", "d2", "d4"}
-    await rig.run()
-    await shown("")
-    await rig.add("d1", 1)
-    await shown(UNFIT, UNFIT)
-    await rig.add("d2", 2)
-    await rig.add("d3", 3)
-    await shown("", UNFIT, "fits a decode worker")
-    rig.links.broke("d3", RESET)
-    await rig.marked("d1", "d2", "d3")
-    await shown("", UNFIT, "fits a decode worker")
-    await rig.leave("d3")
-    await shown(UNFIT, UNFIT, "fits a decode worker", UNFIT)
-    rig.links.forget_leases(frozenset({1, 2}))
-    assert rig.links.misfit == "", "there is none"
-
-
-async def test_it_is_hopeless_while_no_engine_can_be_given_kv(rig: Rig):
-    links = rig.made(SHORT)
+async def test_it_is_hopeless_while_no_engine_can_be_given_kv_and_says_where_it_fits_none(rig: Rig):
+    links, said = rig.made(SHORT), list[str]()
     assert not links.hopeless, "there is none: nothing will be asked for"
-    rig.engine.unfit = {"d1"}
+
+    async def unfit(why: str, *more: str) -> None:
+        said.extend(more)
+        await eventually(lambda: links.misfit == why and rig.printed == said)
+        metric = rig.host.registry.get_sample_value("dynamo_lite_prefill_worker_unfit")
+        assert metric == bool(why)
+
+    rig.engine.unfit = {"d1", "d3"}
     await rig.add("d1")
     await rig.run(links)
     assert links.hopeless
-    target = await rig.add("d2")
-    await eventually(lambda: not links.hopeless)
+    for_every = f"unfit for every decode worker, so it gets no jobs: {UNFIT}"
+    await unfit(UNFIT, for_every)
+    await rig.add("d3", 8)
+    target = await rig.add("d2", 9)
+    await unfit("", "fits a decode worker")
+    assert not links.hopeless
     links.broke("d2", RESET)
     assert links.hopeless
+    await unfit("")
     await eventually(lambda: not links.trouble(target))
     assert not links.hopeless
+    await rig.leave("d2")
+    await unfit(UNFIT, for_every)
+    links.forget_leases(frozenset({7, 8}))
+    await unfit("")

@@ -33,11 +33,7 @@ def test_everything_that_is_packaged_is_listed_with_a_sentence() -> None:
         f"graphs.{module}" for module in modules
     }
     assert [about for about in listed.values() if not about.endswith(".")] == []
-
-
-def test_every_listed_graph_can_be_loaded() -> None:
-    for name, _ in graphs():
-        assert load_graph(name).missing() == []
+    assert not any(load_graph(name).missing() for name, _ in graphs())
 
 
 def test_a_file_in_the_working_directory_goes_before_the_packaged_one(elsewhere: Path) -> None:

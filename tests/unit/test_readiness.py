@@ -7,11 +7,11 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED
 from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
+from tests.builders import process_spec
 from tests.twins.servers import MemoryMessaging
 from tests.unit.process_run import Run, get
 
@@ -59,6 +59,10 @@ async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
         assert "send requests elsewhere" in said["process"].failing()["process"]
         assert "not answered for about 10 s" in said["store"].failing()["store"]
         assert "starting" in Process(state="starting", messaging=messaging).failing()["process"]
+        # A component without checks of its own has one.
+        assert Process(facts={"ok": True}, messaging=messaging).failing() == {}
+        failing = Process(facts={"ok": False, "error": "KeyError: 1"}, messaging=messaging)
+        assert failing.failing() == {"component": "KeyError: 1"}
         messaging.set_connected(False)
         assert "NATS is not connected" in Process(messaging=messaging).failing()["broker"]
 
@@ -74,13 +78,6 @@ async def test_a_missing_broker_is_a_detail_only_where_requests_are_served_witho
         assert broker["detail"].endswith(" 2 of 2")
         unserved = Process(facts={**WELL, "without_broker": ""}, messaging=messaging)
         assert "NATS is not connected" in unserved.failing()["broker"]
-
-
-async def test_a_component_without_checks_of_its_own_has_one() -> None:
-    async with MemoryMessaging() as messaging:
-        assert Process(facts={"ok": True}, messaging=messaging).failing() == {}
-        failing = Process(facts={"ok": False, "error": "KeyError: 1"}, messaging=messaging)
-        assert failing.failing() == {"component": "KeyError: 1"}
 
 
 def test_only_what_a_restart_heals_is_against_liveness() -> None:
@@ -139,10 +136,7 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
 
 
 def test_a_frontend_needs_one_worker_that_responds_and_an_edge_that_answers() -> None:
-    spec = ProcessSpec(
-        namespace="n", component="Frontend", instance=0, nats_url="", etcd_url="", state_dir=""
-    )
-    frontend = Frontend({}, spec)
+    frontend = Frontend({}, process_spec("Frontend"))
 
     def trouble() -> str:
         return frontend.health()["checks"]["workers"]

@@ -71,12 +71,7 @@ def over_budget(*overrides: str, only: str | None = None) -> list[str]:
     return document.mistakes
 
 
-@pytest.mark.parametrize("overrides", [[], TWO_EACH, ["--PrefillWorker.ServiceArgs.workers=3"]])
-def test_a_budget_for_the_graph_s_own_workers_is_enough(overrides: list[str]):
-    assert over_budget(*overrides) == []
-
-
-def test_a_budget_below_the_workers_that_start_is_refused():
+def test_a_budget_below_the_workers_that_start_or_the_minima_is_refused():
     assert over_budget(MANY, "--VllmWorker.ServiceArgs.devices=2") == [
         f"{FILE}:{LINE}: Planner.budget-devices: 4, but the workers that the graph starts need 6"
         " devices: PrefillWorker 4 * 1, VllmWorker 1 * 2 (a worker without a device counts as"
@@ -84,19 +79,16 @@ def test_a_budget_below_the_workers_that_start_is_refused():
     ]
     [flag] = over_budget(*TWO_EACH, "--Planner.budget-devices=3", "--Planner.decode-min=1")[1:]
     assert flag.startswith("--Planner.budget-devices: 3, but the workers")
-
-
-def test_a_budget_below_the_minima_is_refused_by_their_devices():
     assert over_budget(*TWO_EACH, "--Planner.decode-min=2") == [
         f"{FILE}:{LINE}: Planner.budget-devices: prefill-min (1 * 2) and decode-min (2 * 2) need 6"
         " devices together, more than budget-devices, 4"
     ]
 
 
-def test_only_what_starts_here_is_compared():
-    assert over_budget(MANY, only="PrefillWorker") == []
-    assert over_budget(MANY, only="Planner") == []
+def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here():
+    for enough in ([], TWO_EACH, ["--PrefillWorker.ServiceArgs.workers=3"]):
+        assert over_budget(*enough) == []
+    assert over_budget(MANY, only="PrefillWorker") == over_budget(MANY, only="Planner") == []
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
-    pods = "--Planner.kubernetes.decode=deployments/decode"
-    assert over_budget(MANY, pods) == []
+    assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
