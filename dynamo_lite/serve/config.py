@@ -41,8 +41,9 @@ _MUST_FIT: dict[str, Callable[[Any], Any]] = {
     ),
     "max-model-len": lambda given: given if isinstance(given, int) and given > 0 else None,
     "revision": lambda given: given or "",
-    "hf-overrides": lambda given: given,
-    "override-generation-config": lambda given: given,
+    # It may also be a text in JSON.
+    "hf-overrides": lambda given: given if isinstance(given, dict) else None,
+    "override-generation-config": lambda given: given if isinstance(given, dict) else None,
 }
 
 PositiveSeconds = Annotated[float, at.Gt(0)]
