@@ -207,6 +207,7 @@ def test_an_interrupt_while_a_server_is_looked_for(tmp_path: Path):
 def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
     """The parsers are stopped, so that they cannot answer before the interrupt."""
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
     file = tmp_path / "graph.yaml"
     file.write_text(f"Vllm: {{model: {tmp_path}/model}}\n")
     with serving(tmp_path / "state", "-f", str(file), graph=MODELLED) as command:
