@@ -17,7 +17,8 @@ class Transfer(Protocol):
     def done(self) -> bool:
         """Polls; returns whether it has ended. Raises TransferError if it failed.
 
-        A failed write changes no more memory; a failed read none after its peer is removed.
+        A failed write changes no more memory, unless its peer was removed while it was in flight;
+        a failed read none after its peer is removed.
         """
         ...
 
@@ -38,7 +39,8 @@ class Mover(Protocol):
         ...
 
     def remove_peer(self, peer: str) -> None:
-        """Forgets the peer; unknown peers are ignored."""
+        """Forgets the peer; unknown peers are ignored. Transfers in flight with it fail at once,
+        and may still change memory later."""
         ...
 
     def write(

@@ -115,6 +115,7 @@ class NixlMover:
 
     def remove_peer(self, peer: str) -> None:
         name = self._peers.pop(peer, None)
+        # Its data may still arrive: in `_confirmed`, which nothing reads.
         self._release(self._confirming.pop(peer, None))
         if name is not None:
             try:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -33,9 +34,11 @@ class Party:
     """A mover with one registered buffer. No two parties ever share a name."""
 
     made = 0
+    all: ClassVar[list["Party"]] = []
 
     def __init__(self, make: Callable[[str], Mover], fill: int):
         Party.made += 1
+        Party.all.append(self)
         self.mover = make(f"party-{Party.made}")
         self.buffer = np.full(SIZE, fill, np.uint8)
         self.base = self.buffer.__array_interface__["data"][0]
@@ -58,6 +61,19 @@ class Party:
         """One place; there: the same one."""
         places = self.at(here), target.at(there or here)
         return self.mover.write(peer, *places, memory=DRAM, notice=notice)
+
+
+@pytest.fixture(autouse=True)
+def closed_parties() -> Iterator[None]:
+    yield
+    while Party.all:
+        Party.all.pop().mover.close()
+
+
+def until(seen: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not seen():
+        assert time.monotonic() < deadline
 
 
 def finish(write: Transfer, target: Mover, *, notices: int = 0) -> list[bytes]:
@@ -89,14 +105,12 @@ def make(request, tmp_path) -> Callable[[str], Mover]:
 
 
 @pytest.fixture
-def parties(make) -> Iterator[tuple[Party, Party]]:
+def parties(make) -> tuple[Party, Party]:
     """A source that knows a target as the peer "target"."""
     source, target = Party(make, 1), Party(make, 2)
     source.buffer[:] = np.arange(SIZE) % 251
     source.mover.add_peer("target", target.mover.metadata())
-    yield source, target
-    source.mover.close()
-    target.mover.close()
+    return source, target
 
 
 @pytest.mark.parametrize("operation", ["write", "read"])
@@ -123,11 +137,7 @@ def test_the_notice_comes_with_the_data_and_once(parties):
     source, target = parties
     write = source.write(target, notice=b"\x00done\xff")
     arrived: list[bytes] = []
-    deadline = time.monotonic() + WAIT_S
-    while not arrived:
-        assert time.monotonic() < deadline
-        write.done()
-        arrived = target.mover.notices()
+    until(lambda: (write.done(), arrived.extend(target.mover.notices()), arrived)[-1])
     np.testing.assert_array_equal(target.buffer, source.buffer)
     assert arrived == [b"\x00done\xff"]
     assert finish(write, target.mover) == []
@@ -139,8 +149,6 @@ def test_a_notice_of_a_stranger_arrives_empty(tmp_path):
     target = Party(lambda name: NixlMover(name, graph_secret(tmp_path / "secret")), 2)
     source.mover.add_peer("target", target.mover.metadata())
     assert finish(source.write(target, notice=b"forged"), target.mover, notices=1) == [b""]
-    source.mover.close()
-    target.mover.close()
 
 
 def test_a_write_after_a_notice_ends_though_its_peer_makes_no_progress(parties):
@@ -150,9 +158,7 @@ def test_a_write_after_a_notice_ends_though_its_peer_makes_no_progress(parties):
         notice = b"%d" % number
         write = source.write(target, (0, 64), notice=notice)
         if number > 1:  # the first two make the connection
-            deadline = time.monotonic() + WAIT_S
-            while not write.done():
-                assert time.monotonic() < deadline
+            until(write.done)
         assert finish(write, target.mover, notices=1) == [notice]
         for _ in range(1000):
             # Both look for a while, as the engines' steps do between two jobs.
@@ -166,27 +172,20 @@ def test_with_threads_a_write_and_its_notice_need_no_call_of_an_engine():
     source.mover.add_peer("target", target.mover.metadata())
     assert target.mover.notices() == []  # it awaits some from now on
     write = source.write(target, notice=b"came")
-    deadline = time.monotonic() + WAIT_S
-    while not target.mover._inbox:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    inbox = target.mover._inbox
+    until(lambda: inbox or time.sleep(0.001))
     assert (target.buffer == 1).all()
     assert target.mover.notices() == [b"came"]
     finish(write, target.mover)
-    source.mover.close()
-    target.mover.close()
 
 
 def test_several_writes_at_once_are_each_told(parties):
     source, target = parties
     writes = [source.write(target, (i * 64, 64), notice=b"%d" % i) for i in range(SIZE // 64)]
     arrived: list[bytes] = []
-    deadline = time.monotonic() + WAIT_S
-    ended = False
-    while len(arrived) < len(writes) or not ended:
-        assert time.monotonic() < deadline
-        arrived += target.mover.notices()
-        ended = all([write.done() for write in writes])
+    for write in writes:
+        arrived += finish(write, target.mover)
+    until(lambda: len(arrived) == len(writes) or arrived.extend(target.mover.notices()))
     assert sorted(arrived, key=int) == [b"%d" % i for i in range(len(writes))]
     np.testing.assert_array_equal(target.buffer, source.buffer)
 
@@ -257,6 +256,26 @@ def test_a_removed_peer_is_unknown_until_it_is_added_again(parties):
         assert finish(source.write(target, notice=notice), target.mover, notices=1) == [notice]
 
 
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the first contact needs the target's progress."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.mark.parametrize("make", ["memory", "nixl"], indirect=True)
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_what_a_removed_peer_has_in_flight_fails_at_once_and_lands_later(tcp, parties, operation):
+    source, target = parties
+    places, here, there = (source.at((0, 8)), target.at((0, 8))), source.buffer, target.buffer
+    transfer = getattr(source.mover, operation)("target", *places, memory=DRAM)
+    source.mover.remove_peer("target")
+    with pytest.raises(TransferError):
+        transfer.done()
+    assert here[1] == 1 and there[1] == 2
+    polled = source.mover, target.mover
+    until(lambda: [each.notices() for each in polled] and (here[:8] == there[:8]).all())
+
+
 def test_closing_forgets_peers_and_memory_and_spares_the_others(make, parties):
     source, target = parties
     third = Party(make, 3)
@@ -266,8 +285,7 @@ def test_closing_forgets_peers_and_memory_and_spares_the_others(make, parties):
         source.write(target, (0, 8))
     finish(third.write(target, (0, 8), (8, 8)), target.mover)
     assert target.buffer[6:17].tolist() == [2, 2, *[3] * 8, 2]
-    third.mover.close()
-    third.mover.close()
+    third.mover.close()  # and once more at the end
 
 
 class Victim(PeerProcess):
@@ -294,19 +312,14 @@ def victim() -> Iterator[Callable[..., Victim]]:
         yield start
 
 
-class Ended:
-    """A transfer, for `finish`."""
-
-    def done(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("make_target", [NixlMover, polled_nixl], ids=["plain", "polled"])
 def test_a_target_survives_the_kill_of_its_writer(victim, make_target):
     target, next_writer = Party(make_target, 2), Party(NixlMover, 3)
     writer = victim("writer")
     writer.aim(target)
-    assert set(finish(Ended(), target.mover, notices=5)) == {b"wrote"}
+    arrived: list[bytes] = []
+    until(lambda: arrived.extend(target.mover.notices()) or len(arrived) >= 5)
+    assert set(arrived) == {b"wrote"}
     assert (target.buffer == 0xA5).all()
     writer.kill()
     while target.mover.notices():
@@ -315,8 +328,6 @@ def test_a_target_survives_the_kill_of_its_writer(victim, make_target):
     write = next_writer.write(target, notice=b"next")
     assert finish(write, target.mover, notices=1) == [b"next"]
     assert (target.buffer == 3).all()
-    next_writer.mover.close()
-    target.mover.close()
 
 
 @pytest.mark.parametrize(
@@ -332,10 +343,7 @@ def test_a_writer_survives_the_kill_of_its_target(victim, operation, make_writer
 
     def move_once() -> None:
         start = getattr(writer.mover, operation)
-        transfer = start("target", writer.at((0, SIZE)), there, memory=DRAM)
-        deadline = time.monotonic() + WAIT_S
-        while not transfer.done():
-            assert time.monotonic() < deadline
+        until(start("target", writer.at((0, SIZE)), there, memory=DRAM).done)
 
     move_once()
     target.kill()
@@ -349,8 +357,6 @@ def test_a_writer_survives_the_kill_of_its_target(victim, operation, make_writer
     write = writer.write(next_target, peer="next", notice=b"next")
     assert finish(write, next_target.mover, notices=1) == [b"next"]
     assert (next_target.buffer == 1).all()
-    writer.mover.close()
-    next_target.mover.close()
 
 
 def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
@@ -367,14 +373,10 @@ def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
     def round_trip(fill: int) -> None:
         for start, sent in ((source.mover.write, fill), (source.mover.read, 0)):
             source.buffer[:] = sent
-            transfer = start("target", source.at((0, SIZE)), there, memory=DRAM)
-            deadline = time.monotonic() + WAIT_S
-            while not transfer.done():
-                assert time.monotonic() < deadline
+            until(start("target", source.at((0, SIZE)), there, memory=DRAM).done)
         assert (source.buffer == fill).all()
 
     with contextlib.ExitStack() as stack:
-        stack.callback(source.mover.close)
         source.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
         round_trip(200)
         for place in places * 20:

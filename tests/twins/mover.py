@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.block_map import Descriptors
-from tests.simulation.engine.mover import Copy, LocalMover
+from tests.simulation.engine.mover import REMOVED, Copy, LocalMover, LocalTransfer
 
 
 class MemoryFabric:
@@ -15,26 +15,31 @@ class MemoryFabric:
         self.agents: dict[bytes, MemoryMover] = {}
 
 
-class MemoryTransfer:
+class MemoryTransfer(LocalTransfer):
     """Applied when it is first polled, as a slow wire would. copies: (from, to, length)."""
 
     def __init__(self, peer: str, target: "MemoryMover", copies: list[Copy], notice: bytes):
-        self._peer, self._target, self._copies, self._notice = peer, target, copies, notice
-        self._done = False
+        super().__init__(peer)
+        self._target, self._copies, self._notice = target, copies, notice
 
-    def done(self) -> bool:
-        if not self._done:
-            if self._target.closed:
-                raise TransferError(self._peer, "the peer is gone")
-            for source, destination, length in self._copies:
-                ctypes.memmove(destination, source, length)
-            if self._notice:
-                self._target.inbox.append(self._notice)
-            self._done = True
+    def poll(self) -> bool:
+        if self._target.closed:
+            raise TransferError(self.peer, "the peer is gone")
+        self.land()
+        if self._notice:
+            self._target.inbox.append(self._notice)
         return True
+
+    def land(self) -> None:
+        for source, destination, length in self._copies:
+            ctypes.memmove(destination, source, length)
 
 
 class MemoryMover(LocalMover):
+    """hold: whether the transfers that it starts stay under way."""
+
+    hold = False
+
     def __init__(self, fabric: MemoryFabric, name: str):
         super().__init__(fabric.agents)
         self._fabric, self._name = fabric, name
@@ -62,13 +67,29 @@ class MemoryMover(LocalMover):
         notice: bytes = b"",
     ) -> MemoryTransfer:
         target, copies = self.match(peer, local, remote)
-        return MemoryTransfer(peer, target, copies, notice)
+        return self._started(MemoryTransfer(peer, target, copies, notice))
 
     def read(
         self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
     ) -> MemoryTransfer:
         target, copies = self.match(peer, local, remote)
-        return MemoryTransfer(peer, target, [(there, here, n) for here, there, n in copies], b"")
+        copies = [(there, here, length) for here, there, length in copies]
+        return self._started(MemoryTransfer(peer, target, copies, b""))
+
+    def _started(self, transfer: MemoryTransfer) -> MemoryTransfer:
+        transfer.held = self.hold
+        self.transfers.append(transfer)
+        return transfer
+
+    def let_go(self, count: int | None = None) -> None:
+        for transfer in [each for each in self.transfers if each.held][:count]:
+            transfer.held = False
+
+    def notices(self) -> list[bytes]:
+        for transfer in self.transfers:
+            if transfer.failure == REMOVED:
+                transfer.land()
+        return super().notices()
 
     def close(self) -> None:
         self.closed = True

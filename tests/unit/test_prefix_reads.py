@@ -28,18 +28,10 @@ from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.twins.servers import MemoryMessaging
 from tests.unit.test_rank_groups import SIZES
-from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets
+from tests.unit.test_ranks import Decode, Prefill, blocks, targets
 
 BLOCK = 4
 PERMIT = Permit(1, 5)
-
-
-class HoldingWire(Wire):
-    def read(self, peer, local, remote, *, memory):
-        read = HeldWrite(super().read(peer, local, remote, memory=memory), peer)
-        read.held = self.hold
-        self.started.append(read)
-        return read
 
 
 @pytest.fixture
@@ -55,8 +47,7 @@ def decode(fabric) -> Decode:
 
 
 @pytest.fixture
-def prefill(fabric, monkeypatch) -> Prefill:
-    monkeypatch.setattr("tests.unit.test_ranks.Wire", HoldingWire)
+def prefill(fabric) -> Prefill:
     return Prefill(fabric)
 
 
@@ -123,15 +114,18 @@ def test_a_read_is_over_when_it_has_ended(prefill, decode):
 
 
 def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
+    """Until its peer is removed it may still change its blocks."""
     prefill.mover.hold = True
-    prefill.step(reads=[read([3], [8])], targets=targets(decode))
+    prefill.step(blocks([1], [2], attempt="a2"), reads=[read([3], [8])], targets=targets(decode))
     prefill.mover.started[0].failure = "no route"
-    assert of(prefill) == (set(), {"p-a1"})
+    assert of(prefill) == (set(), set()) and prefill.mover.removed == []
     report = prefill.rank.report()
     assert report is not None and "no route" in report.broken["e1"]
+    prefill.mover.let_go()
+    assert of(prefill) == (set(), {"p-a1"}) and prefill.mover.removed == ["e1/0"]
     prefill.mover.hold = False
-    prefill.step(blocks([1], [2], attempt="a2"), targets=targets(decode))
-    assert decode.memory.blocks[2, 0] == 101
+    prefill.step(blocks([4], [3], attempt="a3"))
+    assert decode.memory.blocks[2:4, 0].tolist() == [101, 104]
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "other layers", "closed"])
@@ -439,19 +433,6 @@ def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet(half: Ha
     half.half.metadata = own = engine_metadata("p1", ranks=(rank, rank))
     assert told_of(half, "a1").own == encode(own)
     assert told_of(half, "a2").own == b""
-
-
-def test_a_rank_meets_an_engine_again_without_being_told_again(prefill, decode):
-    """Its metadata came with an earlier job; a failed transfer has parted them."""
-    prefill.mover.hold = True
-    prefill.step(blocks([1], [1], last=True), targets=targets(decode))
-    prefill.mover.started[0].failure = "connection reset"
-    prefill.step(ended=[("a1", "p-a1", True)])
-    assert list(prefill.ended()[1]) == ["a1"]
-    prefill.mover.hold = False
-    prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
-    assert prefill.ended() == ({"p-a2"}, {})
-    assert decode.settle(expect={"a2": "r2"}) == ({"r2"}, set())
 
 
 def test_a_rank_says_whom_it_does_not_know(prefill, decode):

@@ -239,7 +239,7 @@ def test_a_failed_write_into_one_rank_fails_the_attempt():
     prefill.movers[0].broken = frozenset()
     assert decode.settle() == [(set(), set())] * 2
 
-    # It is met again, and the other rank's agent was never dropped.
+    # It is met again.
     decode.expect("a2")
     prefill.write(decode.metadata(), "a2")
     assert prefill.ended() == ([{"p-a2"}], {})

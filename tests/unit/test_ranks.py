@@ -1,6 +1,7 @@
 """The two worker halves against each other, over the mover's in-process twin."""
 
 import itertools
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -36,42 +37,21 @@ from dynamo_lite.runtime.permits import (
     grant_of,
     verdict,
 )
+from dynamo_lite.transfer.nixl import NixlMover
 from tests.builders import block_write, expecting
 from tests.twins.mover import MemoryFabric, MemoryMover, MemoryTransfer
 
-BLOCKS, BLOCK_BYTES = 32, 64
-
-
-class HeldWrite:
-    """Ends only when the test lets it, or fails when the test says so."""
-
-    def __init__(self, inner: MemoryTransfer, peer: str):
-        self.inner, self.peer = inner, peer
-        self.held = True
-        self.failure: str | None = None
-
-    def done(self) -> bool:
-        if self.failure is not None:
-            raise TransferError(self.peer, self.failure)
-        return not self.held and self.inner.done()
+BLOCKS, BLOCK_BYTES, WAIT_S = 32, 64, 20.0
 
 
 class Wire(MemoryMover):
-    """A mover whose writes stay under way while `hold` is set. removed: peers."""
-
-    hold = False
+    """A mover that counts. removed: peers."""
 
     def __init__(self, fabric: MemoryFabric, name: str):
         super().__init__(fabric, name)
-        self.started: list[HeldWrite] = []
+        self.started = self.transfers
         self.removed: list[str] = []
         self.polls = 0
-
-    def write(self, peer, local, remote, *, memory, notice=b""):
-        write = HeldWrite(super().write(peer, local, remote, memory=memory, notice=notice), peer)
-        write.held = self.hold
-        self.started.append(write)
-        return write
 
     def remove_peer(self, peer):
         self.removed.append(peer)
@@ -80,10 +60,6 @@ class Wire(MemoryMover):
     def notices(self):
         self.polls += 1
         return super().notices()
-
-    def let_go(self, count: int | None = None) -> None:
-        for write in [write for write in self.started if write.held][:count]:
-            write.held = False
 
 
 class Memory:
@@ -355,21 +331,42 @@ def test_a_failed_write_is_reported_once_and_nothing_follows(prefill, decode):
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
-def test_a_failed_attempt_ends_only_when_its_other_writes_have(prefill, decode):
+@pytest.mark.parametrize("wire", [Wire, lambda _, name: NixlMover(name)], ids=["twin", "NIXL"])
+def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabric, wire):
+    """Nor does another's: without the agent, they would fail at once and land later."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # its first contact needs the target's polls
+    monkeypatch.setattr("tests.unit.test_ranks.Wire", wire)
+    prefill, decode = Prefill(fabric), Decode(fabric, "e1")
     prefill.mover.hold = True
-    prefill.step(blocks([1], [1]), blocks([2], [2]), targets=targets(decode))
-    prefill.mover.started[0].failure = "lost"
-    prefill.step(ended=[("a1", "p-a1", False)])
+    writes = blocks([1], [1]), blocks([2], [2]), blocks([3], [3], attempt="a2")
+    prefill.step(*writes, targets=targets(decode))
+
+    def lost() -> bool:
+        raise TransferError("e1/0", "lost")
+
+    prefill.rank._writes._attempts["a1"].in_flight[0].write.done = lost
+    prefill.step(ended=[("a1", "p-a1", False), ("a2", "p-a2", False)])
     assert prefill.ended() == (set(), {})
     assert list(prefill.broken) == ["e1"], "that does not wait for them"
-    prefill.mover.let_go()
+    prefill.step(blocks([4], [4], attempt="a3"), ended=[("a3", "p-a3", False)])
     sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
-    assert prefill.broken == {}
+    assert (sent, list(failures), prefill.broken) == ({"p-a3"}, ["a3"], {})
+    getattr(prefill.mover, "let_go", list)()
+    ended, deadline = dict[str, str | None](), time.monotonic() + WAIT_S
+    while len(ended) < 2:
+        assert time.monotonic() < deadline and not prefill.broken
+        decode.settle()
+        sent, failures = prefill.ended()
+        ended |= {request: failures.get(request.removeprefix("p-")) for request in sent}
+    assert ended["p-a1"] is not None and ended["p-a2"] is None
+    assert decode.memory.written().items() >= {2: 102, 3: 103}.items()
+    prefill.rank.close()
+    decode.mover.close()
 
 
 def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode):
-    """What waits for the same peer must neither be written nor end the engine's step."""
+    """What waits for the same peer must neither be written nor end the engine's step. Its metadata
+    is not sent again."""
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), blocks([2], [2], attempt="a2"), targets=targets(decode))
     prefill.step(blocks([3], [3], attempt="a2", last=True))
@@ -380,11 +377,7 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     assert (sent, sorted(failures)) == ({"p-a1", "p-a2"}, ["a1", "a2"])
     assert prefill.broken == {"e1": failures["a1"]}, "the other's failure follows from it"
     prefill.mover.hold = False
-    prefill.step(
-        blocks([4], [4], attempt="a3", last=True),
-        targets=targets(decode),
-        ended=[("a3", "p-a3", True)],
-    )
+    prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("a3", "p-a3", True)])
     assert prefill.ended() == ({"p-a3"}, {})
     assert decode.settle(expect={"a3": "r3"}) == ({"r3"}, set())
 
@@ -525,7 +518,7 @@ def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
 
     def done() -> bool:
         flying.held = next(polls, None) is not None
-        return not flying.held and flying.inner.done()
+        return MemoryTransfer.done(flying)
 
     flying.done = done
     prefill.rank.drain_preempted(PrefillStep(preempted=["a1", "unknown"]))

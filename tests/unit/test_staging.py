@@ -31,10 +31,10 @@ TOKENS = [block * HERE + token for block in LOCAL for token in range(HERE)][THER
 
 
 class Mover(MemoryMover):
-    """stuck: whether writes stay under way. broken: whether the next one fails. full: whether no
-    more memory can be registered. started: number of writes, by attempt."""
+    """broken: whether the next write fails. full: whether no more memory can be registered.
+    started: number of writes, by attempt."""
 
-    stuck, broken, full = False, False, False
+    broken, full = False, False
 
     def __init__(self, fabric: MemoryFabric, name: str):
         super().__init__(fabric, name)
@@ -50,15 +50,11 @@ class Mover(MemoryMover):
             raise TransferError(peer, "connection reset")
         write = super().write(peer, local, remote, memory=memory, notice=notice)
         self.started[decode_notice(notice).attempt] += 1
-        return Slow(self, write)
+        return write
 
-
-class Slow:
-    def __init__(self, mover, write):
-        self._mover, self._write = mover, write
-
-    def done(self) -> bool:
-        return not self._mover.stuck and self._write.done()
+    def go_on(self) -> None:
+        self.hold = False
+        self.let_go()
 
 
 class Pair:
@@ -107,7 +103,7 @@ class Pair:
 
     def free_slots(self) -> int:
         """How many more writes start while none ends. They keep the slots."""
-        self.mover.stuck, self.mover.broken = True, False
+        self.mover.hold, self.mover.broken = True, False
         before = self.mover.started.total()
         for number in range(staging.SLOTS + 1):
             self.step(write(0, 1, attempt=f"more-{number}"))
@@ -154,13 +150,13 @@ def test_what_landed_of_a_lost_attempt_counts_the_receiver_s_blocks():
 
 def test_a_write_waits_for_a_slot_and_then_goes():
     pair = Pair()
-    pair.mover.stuck = True
+    pair.mover.hold = True
     names = [f"a{number}" for number in range(staging.SLOTS + 1)]
     for name in names:
         pair.expect(name)
         pair.step(write(0, 1, attempt=name))
     assert pair.mover.started == dict.fromkeys(names[:-1], 1)
-    pair.mover.stuck = False
+    pair.mover.go_on()
     for name in names:
         pair.step(write(1, 3, attempt=name), ended=True)
     sent = set[str]()
@@ -174,12 +170,12 @@ def test_a_preempted_attempt_does_not_wait_for_writes_that_read_no_blocks():
     """It computes again, and writes all from its first block on."""
     pair = Pair()
     pair.expect()
-    pair.mover.stuck = True
+    pair.mover.hold = True
     pair.step(write(0, 1))
     pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     for shard in pair.source.shards[0]:
         kept, shard.blocks[...] = shard.blocks.copy(), 0
-        pair.mover.stuck = False
+        pair.mover.go_on()
         pair.prefill.results()
         shard.blocks[...] = kept
     pair.step(write(0, 2))
@@ -193,12 +189,12 @@ def test_what_is_written_again_follows_what_was_under_way():
     """Recomputed KV may differ in its bits. Those of the second write must stay."""
     pair = Pair()
     pair.expect()
-    pair.mover.stuck = True
+    pair.mover.hold = True
     pair.step(write(0, 1))
     pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     pair.step(write(0, 1))
     assert pair.mover.started == {"a1": 1}
-    pair.mover.stuck = False
+    pair.mover.go_on()
     pair.step(write(1, 3), ended=True)
     pair.prefill.results()
     assert pair.settle() == ({"r-a1"}, set())
@@ -209,12 +205,12 @@ def test_what_is_written_again_follows_what_was_under_way():
 def test_slots_come_back_however_an_attempt_ends(stopped):
     pair = Pair()
     if stopped:
-        pair.mover.stuck = True
+        pair.mover.hold = True
         for name in ("a1", "a2", "a3", "a4", "a5"):
             pair.step(write(0, 1, attempt=name))
         ended = [(name, f"p-{name}", False) for name in ("a1", "a2", "a3", "a4", "a5")]
         pair.prefill.step(PrefillStep(ended=ended), lambda: True)
-        pair.mover.stuck = False
+        pair.mover.go_on()
         assert len(pair.prefill.results().sent) == 5
     else:
         pair.step(write(0, 1))

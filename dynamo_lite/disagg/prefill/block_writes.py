@@ -66,9 +66,9 @@ class BlockWrites:
         return {attempt.target for attempt in self._attempts.values()}
 
     @property
-    def in_flight(self) -> bool:
-        """Whether any write is in flight."""
-        return any(attempt.in_flight for attempt in self._attempts.values())
+    def in_flight(self) -> set[str]:
+        """The engines with writes in flight."""
+        return {attempt.target for attempt in self._attempts.values() if attempt.in_flight}
 
     def add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started by `pump` as soon as it may start."""
@@ -244,7 +244,8 @@ class BlockWrites:
         attempt.in_flight = still
 
     def _fail(self, attempt: OutgoingAttempt, why: Exception) -> None:
-        """Disconnects a failed peer: it may be dead, and is connected again at its next job."""
+        """Disconnects a failed peer: it may be dead. Once nothing is in flight, the next job
+        connects it again."""
         attempt.failure = str(why)
         self._clear(attempt)
         if isinstance(why, TransferError):

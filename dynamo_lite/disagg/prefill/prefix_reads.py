@@ -47,13 +47,18 @@ class PrefixReads:
         self._results = RankResults()
 
     def __bool__(self) -> bool:
-        """Whether any read is in flight."""
+        """Whether any read has not ended."""
         return bool(self._open)
 
     @property
     def engines(self) -> set[str]:
         """The engines that are read from."""
         return {reading.read.target_engine for reading in self._open}
+
+    @property
+    def in_flight(self) -> set[str]:
+        """The engines with reads in flight."""
+        return {reading.read.target_engine for reading in self._open if reading.in_flight}
 
     def start(self, read: PrefixRead) -> None:
         """Must not be called before the verdict. If the claim was refused, the read fails."""
@@ -72,7 +77,7 @@ class PrefixReads:
             self._fail(reading, exc)
 
     def poll(self) -> None:
-        for reading in list(self._open):
+        for reading in self._open:
             if reading.in_flight and not self._alive():
                 # In some transports polling also drives writes of the same agent.
                 continue
@@ -84,13 +89,18 @@ class PrefixReads:
                 except TransferError as exc:
                     self._fail(reading, exc)
             reading.in_flight = still
-            # Other transfers of a failed read may still land: its blocks stay reserved until then.
-            if not still:
-                self._open.remove(reading)
-                self._end(reading)
 
     def take(self) -> RankResults:
-        """Returns reads that ended since the last call: received, or lost and to be computed."""
+        """Returns reads that ended since the last call: received, or lost and to be computed.
+
+        A failed read may still change its blocks until its other transfers have ended and its peer
+        is removed: they stay reserved until then.
+        """
+        for reading in list(self._open):
+            removed = reading.read.target_engine not in self._peers.failing
+            if not reading.in_flight and (removed or reading.failure is None):
+                self._open.remove(reading)
+                self._end(reading)
         settled, self._results = self._results, RankResults()
         return settled
 

@@ -94,10 +94,12 @@ class PrefillRank:
                 self._failures[attempt_id] = failure
             del self._ended[attempt_id]
             sent.add(request_id)
+        if self._peers.failing:
+            self._peers.remove_failing(self._writes.in_flight | self._reads.in_flight)
+        read = self._reads.take()
         if self._peers.left:
             users = {read.target_engine for read in self._awaiting_claim}
             self._peers.forget_left(users | self._writes.engines | self._reads.engines)
-        read = self._reads.take()
         return RankResults(sent=sent, received=read.received, lost=read.lost)
 
     def report(self) -> WorkerReport | None:

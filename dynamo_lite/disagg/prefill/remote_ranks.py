@@ -53,6 +53,8 @@ class RemoteRanks:
         self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
         #: Engines that have left, and may still have transfers in flight.
         self.left: set[str] = set()
+        #: Engines with a failed transfer, until their agents are removed.
+        self.failing: set[str] = set()
         #: Engines whose metadata is missing, and why a transfer with an engine failed. The caller
         #: reports and clears both.
         self.unknown: set[str] = set()
@@ -123,6 +125,8 @@ class RemoteRanks:
         """Connects an engine unless it is connected. Returns why that failed."""
         if engine_id in self._connected:
             return None
+        if engine_id in self.failing:
+            return "peer not usable: a transfer with it has failed, and others are in flight"
         target = self._metadata.get(engine_id)
         if target is None:
             self.unknown.add(engine_id)
@@ -182,13 +186,20 @@ class RemoteRanks:
         return name
 
     def failed(self, engine_id: str, why: TransferError) -> None:
-        """A transfer with a rank of this engine failed: disconnects it, as it may be dead."""
+        """A transfer with a rank of this engine failed: disconnects it, as it may be dead. Its
+        agents are removed by `remove_failing`."""
         if engine_id in self._connected:  # otherwise it follows from another failure
             self.broken[engine_id] = str(why)
         self._disconnect(engine_id)
         if why.peer in self._names.get(engine_id, ()):
-            self._names[engine_id].remove(why.peer)
-            self._mover.remove_peer(why.peer)
+            self.failing.add(engine_id)
+
+    def remove_failing(self, in_flight: Set[str]) -> None:
+        """Removes the agents of failing engines. in_flight: engines with transfers in flight. Their
+        agents stay: the transfers would end at once, and still change memory later."""
+        for engine_id in self.failing - in_flight:
+            self._remove(engine_id)
+        self.failing &= in_flight
 
     def mark_left(self, engines: Iterable[str]) -> None:
         """These engines have left; `forget_left` drops them once they have no transfers."""
@@ -203,6 +214,9 @@ class RemoteRanks:
         """Drops an engine without transfers in flight."""
         self._disconnect(engine_id)
         self._metadata.pop(engine_id, None)
+        self._remove(engine_id)
+
+    def _remove(self, engine_id: str) -> None:
         for name in self._names.pop(engine_id, ()):
             self._mover.remove_peer(name)
 

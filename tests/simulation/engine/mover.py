@@ -22,12 +22,37 @@ from tests.simulation.engine.model import SimKvMemory
 Copy = tuple[int, int, int]
 
 
+#: Why a transfer fails whose peer was removed.
+REMOVED = "its peer was removed"
+
+
+class LocalTransfer:
+    """What the transfers of one process have in common. held: whether it stays under way."""
+
+    def __init__(self, peer: str):
+        self.peer, self.ended, self.held = peer, False, False
+        self.failure: str | None = None
+
+    def done(self) -> bool:
+        self.ended = self.ended or (self.failure is None and not self.held and self.poll())
+        if self.failure is not None and not self.ended:
+            raise TransferError(self.peer, self.failure)
+        return self.ended
+
+    def poll(self) -> bool:
+        raise NotImplementedError
+
+    def fail(self, why: str) -> None:
+        self.failure = why
+
+
 class LocalMover:
     """What the movers of one process have in common. agents: by their metadata."""
 
     def __init__(self, agents: Mapping[bytes, Any]):
         self._agents = agents
         self._peers: dict[str, bytes] = {}
+        self.transfers: list[Any] = []
         self.inbox: list[bytes] = []
         self.closed = False
 
@@ -39,7 +64,11 @@ class LocalMover:
         self._peers[peer] = metadata
 
     def remove_peer(self, peer: str) -> None:
+        """As with NIXL, transfers in flight fail at once, and what they have posted lands later."""
         self._peers.pop(peer, None)
+        for transfer in self.transfers:
+            if transfer.peer == peer and not transfer.ended:
+                transfer.failure = REMOVED
 
     def notices(self) -> list[bytes]:
         arrived, self.inbox = self.inbox, []
@@ -118,38 +147,30 @@ class Fabric:
         asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
 
 
-class SimWrite:
+class SimWrite(LocalTransfer):
     """Implements Transfer."""
 
     def __init__(
         self, sender: "SimMover", peer: str, target: "SimMover", copies: list[Copy], notice: bytes
     ):
-        self._sender, self._peer, self._target = sender, peer, target
+        super().__init__(peer)
+        self._sender, self._target = sender, target
         self._attempt, self._notice = sender.attempt, notice
-        self._failure: str | None = None
-        self._notified = False
         fabric, wire = sender.fabric, sender.fabric.wire
         fabric.rng.shuffle(copies)
         step = -(-len(copies) // fabric.rng.randint(1, _PORTIONS))
         self._portions = [copies[at : at + step] for at in range(0, len(copies), step)]
-        if target.closed or not fabric.joined(sender.address, target.address):
-            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+        if sender.unreached(target):
+            fabric.later(wire.dead_s, lambda: self.fail("the peer does not answer"))
             return
         for portion in self._portions:
             delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
             fabric.later(delay_s, lambda portion=portion: self._land(portion))
 
-    @property
-    def flying(self) -> bool:
-        return bool(self._portions)
-
-    def done(self) -> bool:
-        if self._failure is not None:
-            raise TransferError(self._peer, self._failure)
+    def poll(self) -> bool:
         if self._portions:
             return False
-        if self._notice and not self._notified:
-            self._notified = True
+        if self._notice:
             # Sent when the sender has seen the end of its write, not before.
             fabric = self._sender.fabric
             fabric.later(fabric.wire.notice_s, self._notify)
@@ -165,11 +186,9 @@ class SimWrite:
             return
         sender, target = self._sender, self._target
         if sender.dead and sender.fabric.rng.random() < 0.5:
-            return self._fail("the sender died")
-        if target.closed:
-            return self._fail("the peer is gone")
-        if not sender.fabric.joined(sender.address, target.address):
-            return self._fail("the peer is cut off")
+            return self.fail("the sender died")
+        if why := sender.unreached(target):
+            return self.fail(why)
         self._portions.remove(portion)
         for source, destination, length in portion:
             landing = Landing(self._attempt, sender.address, target, destination, length)
@@ -177,37 +196,34 @@ class SimWrite:
             written = sender.memory.bytes_at(source, length)
             target.memory.bytes_at(destination, length)[:] = written
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         self._portions.clear()
-        self._failure = why
+        super().fail(why)
 
     def _notify(self) -> None:
-        sender, target = self._sender, self._target
-        if not target.closed and sender.fabric.joined(sender.address, target.address):
-            target.inbox.append(self._notice)
-            sender.fabric.on_notice(target, self._notice)
+        if not self._sender.unreached(self._target):
+            self._target.inbox.append(self._notice)
+            self._sender.fabric.on_notice(self._target, self._notice)
 
 
-class SimRead:
+class SimRead(LocalTransfer):
     """Implements Transfer."""
 
     def __init__(self, reader: "SimMover", peer: str, target: "SimMover", copies: list[Copy]):
-        self._reader, self._peer, self._target, self._copies = reader, peer, target, copies
-        self._failure: str | None = None
+        super().__init__(peer)
+        self._reader, self._target, self._copies = reader, target, copies
         self._attempt, self._due = reader.attempt, False
         fabric, wire = reader.fabric, reader.fabric.wire
-        if target.closed or not fabric.joined(reader.address, target.address):
-            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+        if reader.unreached(target):
+            fabric.later(wire.dead_s, lambda: self.fail("the peer does not answer"))
             return
         by_itself = fabric.rng.random() < 0.5
         delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
         fabric.later(delay_s, self._land if by_itself else self._fall_due)
 
-    def done(self) -> bool:
+    def poll(self) -> bool:
         if self._due:
             self._land()
-        if self._failure is not None:
-            raise TransferError(self._peer, self._failure)
         return not self._copies
 
     def _fall_due(self) -> None:
@@ -216,18 +232,13 @@ class SimRead:
     def _land(self) -> None:
         self._due = False
         reader, target = self._reader, self._target
-        if target.closed:
-            return self._fail("the peer is gone")
-        if not reader.fabric.joined(reader.address, target.address):
-            return self._fail("the peer is cut off")
+        if why := reader.unreached(target):
+            return self.fail(why)
         copies, self._copies = self._copies, []
         for here, there, length in copies:
             landing = Landing(self._attempt, reader.address, target, there, length)
             reader.fabric.on_read(reader, landing)
             reader.memory.bytes_at(here, length)[:] = target.memory.bytes_at(there, length)
-
-    def _fail(self, why: str) -> None:
-        self._failure = why
 
 
 class SimMover(LocalMover):
@@ -242,14 +253,18 @@ class SimMover(LocalMover):
         super().__init__(fabric.agents)
         self.attempt = ""
         self.dead = False
-        self._writes: list[SimWrite] = []
         fabric.agents[self.metadata()] = self
+
+    def unreached(self, target: "SimMover") -> str:
+        """Why nothing arrives there now; empty if it does."""
+        if target.closed:
+            return "the peer is gone"
+        return "" if self.fabric.joined(self.address, target.address) else "the peer is cut off"
 
     def covers(self, address: int, length: int) -> bool:
         return self.memory.covers(address, length)
 
-    def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
-        """The memory is known already."""
+    def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None: ...
 
     def metadata(self) -> bytes:
         """ADDRESS/NAME."""
@@ -265,15 +280,14 @@ class SimMover(LocalMover):
         notice: bytes = b"",
     ) -> SimWrite:
         target, copies = self.match(peer, local, remote)
-        write = SimWrite(self, peer, target, copies, notice)
-        self._writes = [w for w in self._writes if w.flying]
-        self._writes.append(write)
+        self.transfers.append(write := SimWrite(self, peer, target, copies, notice))
         return write
 
     def read(
         self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
     ) -> SimRead:
-        return SimRead(self, peer, *self.match(peer, local, remote))
+        self.transfers.append(read := SimRead(self, peer, *self.match(peer, local, remote)))
+        return read
 
     def close(self) -> None:
         """The engine leaves in order."""
@@ -286,5 +300,6 @@ class SimMover(LocalMover):
 
     def hurry(self) -> None:
         """All writes in flight arrive now: the engine does nothing but wait for them."""
-        for write in self._writes:
-            write.hurry()
+        for write in self.transfers:
+            if isinstance(write, SimWrite):
+                write.hurry()
