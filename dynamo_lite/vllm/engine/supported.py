@@ -53,6 +53,7 @@ def check_config(config: VllmConfig) -> None:
     """Raises StartupError for a configuration that does not support remote prefill."""
     _check_parallel(config.parallel_config)
     _check_one_host(config.parallel_config)
+    _check_writes(config)
     if reason := _unsupported_model(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")
 
@@ -151,6 +152,19 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             "decode-context-parallel-size and prefill-context-parallel-size > 1 are not supported"
             " with remote prefill: the tokens of one block would lie on several ranks"
         )
+
+
+def _check_writes(config: VllmConfig) -> None:
+    """Raises StartupError if vLLM would not let every rank write: with drafts its V1 model runner
+    calls `wait_for_save` in the last pipeline stage only."""
+    stages, writes = config.parallel_config.pipeline_parallel_size, config.kv_transfer_config
+    if stages > 1 and config.speculative_config and writes and writes.is_kv_producer:
+        if not config.use_v2_model_runner:
+            raise StartupError(
+                f"pipeline-parallel-size: {stages} with speculative-config is not supported by a"
+                " prefill worker on vLLM's V1 model runner: only the last stage would write its"
+                " KV; remove one of them"
+            )
 
 
 def _check_one_host(parallel: ParallelConfig) -> None:

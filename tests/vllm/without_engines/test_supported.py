@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -86,37 +86,34 @@ def test_other_kv_is_refused_with_the_reason(specs, reason):
         check_kv(kv(*specs), BLOCK)
 
 
-def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | None = None) -> Any:
-    flags = (
-        "is_encoder_decoder",
-        "is_hybrid",
-        "is_attention_free",
-        "has_inner_state",
-        "is_diffusion",
+def config(*, model: Any = None, parallel: Any = None, **more: Any) -> Any:
+    """Of an engine that writes, on vLLM's V1 model runner."""
+    flags = "is_encoder_decoder is_hybrid is_attention_free has_inner_state is_diffusion"
+    sizes = (
+        "data_parallel_size decode_context_parallel_size prefill_context_parallel_size nnodes"
+        " data_parallel_size_local pipeline_parallel_size world_size"
     )
-    facts = {**dict.fromkeys(flags, False), **(model or {})}
-    sizes = dict.fromkeys(
-        (
-            "data_parallel_size",
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-            "data_parallel_size_local",
-            "world_size",
-            "nnodes",
-        ),
-        1,
-    )
-    return cast(
-        "Any",
-        SimpleNamespace(
-            model_config=SimpleNamespace(model="some/model", **facts),
-            parallel_config=SimpleNamespace(**{**sizes, "use_ray": False, **(parallel or {})}),
-        ),
+    parts = {
+        "model_config": {"model": "some/model", **dict.fromkeys(flags.split(), False)},
+        "parallel_config": {**dict.fromkeys(sizes.split(), 1), "use_ray": False},
+        "kv_transfer_config": {"is_kv_producer": True},
+    }
+    given = {"model_config": model, "parallel_config": parallel}
+    made = {
+        name: SimpleNamespace(**(part | (given.get(name) or {}))) for name, part in parts.items()
+    }
+    return SimpleNamespace(
+        **{**made, "speculative_config": None, "use_v2_model_runner": False, **more}
     )
 
 
-def test_an_ordinary_engine_is_supported():
+def test_ordinary_engines_are_supported():
     check_config(config())
+    stages = {"pipeline_parallel_size": 2}
+    check_config(config(parallel=stages))
+    check_config(config(parallel=stages, speculative_config="ngram", use_v2_model_runner=True))
+    reads = SimpleNamespace(is_kv_producer=False)
+    check_config(config(parallel=stages, speculative_config="ngram", kv_transfer_config=reads))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +128,10 @@ def test_an_ordinary_engine_is_supported():
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill-context-parallel-size"),
         ({"parallel": {"nnodes": 2}}, "nnodes: 2 is not supported"),
         ({"parallel": {"data_parallel_size_local": 0}}, "data-parallel-size-local: 0"),
+        (
+            {"parallel": {"pipeline_parallel_size": 2}, "speculative_config": "ngram"},
+            "pipeline-parallel-size: 2 with speculative-config",
+        ),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):
