@@ -35,8 +35,11 @@ class FirstTokenRules:
         #: vLLM's CPU kernels for MLA give the last token of a prompt other values than a decoded
         #: one, and the decode engine decodes it.
         alike = not (model.use_mla and current_platform.is_cpu())
+        #: With a sliding window in all layers vLLM frees the blocks before it when a prompt ends.
+        #: With one more token in the prompt, one of them may still have to be written.
+        whole = config.cache_config.sliding_window is None
         #: A request whose first tokens differ goes on from a longer prompt.
-        self._plain = (alike and is_causal(model)) and not (
+        self._plain = (alike and whole and is_causal(model)) and not (
             model.logits_processors or list(entry_points(group=LOGITSPROCS_GROUP))
         )
         self._draws = config.speculative_config is None

@@ -28,7 +28,8 @@ def rules(monkeypatch: pytest.MonkeyPatch, *, cpu: bool = False, **changes: Any)
     """Of an engine; changes: of its configuration."""
     platform = SimpleNamespace(is_cpu=lambda: cpu)
     monkeypatch.setattr(first_token, "current_platform", platform)
-    fields = {"model_config": MODEL, "speculative_config": None}
+    cache = SimpleNamespace(sliding_window=None)
+    fields = {"model_config": MODEL, "cache_config": cache, "speculative_config": None}
     config: Any = SimpleNamespace(**(fields | changes))
     return FirstTokenRules(config)
 
@@ -100,15 +101,16 @@ def test_a_first_token_that_is_the_last_one_the_model_takes_is_not(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model",
+    "config",
     [
-        changed(MODEL, logits_processors=["mine.Processor"]),
-        changed(MODEL, is_diffusion=True),
+        {"model_config": changed(MODEL, logits_processors=["mine.Processor"])},
+        {"model_config": changed(MODEL, is_diffusion=True)},
+        {"cache_config": SimpleNamespace(sliding_window=128)},
     ],
-    ids=["logits processor", "not causal"],
+    ids=["logits processor", "not causal", "frees blocks early"],
 )
-def test_an_engine_that_chooses_tokens_in_its_own_way_takes_and_gives_none(monkeypatch, model):
-    here = rules(monkeypatch, model_config=model)
+def test_engines_of_these_kinds_take_and_give_none(monkeypatch, config):
+    here = rules(monkeypatch, **config)
     assert here.sampling(params(), 5) is None
     assert not here.samples(FirstTokenSampling(), 5)
 
