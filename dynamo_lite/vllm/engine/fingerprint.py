@@ -46,7 +46,7 @@ def fingerprint(
     The model is named by the last part of its path, because its folder may differ between
     hosts.
     """
-    model = config.model_config
+    model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     return {
         "model": PurePath(model.model).name,
@@ -61,8 +61,11 @@ def fingerprint(
         "kv_heads": str(model.get_total_num_kv_heads()),
         "head_size": str(model.get_head_size()),
         "dtype": str(model.dtype),
-        "kv_cache_dtype": str(config.cache_config.cache_dtype),
-        "block_size": str(config.cache_config.block_size),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "block_size": str(cache.block_size),
+        # With a sliding window in all layers vLLM frees blocks before it. A prefill engine with
+        # smaller blocks would free the beginning of one that it still has to write.
+        "window_block_size": str(cache.block_size if cache.sliding_window else ""),
         "machine": platform.machine(),
         "vllm": vllm_version,
         **of_ranks,

@@ -163,6 +163,16 @@ def test_a_model_counts_with_the_length_with_which_it_was_loaded(models: Path):
     assert made["max_model_len"] == "512"
 
 
+@pytest.mark.parametrize(("window", "more"), [(None, set()), (128, {"window_block_size"})])
+def test_block_sizes_are_compared_where_a_window_frees_blocks(models: Path, window, more):
+    config = VllmConfig(model_config=ModelConfig(model=str(models / "one" / "llama")))
+    cache = config.cache_config
+    cache.sliding_window, cache.block_size = window, 32
+    small, cache.block_size = fingerprint(config, {}), 64
+    large = fingerprint(config, {})
+    assert {name for name in small if small[name] != large[name]} == {"block_size"} | more
+
+
 def test_other_weights_in_a_folder_of_the_same_name_are_refused(models: Path):
     weights = models / "two" / "llama" / "model.safetensors"
     try:

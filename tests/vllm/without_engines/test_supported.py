@@ -39,6 +39,7 @@ SHAPE: dict[str, Any] = {
     "dtype": torch.bfloat16,
 }
 FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=128)
+DRAFTS_IN_STAGES = {"parallel": {"pipeline_parallel_size": 2}, "speculative_config": "ngram"}
 MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
@@ -109,11 +110,10 @@ def config(*, model: Any = None, parallel: Any = None, **more: Any) -> Any:
 
 def test_ordinary_engines_are_supported():
     check_config(config())
-    stages = {"pipeline_parallel_size": 2}
-    check_config(config(parallel=stages))
-    check_config(config(parallel=stages, speculative_config="ngram", use_v2_model_runner=True))
+    check_config(config(**DRAFTS_IN_STAGES | {"speculative_config": None}))
+    check_config(config(**DRAFTS_IN_STAGES, use_v2_model_runner=True))
     reads = SimpleNamespace(is_kv_producer=False)
-    check_config(config(parallel=stages, speculative_config="ngram", kv_transfer_config=reads))
+    check_config(config(**DRAFTS_IN_STAGES, kv_transfer_config=reads))
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,7 @@ def test_ordinary_engines_are_supported():
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill-context-parallel-size"),
         ({"parallel": {"nnodes": 2}}, "nnodes: 2 is not supported"),
         ({"parallel": {"data_parallel_size_local": 0}}, "data-parallel-size-local: 0"),
-        (
-            {"parallel": {"pipeline_parallel_size": 2}, "speculative_config": "ngram"},
-            "pipeline-parallel-size: 2 with speculative-config",
-        ),
+        (DRAFTS_IN_STAGES, "pipeline-parallel-size: 2 with speculative-config"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):
@@ -152,10 +149,7 @@ def test_ranks_that_ray_would_put_on_another_host_are_refused(monkeypatch: pytes
     ("given", "key"),
     [
         ({"kv_offloading_size": 4.0}, "kv-offloading-size"),
-        (
-            {"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"},
-            "kv-offloading-size",
-        ),
+        ({"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"}, "kv-offloading-size"),
         ({"disable_hybrid_kv_cache_manager": False}, "disable-hybrid-kv-cache-manager: false"),
     ],
 )
