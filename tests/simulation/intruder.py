@@ -94,9 +94,7 @@ class Intruder:
             return
         self._counts["commits under other grants"] += 1
         commit = msgspec.structs.replace(
-            self._rng.choice(self._commits),
-            attempt=job.attempt,
-            num_blocks=len(job.block_ids),
+            self._rng.choice(self._commits), attempt=job.attempt, num_blocks=len(job.block_ids)
         )
         self._send(target, encode_sealed(commit))
 

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo_lite.disagg.engine_config import (
-    DecodeEngineConfig,
-    EngineConfig,
-    PrefillEngineConfig,
-)
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
@@ -77,10 +73,7 @@ def decode_options(scenario: Scenario) -> dict[str, Any]:
 
 def prefill_options(scenario: Scenario) -> dict[str, Any]:
     return msgspec.to_builtins(
-        PrefillWorkerConfig(
-            queue=_queue_options(scenario),
-            min_prefix_read_length=_READ_TOKENS,
-        )
+        PrefillWorkerConfig(queue=_queue_options(scenario), min_prefix_read_length=_READ_TOKENS)
     )
 
 

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 #: Phases of one operation follow each other in this order.
-_PHASES = {
-    "add": ("ordered", "asked", "withdrawing"),
-    "remove": ("ordered", "leaving", "asked"),
-}
+_PHASES = {"add": ("ordered", "asked", "withdrawing"), "remove": ("ordered", "leaving", "asked")}
 #: The reasons of changes that follow the load.
 _ENOUGH, _ROOM, _MORE = (
     re.compile(start) for start in (r"\d+ are enough", "makes room for", r"\d+ more")

@@ -12,22 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.disagg.engine import EngineLoad
-from dynamo_lite.disagg.engine_config import (
-    DecodeEngineConfig,
-    EngineConfig,
-)
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
-from tests.simulation.engine.halves import (
-    DecodeHalves,
-    PrefillHalves,
-    TaskBridge,
-    rank_clock,
-)
+from tests.simulation.engine.halves import DecodeHalves, PrefillHalves, TaskBridge, rank_clock
 from tests.simulation.engine.model import BlockPool, SimKvMemory, SimRequest, SimRequestStatus
 from tests.simulation.engine.mover import Fabric, SimMover
 from tests.simulation.engine.scheduler import SimScheduler, StepPlan
@@ -327,10 +319,7 @@ def build_engine(
 def _metadata(setup: EngineSetup, mover: SimMover) -> EngineMetadata:
     config = setup.config
     rank = RankMetadata(
-        agent=mover.metadata(),
-        memory="DRAM",
-        device=0,
-        regions=mover.memory.regions(),
+        agent=mover.metadata(), memory="DRAM", device=0, regions=mover.memory.regions()
     )
     return EngineMetadata(
         engine_id=setup.engine_config.engine_id,

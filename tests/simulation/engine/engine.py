@@ -16,12 +16,7 @@ from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
 from dynamo_lite.disagg.request_ids import RequestIds
-from dynamo_lite.disagg.transfer_params import (
-    PrefillJobParams,
-    pack,
-    time_limit,
-    with_first_token,
-)
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, time_limit, with_first_token
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     EngineDied,

@@ -13,12 +13,7 @@ from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Block
-from dynamo_lite.disagg.messages import (
-    BlockWrite,
-    PrefixRead,
-    RankResults,
-    WorkerReport,
-)
+from dynamo_lite.disagg.messages import BlockWrite, PrefixRead, RankResults, WorkerReport
 from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler

@@ -218,10 +218,7 @@ class Scheduler(asyncio.BaseEventLoop):
         return self._now
 
     def call_soon(
-        self,
-        callback: Callable[..., Any],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> SimHandle:
         if context is None:
             context = contextvars.copy_context()

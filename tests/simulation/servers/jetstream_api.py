@@ -5,11 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tests.simulation.servers.jetstream import (
-    Consumer,
-    SimStream,
-    StreamFull,
-)
+from tests.simulation.servers.jetstream import Consumer, SimStream, StreamFull
 
 if TYPE_CHECKING:
     from tests.simulation.servers.nats_server import NatsServer
