@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 
 from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.named import NOTHING, Named
+from dynamo_lite.forward.rewriting import ParamsBlanker
 
 #: How long a client has to read the rest of an answer that broke off.
 _LINGER_S = 2.0
@@ -59,6 +60,7 @@ class Client:
         self.response: web.StreamResponse | None = None
         self._request = request
         self._chunked = False
+        self._params = ParamsBlanker()
 
     async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None:
         response = web.StreamResponse(status=status)
@@ -84,6 +86,7 @@ class Client:
         assert self.response is not None
         if not data:
             return
+        data = self._params.feed(data)
         if self.note is not None:
             self.note.wrote(data)
         async with self._waiting():
@@ -99,6 +102,7 @@ class Client:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ClientGone
+        data = self._params.feed(data)
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         return transport.get_write_buffer_size() < _FULL_BYTES
 

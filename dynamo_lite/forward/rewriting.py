@@ -5,8 +5,12 @@ events that contain what changes are parsed.
 
 **Cached tokens.** A decode engine that got its KV from a prefill engine may report nearly the whole
 prompt as cached. The client gets the number of tokens that the prefill engine had in its cache.
+
+**Transfer parameters** name engines' addresses, and a decode engine of a bidirectional transfer
+returns some. They are blanked in every answer.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +26,55 @@ _CACHED = b'"cached_tokens"'
 #: By this field vLLM 0.32 tells the decode engine what its usage must show.
 _TOLD = "remote_prefill_cached_tokens"
 _TOLD_BYTES = f'"{_TOLD}"'.encode()
+#: The beginning of transfer parameters. Inside a JSON string its quotes would be escaped.
+_PARAMS = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:\s*\{')
+_PARAMS_NAME = b"_transfer_params"
+#: Such a beginning is shorter.
+_TAIL_BYTES = 64
+
+
+class ParamsBlanker:
+    """Replaces the content of transfer parameters with spaces in an answer that comes in pieces.
+    The answer's length does not change."""
+
+    def __init__(self) -> None:
+        #: The last bytes of the piece before.
+        self._tail = b""
+        #: Depth of objects inside transfer parameters; 0 outside.
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def feed(self, data: bytes) -> bytes:
+        shown = b""
+        while data:
+            if self._depth:
+                end = self._end(data)
+                shown, data = shown + b" " * end, data[end:]
+                continue
+            text = self._tail + data
+            found = _PARAMS.search(text) if _PARAMS_NAME in text else None
+            if found is None:
+                self._tail = text[-_TAIL_BYTES:]
+                return shown + data
+            begin = found.end() - len(self._tail)
+            shown, data = shown + data[:begin], data[begin:]
+            self._tail, self._depth = b"", 1
+        return shown
+
+    def _end(self, data: bytes) -> int:
+        """How many of these bytes are inside."""
+        for at, byte in enumerate(data):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = byte == ord("\\"), byte != ord('"')
+            elif byte == ord('"'):
+                self._in_string = True
+            elif byte in b"{}":
+                self._depth += 1 if byte == ord("{") else -1
+                if not self._depth:
+                    return at
+        return len(data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,15 +262,23 @@ async def test_cached_tokens_are_those_of_the_prefill_engine(name: str, stream: 
                 assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-@pytest.mark.parametrize("name", ["moriio-read", "moriio-write", "neuron-dynamic"])
+@pytest.mark.parametrize("name", ["moriio-read", "moriio-write", "neuron-dynamic", "nixl"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fails", ["", "prefill", "decode"])
 async def test_nothing_that_a_client_gets_names_an_engine(name: str, stream: bool, fails: str):
     """The ids of these legs contain addresses, and vLLM returns them with
-    `--enable-request-id-headers`."""
+    `--enable-request-id-headers`. A decode engine of a bidirectional transfer returns its own."""
+    own = {"id": "x", "choices": [], "kv_transfer_params": {"remote_host": "127.0.0.1"}}
     async with rig(name) as r:
         for engine in (*r.prefill, *r.decode):
             engine.returns_ids = True
+        handover, events = r.decode[0].handover, r.decode[0].events
+
+        async def returning(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+            return {"kv_transfer_params": {"h": "127.0.0.1"}, **await handover(engine, leg)}
+
+        r.decode[0].handover = returning
+        r.decode[0].events = lambda leg: [*events(leg), json.dumps(own).encode()]  # type: ignore[method-assign]
         if fails:
             [engine] = r.prefill if fails == "prefill" else r.decode
             reply, whole = engine.answer, {"error": {"message": "?"}}
