@@ -128,6 +128,8 @@ class ScriptedEngine:
         self.returns_ids = False
         #: Of its streams.
         self.line_end = b"\n"
+        #: A comment before the first output of its streams.
+        self.keep_alive = b""
         #: Running and waiting requests.
         self.load: tuple[int, int] = (0, 0)
         self.legs: list[Leg] = []
@@ -295,6 +297,8 @@ class ScriptedEngine:
         beginning, events = _beginning(leg), self.events(leg)
         for event in beginning:
             await response.write(self._framed(event))
+        if self.keep_alive:
+            await response.write(self.keep_alive + self.line_end * 2)
         if fault.stage == "no_output":
             if leg.route == RESPONSES:  # vLLM 0.32 fails to encode its error here
                 return _cut(request)

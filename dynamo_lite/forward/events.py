@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_lite.forward.client import Answer
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.failures import Final, LegFailed, check_size
+from dynamo_lite.forward.failures import Final, LegFailed, check_size, refused
 
 #: What is held back at most of the beginning of a stream. An event may contain the prompt's tokens.
 LIMIT_BYTES = 1 << 20
@@ -128,7 +128,7 @@ def failure(response: EngineAnswer, error: bytes) -> LegFailed | Final:
     not the engine."""
     answer = _as_answer(error)
     if answer is not None and answer.status < 500:
-        return Final(answer)
+        return refused(response.engine, response.leg, answer)
     return LegFailed(response.engine, response.leg, "event", answer=answer)
 
 
@@ -180,7 +180,10 @@ class _Event(msgspec.Struct):
 
 
 def _says_nothing(event: bytes, payload: bytes) -> bool:
-    """Whether it is known to come before the first output."""
+    """Whether it is known to come before the first output. What has no data is a comment, such as
+    a sign of life during a long prefill."""
+    if not payload:
+        return True
     if not any(mark in event for mark in _MARKS):
         return False
     try:

@@ -14,7 +14,8 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 #: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
 #: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
 #: place of a stream's first output; `unpaired`: nothing was handed over, or by another process than
-#: expected; `mismatch`: the engine speaks another protocol; `malformed`: its answer cannot be read.
+#: expected; `mismatch`: the engine speaks another protocol; `malformed`: its answer cannot be read;
+#: `too_long`: the prompt is longer than this prefill engine takes.
 FailureKind = Literal[
     "refused",
     "timeout",
@@ -25,6 +26,7 @@ FailureKind = Literal[
     "unpaired",
     "mismatch",
     "malformed",
+    "too_long",
 ]
 #: A check is a question of our own, and no part of a client's request.
 LegKind = Literal["prefill", "decode", "check"]
@@ -32,6 +34,8 @@ RETRY_AFTER = {"retry-after": "1"}
 #: Most bytes of a whole answer, or of one event that may have to be changed, that are kept in
 #: memory. An answer that passes as bytes has no limit.
 MAX_WHOLE_BYTES = 256 << 20
+#: One of these is in vLLM's and SGLang's errors about a prompt that is too long.
+_TOO_LONG = (b"context length", b"maximum model length", b"max_model_len")
 
 
 class Final(Exception):
@@ -63,6 +67,13 @@ class LegFailed(DynamoLiteError):
         """Of a check: whether something listens there, and has answered or closed the
         connection."""
         return self.kind in ("broken", "too_large")
+
+
+def refused(engine: KnownEngine, leg: LegKind, answer: Answer) -> LegFailed | Final:
+    """What an engine's 4xx means: the request is wrong, or only too long for its prefill engine."""
+    if leg == "prefill" and answer.status == 400 and any(mark in answer.body for mark in _TOO_LONG):
+        return LegFailed(engine, leg, "too_long", answer=answer)
+    return Final(answer)
 
 
 def check_size(size: int, engine: KnownEngine, leg: LegKind) -> None:

@@ -20,7 +20,7 @@ from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import EventReader
-from dynamo_lite.forward.failures import Final, LegFailed, LegKind
+from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import Leg, PrefillAnswer
@@ -185,7 +185,9 @@ class Legs:
             body = body.replace(found.encode(), shown.encode())
             head["content-length"] = str(len(body))
         answer = Answer(status, head, body)
-        if passes_errors or 400 <= status < 500 or not (prefill or status in _RETRIED):
+        if 400 <= status < 500:
+            raise refused(engine, one.leg, answer)
+        if passes_errors or not (prefill or status in _RETRIED):
             raise Final(answer)
         raise LegFailed(engine, one.leg, "status", str(status), answer)
 

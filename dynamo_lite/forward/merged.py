@@ -7,7 +7,7 @@ import logging
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.events import LIMIT_BYTES, EventReader
+from dynamo_lite.forward.events import LIMIT_BYTES, Beginning, EventReader
 from dynamo_lite.forward.failures import Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.legs import sending
@@ -65,7 +65,7 @@ async def merged(
                 await legs.all(decoding)
                 response = decoding.result()
                 reader = EventReader(response)
-                events = await legs.watched(reader.next(), "first events")
+                events = await legs.watched(_until_output(reader), "first events")
                 legs.handed_over()
                 while events:
                     if shown := merge.from_decode(changes.events(events)):
@@ -111,6 +111,14 @@ async def _first_tokens(
         await client.write(shown)
     if not client.started:
         raise LegFailed(response.engine, "prefill", "unpaired", "no token")
+
+
+async def _until_output(reader: EventReader) -> bytes:
+    """The events of the decode leg up to its first output. Raises LegFailed."""
+    beginning = Beginning()
+    while (events := await reader.next()) and not beginning.over(events):
+        pass
+    return beginning.data
 
 
 async def _fail(job: ForwardJob, failure: LegFailed | Final) -> None:

@@ -50,6 +50,9 @@ TWO_LEGS = sorted({*FALLING_BACK, *PARALLEL})
 #: Whose decode engine cannot.
 PAIRS = ("sglang", "neuron-dynamic")
 STREAMED = {**COMPLETION, "stream": True}
+LENGTH = "This model's maximum context length is 8 tokens. However, ..."
+#: Of a prefill engine that takes shorter prompts than the decode engine.
+TOO_LONG = Fault("status", 400, body={"error": {"message": LENGTH, "code": 400}})
 
 
 async def warm(r: Rig) -> None:
@@ -108,11 +111,13 @@ async def broken_off(r: Rig, *, until: bytes = b"", then: asyncio.Event | None =
 
 
 def begins(engine: ScriptedEngine, hold: asyncio.Event) -> None:
-    """The engine's streams begin, and say nothing more until then."""
+    """The engine's streams begin, and say nothing more until then, but for a comment."""
 
     async def stream(request: web.BaseRequest, leg: Any, fault: Fault) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        if engine.keep_alive:
+            await response.write(engine.keep_alive + b"\n\n")
         await hold.wait()
         return response
 
@@ -135,11 +140,11 @@ async def test_a_prefill_4xx_is_the_clients_and_is_not_repeated(name: str):
 
 @pytest.mark.parametrize("name", FALLING_BACK)
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("how", ["status", "cut", "late"])
+@pytest.mark.parametrize("how", ["status", "too long", "cut", "late"])
 async def test_a_failed_prefill_leaves_the_decode_engine_with_the_clients_body(
     name: str, how: str, stream: bool
 ):
-    faults = {"status": Fault("status", 500), "cut": Fault("before_head")}
+    faults = {"status": Fault("status", 500), "too long": TOO_LONG, "cut": Fault("before_head")}
     async with rig(name, prefill_timeout_s=1.0) as r:
         await warm(r)
         async with slow(r.prefill[0] if how == "late" else None):
@@ -172,7 +177,10 @@ async def test_a_prefill_engine_that_is_gone_is_not_waited_for():
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(
     ("how", "stream"),
-    [*itertools.product(("status", "late"), (False, True)), ("late after its head", True)],
+    [
+        *itertools.product(("status", "too_long", "late"), (False, True)),
+        ("late after its head", True),
+    ],
 )
 async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
     name: str, how: str, stream: bool
@@ -184,13 +192,14 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
             bad.handover = anything
             begins(bad, hold)
         else:
-            bad.faults.append(Fault("status") if how == "status" else Fault(hold=hold))
+            faults = {"status": Fault("status"), "too_long": TOO_LONG, "late": Fault(hold=hold)}
+            bad.faults.append(faults[how])
         async with asyncio.timeout(5):
             assert (b"[DONE]" in await r.stream()) if stream else (await r.text() == TEXT)
-            if how != "status":
+            if how.startswith("late"):
                 await bad.legs[0].aborted.wait()
         hold.set()
-        kind = "status" if how == "status" else "timeout"
+        kind = "timeout" if how.startswith("late") else how
         assert r.forwarding.stats.failures == {("prefill", kind): 1}
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
         rooms = [json.dumps(leg.body.get("bootstrap_room")) for leg in r.decode[0].legs]
@@ -243,6 +252,7 @@ ROLE = b'data: {"id": "x", "choices": [{"index": 0, "delta": {"role": "assistant
 FAILING = {
     "cut": (),
     "event": (ERROR,),
+    "too long": (ERROR.replace(b"scripted", LENGTH.encode() + b'scripted", "code": 400, "x": "'),),
     "split": (SGLANG_ERROR[:9], SGLANG_ERROR[9:]),
     "later, split": (ROLE + ERROR[:4], ERROR[4:-1], ERROR[-1:]),
     "without an end": (ROLE, ERROR[:-2]),
@@ -475,9 +485,13 @@ async def ends_after_its_answer(r: Rig, stream: bool) -> None:
         return answer
 
     r.decode[0].handover = waits
+    if r.decode[0].keep_alive:  # it waits in its stream
+        met.set()
+        begins(r.decode[0], asyncio.Event())
     with handover_begins() as begun:
         asked = asyncio.create_task(r.stream() if stream else r.text())
         await met.wait()
+        await eventually(lambda: any(one.legs for one in r.prefill), 5)
         one = next(one for one in r.prefill if one.legs)
         await eventually(lambda: one.legs[0].ended is not None, 5)
         async with asyncio.timeout(5):
@@ -517,13 +531,14 @@ async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_
 # Neuron: the first token is the prefill engine's.
 
 
-@pytest.mark.parametrize("how", ["an error", "a decode 4xx", "the prefill engine ends"])
+@pytest.mark.parametrize("how", ["an error", "a decode 4xx", "the prefill engine ends", "later"])
 async def test_what_fails_after_the_first_token_breaks_the_answer_off(how: str):
     """The token is shown already, so neither a status nor another engine's tokens could follow."""
     async with rig("neuron-dynamic", health_interval_s=0.05) as r:
         await warm(r)
         bad, hold = r.prefill[0], asyncio.Event()
-        if how == "the prefill engine ends":
+        if how in ("the prefill engine ends", "later"):
+            r.decode[0].keep_alive = b": keep-alive" if how == "later" else b""
             with pytest.raises(aiohttp.ClientPayloadError):
                 await ends_after_its_answer(r, stream=True)
             assert r.forwarding.stats.broken == 1
@@ -734,7 +749,7 @@ async def test_an_error_before_the_first_output_is_no_answer_yet(
     """Stock vLLM sends the events that begin a stream, and only then that it has no KV."""
     async with rig(name, decode=2) as r:
         for engine in (*r.prefill, *r.decode):
-            engine.line_end = line_end
+            engine.line_end, engine.keep_alive = line_end, b": keep-alive"
         end = line_end * 2
         whole = await r.stream(route=route)
         assert whole.endswith(b"data: [DONE]" + end)
