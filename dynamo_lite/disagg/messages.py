@@ -54,6 +54,8 @@ class BlockWrite:
     #: Number of remote_ids[0] within the attempt.
     first: int = 0
     skip_tokens: int = 0
+    #: Prompt tokens that were in this engine's prefix cache.
+    cached_tokens: int = 0
     #: When this step began, on this host's monotonic clock.
     began: float = 0.0
     #: Span of the job; None without a trace.
@@ -116,6 +118,8 @@ class WorkerReport:
     failures: dict[str, str] = field(default_factory=dict)
     #: Blocks that have arrived of a lost request's attempt, from the first one on, by request.
     landed: dict[str, int] = field(default_factory=dict)
+    #: Prompt tokens that the prefill engine had in its prefix cache, by request whose KV came.
+    cached: dict[str, int] = field(default_factory=dict)
     #: Why a transfer with a decode engine failed, by engine.
     broken: dict[str, str] = field(default_factory=dict)
     #: Engines whose metadata a rank should have but does not.
@@ -126,5 +130,6 @@ class WorkerReport:
         landed = {**self.landed, **other.landed}
         for request_id in self.landed.keys() & other.landed.keys():
             landed[request_id] = min(self.landed[request_id], other.landed[request_id])
-        failures, broken = self.failures | other.failures, self.broken | other.broken
-        return WorkerReport(failures, landed, broken, self.unknown | other.unknown)
+        failures, cached = self.failures | other.failures, self.cached | other.cached
+        broken, unknown = self.broken | other.broken, self.unknown | other.unknown
+        return WorkerReport(failures, landed, cached, broken, unknown)

@@ -109,11 +109,16 @@ class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     prompt_tokens: Count
     local_cached_tokens: Count
+    #: From a prefill worker, which may have computed them.
     external_cached_tokens: Count
     #: Seconds in the engine's queue.
     waited_s: Seconds = 0.0
     #: Seconds from scheduling to this delta.
     prefill_s: Seconds = 0.0
+    #: What usage shows: those that no engine computed for this request, and those that are in the
+    #: prefix cache because of it.
+    cached_tokens: Count = 0
+    created_cache_tokens: Count = 0
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):

@@ -126,6 +126,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     token_id: TokenId
     #: From the job.
     cached_tokens: Count = 0
+    #: Prompt tokens in the prefill engine's own prefix cache.
+    writer_cached_tokens: Count = 0
 
 
 class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +204,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: Annotated[int, msgspec.Meta(ge=0)]
     #: Blocks of the attempt that it has written.
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
+    #: Prompt tokens that the prefill engine had in its prefix cache.
+    cached_tokens: Count = 0
     #: How many ranks write into this decode rank. Its KV is complete when all have committed.
     writers: Annotated[int, msgspec.Meta(gt=0)] = 1
     #: The bytes of each block that this rank writes.

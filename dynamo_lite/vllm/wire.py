@@ -164,15 +164,20 @@ def _prefill_counts(
         external_cached_tokens=stats.num_external_cached_tokens,
         waited_s=waited_s,
         prefill_s=prefill_s,
+        cached_tokens=stats.num_cached_tokens,
+        created_cache_tokens=stats.num_cache_creation_tokens,
     )
 
 
 def _prefill_stats(counts: PrefillCounts) -> PrefillStats:
     stats = PrefillStats()
-    cached = counts.local_cached_tokens + counts.external_cached_tokens
-    if not 0 <= cached <= counts.prompt_tokens:
-        raise ProtocolError(f"{cached} cached tokens of a prompt of {counts.prompt_tokens}")
+    here = counts.local_cached_tokens + counts.external_cached_tokens
+    cached, created = counts.cached_tokens, counts.created_cache_tokens
+    if min(here, cached, created) < 0 or max(here, cached, created) > counts.prompt_tokens:
+        raise ProtocolError(f"cached tokens of a prompt of {counts.prompt_tokens}: {counts}")
     stats.set(counts.prompt_tokens, counts.local_cached_tokens, counts.external_cached_tokens)
+    # External tokens may have been computed for this request, so they are not all cached ones.
+    stats.num_cached_tokens, stats.num_cache_creation_tokens = cached, created
     return stats
 
 

@@ -116,7 +116,7 @@ class ScriptedEngine:
         if self.raises is not None:
             raise self.raises
         if self.samples is not None:
-            await on_first_token(self.samples)
+            await on_first_token(self.samples, 8)
         end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
         self.permits[job.attempt] = permit
         if not self.holds:

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_lite.disagg.decode import queue_watch
 from dynamo_lite.disagg.decode.queue_watch import QueueView
-from dynamo_lite.disagg.messages import DecodeStep
+from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol.codec import encode_sealed
@@ -84,6 +84,18 @@ async def test_a_job_asks_for_the_first_token_that_its_request_may_get(decode: D
     )
     decode.admit(prompt("r2", 17), 8)
     assert (await decode.job_of_step()).first_token is None
+
+
+async def test_cached_is_what_no_engine_computes(decode: Decode):
+    for name, cached, writer, told in (("r1", 8, 4, 8), ("r2", 4, 12, 12), ("r3", 0, 99, 16)):
+        decode.admit(prompt(name, 17), cached)
+        await decode.job_of_step()
+        report = WorkerReport(cached={name: writer})
+        decode.half.worker_output(RankResults(), report)
+        assert decode.half.cached_tokens(name) == cached
+        decode.output(name)
+        assert decode.half.cached_tokens(name) == told
+    assert decode.half.cached_tokens("r4") is None
 
 
 async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(clock: ManualClock):

@@ -120,6 +120,8 @@ FULL_DELTAS = generate.Deltas(
                 external_cached_tokens=5,
                 waited_s=0.5,
                 prefill_s=0.25,
+                cached_tokens=4,
+                created_cache_tokens=2,
             ),
             logprobs=generate.LogprobRows(1, 1, b"\x07" + bytes(7), bytes(4), b"\x01" + bytes(7)),
             prompt_logprobs=generate.LogprobRows(0, 0, b"", b"", b""),
@@ -320,7 +322,9 @@ MESSAGES = [
         prefill.decode_writer_done,
     ),
     (
-        prefill.FirstToken(request_id="r1", attempt="a1", token_id=7, cached_tokens=32),
+        prefill.FirstToken(
+            request_id="r1", attempt="a1", token_id=7, cached_tokens=32, writer_cached_tokens=48
+        ),
         prefill.decode_first_token,
     ),
     (
@@ -336,6 +340,7 @@ MESSAGES = [
             attempt="a1",
             rank=1,
             num_blocks=63,
+            cached_tokens=32,
             writers=2,
             parts=[prefill.Part(0, 4, 64, 128)],
             grant=7,

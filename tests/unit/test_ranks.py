@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -203,10 +204,11 @@ def test_blocks_stream_as_they_complete_and_the_last_one_commits(prefill, decode
     prefill.step(blocks([3, 4], [10, 11]), targets=targets(decode))
     assert decode.memory.written() == {10: 103, 11: 104}
     assert decode.settle() == (set(), set())
-    prefill.step(blocks([7], [20], last=True))
+    prefill.step(replace(blocks([7], [20], last=True), cached_tokens=32))
     assert decode.memory.written() == {10: 103, 11: 104, 20: 107}
     assert decode.settle() == ({"r1"}, set())
-    assert decode.settle() == (set(), set())
+    assert decode.rank.report() == WorkerReport(cached={"r1": 32})
+    assert decode.settle() == (set(), set()) and decode.rank.report() is None
     assert prefill.ended() == (set(), {})
     prefill.step(ended=[("a1", "p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})

@@ -236,3 +236,4 @@ async def test_nobody_asks_more_often_than_allowed(engine: Caching):
     assert engine.cached == {"r1": 4 * BLOCK}, "two more than the first had brought"
     assert await engine.again(41) is None
     assert engine.counted("resume/tried") == 1
+    assert engine.half.cached_tokens("r1") == 0, "prefill workers have computed what is cached"

@@ -73,6 +73,7 @@ async def tokens_of(
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
     # The fingerprint is a digest of the server's configuration, ours has more in it.
     answer = {k: v for k, v in answer.items() if k not in _OWN}
+    answer["usage"].pop("prompt_tokens_details")  # they depend on what was asked before
     for choice in answer["choices"]:
         _drop_tool_ids(choice.get("message"))
     return answer
@@ -83,6 +84,7 @@ def joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
     usage, choices = None, {}
     for chunk in chunks:
         usage = chunk.get("usage") or usage
+        (usage or {}).pop("prompt_tokens_details", None)
         for piece in chunk["choices"]:
             choice = choices.setdefault(
                 piece["index"],

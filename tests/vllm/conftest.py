@@ -41,6 +41,7 @@ _DISAGG_OPTIONS = (
         for key, value in UNCOMPILED.items()
     ),
     "--Graph.trace-ratio=0",
+    "--Frontend.enable-prompt-tokens-details=true",
 )
 
 
@@ -146,7 +147,8 @@ def tiny_model() -> Path:
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
     """One plain vLLM engine behind vLLM's own server: what is right."""
-    with PlainServer(tmp_path_factory.mktemp("plain")) as server:
+    told = {"enable-prompt-tokens-details": True}
+    with PlainServer(tmp_path_factory.mktemp("plain"), flags=told) as server:
         yield server
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.asking import ask, assert_same, prompt_ids
+from tests.vllm.asking import ask, assert_same, client, prompt_ids, prose
 from tests.vllm.graph import Graph, PlainServer, eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,6 +69,26 @@ def test_greedy_answers_begin_with_the_prefill_workers_token(
     # The decode engine's token may come first now and then.
     assert arrived(since, 4)["sent"] >= 1
     assert disagg.count("VllmWorker", DIFFERENT) == different
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_usage_says_which_tokens_were_cached_before(
+    disagg: Graph, reference: PlainServer, kind: str
+):
+    """Those that a prefill worker has computed for the request are none of them."""
+    remote, own = handed_over(disagg), {"prompt": prompt_ids(2009, seed=230)}
+    if kind == "chat":
+        own = {"messages": [{"role": "user", "content": prose(600, seed=231)}]}
+    own |= GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
+    for again in (False, True):
+        told: list[dict[str, Any]] = []
+        for url in (disagg.url, reference.url):
+            with client(url) as api:
+                create = api.chat.completions.create if kind == "chat" else api.completions.create
+                *_, last = create(model="tiny", **own)
+                told.append(last.model_dump()["usage"])
+        assert told[0] == told[1] and remote() == 1
+        assert (told[0]["prompt_tokens_details"]["cached_tokens"] > 0) is again
 
 
 def test_a_stop_token_is_left_to_the_decode_engine(disagg: Graph, reference: PlainServer):

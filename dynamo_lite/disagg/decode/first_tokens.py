@@ -79,11 +79,14 @@ class FirstTokens:
         """The request was aborted. Unknown names are ignored."""
         self._awaited.pop(own, None)
 
-    def take(self, first: FirstToken, *, caller: str | None, vocabulary: int) -> TokenDelta | None:
+    def take(
+        self, first: FirstToken, *, caller: str | None, vocabulary: int, block_size: int
+    ) -> TokenDelta | None:
         """The delta to be sent now, if any.
 
         caller: the caller's id of the request; None if it does not run. vocabulary: number of
-        tokens of the model. Raises ProtocolError for a token that does not fit.
+        tokens of the model. block_size: tokens of a block of the prefix cache; 0 without one.
+        Raises ProtocolError for a token that does not fit.
         """
         if caller is None:
             raise ProtocolError(f"first token of {first.request_id}, which does not run here")
@@ -93,10 +96,11 @@ class FirstTokens:
             return None
         request, token = awaited.request, first.token_id
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        if token >= vocabulary or first.cached_tokens >= prompt_tokens:
+        cached = max(first.cached_tokens, first.writer_cached_tokens)
+        if token >= vocabulary or cached >= prompt_tokens:
             raise ProtocolError(
                 f"first token of {first.request_id}: token {token} of a vocabulary of"
-                f" {vocabulary}, {first.cached_tokens} cached tokens of a prompt of {prompt_tokens}"
+                f" {vocabulary}, {cached} cached tokens of a prompt of {prompt_tokens}"
             )
         if token in awaited.stops:
             self._arrived.labels("last").inc()
@@ -113,6 +117,10 @@ class FirstTokens:
                 local_cached_tokens=first.cached_tokens,
                 external_cached_tokens=prompt_tokens - 1 - first.cached_tokens,
                 waited_s=self._now() - awaited.began,
+                cached_tokens=cached,
+                created_cache_tokens=(
+                    max(0, prompt_tokens - prompt_tokens % block_size - cached) if block_size else 0
+                ),
             ),
         )
 

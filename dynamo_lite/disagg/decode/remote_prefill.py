@@ -57,6 +57,12 @@ class RemotePrefill:
     #: `SingleFlight` writes and reads it, until the prompt has its blocks.
     wait: PrefixWait | None = None
 
+    #: Prompt tokens that no engine computes: those that were cached here at the first decision, or
+    #: at the prefill engine that has written the rest.
+    cached_tokens: int = 0
+    #: The latter, as its commit says. They count when the KV is complete.
+    writer_cached: int = 0
+
     #: Tokens that are still to be scheduled for a prompt that is computed here.
     left_tokens: int = 0
     #: Number of the prompt's tokens that are computed here, and since when it waits for them:
@@ -139,6 +145,7 @@ class RemotePrefill:
         return RemotePrefill(
             self.request_id,
             decided,
+            cached_tokens=self.cached_tokens,
             tries=self.tries,
             max_tries=self.max_tries,
             since=self.since,

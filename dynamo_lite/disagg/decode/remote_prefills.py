@@ -90,6 +90,8 @@ class RemotePrefills:
             self._scheduled(prefill)
             return None
         prefill.allocated, prefill.wait = True, None
+        if not prefill.tries:
+            prefill.cached_tokens = prefill.decided.inputs.cached_tokens
         if not prefill.is_remote:
             self._computes(prefill, prefill.decided.at, prefill.decided.inputs.cached_tokens)
             if prefill.decided.verdict.reason in OVERFLOW_REASONS:
@@ -144,6 +146,11 @@ class RemotePrefills:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
 
+    def committed(self, request_id: str, cached: int) -> None:
+        """The writers have committed to a rank; the prefill engine had `cached` tokens."""
+        if (prefill := self.by_request.get(request_id)) is not None:
+            prefill.writer_cached = min(cached, prefill.decided.inputs.prompt_tokens - 1)
+
     def unparked(self, request_id: str, *, received: bool) -> RemotePrefill | None:
         """The engine learns that the KV came, or that it will not come."""
         prefill = self.by_request.get(request_id)
@@ -151,6 +158,7 @@ class RemotePrefills:
             self._unpark(prefill)
             if received:
                 prefill.prompt = None
+                prefill.cached_tokens = max(prefill.cached_tokens, prefill.writer_cached)
         return prefill
 
     def falls_back(self, prefill: RemotePrefill) -> None:

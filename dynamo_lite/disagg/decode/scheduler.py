@@ -136,9 +136,16 @@ class DecodeScheduler:
         """The worker halves report which requests have received their KV or lost it."""
         for request_id, blocks in report.landed.items() if report is not None else ():
             self.prefills.landed(request_id, blocks)
+        for request_id, cached in report.cached.items() if report is not None else ():
+            self.prefills.committed(request_id, cached)
         for request_id in sorted(results.received | results.lost):
             received, intact = request_id in results.received, request_id not in results.lost
             self._transferred(request_id, received=received, intact=intact)
+
+    def cached_tokens(self, request_id: str) -> int | None:
+        """Prompt tokens that no engine computes for the request; None without a decision."""
+        prefill = self.prefills.by_request.get(request_id)
+        return None if prefill is None else prefill.cached_tokens
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended, with its KV or without."""

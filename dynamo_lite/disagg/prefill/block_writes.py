@@ -224,6 +224,7 @@ class BlockWrites:
             "grant": attempt.grant,
         }
         if write.last:
+            share["cached_tokens"] = write.cached_tokens
             return encode_sealed(Committed(num_blocks=write.num_blocks, **share))
         return encode_sealed(Landed(first=write.first, num_blocks=len(write.remote_ids), **share))
 

@@ -159,9 +159,11 @@ class Claims:
             return False
         return True
 
-    async def send_first_token(self, request: RemotePrefillRequest, token_id: int) -> None:
+    async def send_first_token(
+        self, request: RemotePrefillRequest, token_id: int, cached: int
+    ) -> None:
         """Sends the first token of the answer to the decode worker. If it gets lost, the decode
-        engine's is sent to the client."""
+        engine's is sent to the client. cached: prompt tokens in this engine's prefix cache."""
         if request.first_token is None:
             return
         first = FirstToken(
@@ -169,6 +171,7 @@ class Claims:
             attempt=request.attempt,
             token_id=token_id,
             cached_tokens=request.first_token.cached_tokens,
+            writer_cached_tokens=cached,
         )
         subject = names.first_token_subject(self._namespace, request.engine_id)
         try:

@@ -83,9 +83,9 @@ class Computation:
         if not self._granted.done():
             self._granted.set_result(bool(grant))
 
-    async def _send_first_token(self, token_id: int) -> None:
+    async def _send_first_token(self, token_id: int, cached: int) -> None:
         if await self._granted:
-            await self._on_first_token(token_id)
+            await self._on_first_token(token_id, cached)
 
     async def _run(self) -> AttemptOutcome:
         attempt = self._request.attempt

@@ -15,17 +15,18 @@ class OpenAttempt:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[AttemptOutcome] = loop.create_future()
-        self._token: asyncio.Future[int] = loop.create_future()
+        self._token: asyncio.Future[tuple[int, int]] = loop.create_future()
 
-    async def first_token(self) -> int | None:
-        """Waits for the sampled token; None if the attempt ends without one."""
+    async def first_token(self) -> tuple[int, int] | None:
+        """Waits for the sampled token, and how many tokens of the prompt were cached; None if the
+        attempt ends without one."""
         await asyncio.wait((self._token, self.ended), return_when=asyncio.FIRST_COMPLETED)
         sampled = self._token.done() and not self._token.cancelled()
         return self._token.result() if sampled else None
 
-    def sampled(self, token_id: int) -> None:
+    def sampled(self, token_id: int, cached: int) -> None:
         if not self._token.done():
-            self._token.set_result(token_id)
+            self._token.set_result((token_id, cached))
 
     def end(self, outcome: AttemptOutcome) -> None:
         if not self.ended.done():
@@ -55,11 +56,12 @@ class OpenAttempts:
         finally:
             self._open.pop(attempt, None)
 
-    def sampled(self, attempt: str, token_ids: list[int]) -> None:
-        """The engine has sampled these tokens after the attempt's prompt."""
+    def sampled(self, attempt: str, token_ids: list[int], cached: int = 0) -> None:
+        """The engine has sampled these tokens after the attempt's prompt, of which it had `cached`
+        tokens in its prefix cache."""
         opened = self._open.get(attempt)
         if opened is not None and token_ids:
-            opened.sampled(token_ids[0])
+            opened.sampled(token_ids[0], cached)
 
     def apply(self, counts: Mapping[str, Any]) -> None:
         """Takes the outcomes from the counters of the connector's halves, of one step. The tokens

@@ -27,6 +27,8 @@ class RunningJob:
     #: Monotonic time of the job's first step.
     scheduled: float
     trace: TraceContext | None = None
+    #: Prompt tokens that were in this engine's prefix cache.
+    cached_tokens: int = 0
     #: Whether the ranks know the decode engine.
     announced: bool = False
     #: Whether a read of the prefix is in flight.
@@ -82,6 +84,7 @@ class RunningJob:
             scheduled=self.scheduled,
             first=self.written - self.first,
             skip_tokens=skip,
+            cached_tokens=self.cached_tokens,
             began=began,
             trace=self.trace,
             permit=self.params.permit,

@@ -91,10 +91,12 @@ class PrefillScheduler:
         block_ids: Sequence[int],
         external: int,
         queued_at: float | None = None,
+        cached: int = 0,
     ) -> None:
         """The engine starts a job, or has reserved `block_ids` to read `external` tokens.
 
-        queued_at: monotonic time of the job's arrival in the engine.
+        queued_at: monotonic time of the job's arrival in the engine. cached: tokens of its prompt
+        in this engine's prefix cache.
         """
         if request.request_id in self._jobs or (params := self._arrive(request)) is None:
             return
@@ -113,6 +115,7 @@ class PrefillScheduler:
             written=first,
             scheduled=now,
             trace=trace,
+            cached_tokens=cached,
         )
         if external:
             self._announce(self._step, job)

@@ -227,11 +227,20 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._decode is not None:
             self._decode.state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+            # vLLM counts tokens as cached that a prefill worker has computed for this request.
+            cached = self._decode.cached_tokens(request.request_id)
+            if cached is not None and request.prefill_stats is not None:
+                request.prefill_stats.num_cached_tokens = cached
         if self._prefill is not None:
             # The first event is the arrival. Without vLLM's statistics there are no events.
             queued_at = request.events[0].timestamp if request.events else None
+            stats = request.prefill_stats
             self._prefill.state_after_alloc(
-                request, blocks.get_block_ids()[0], num_external_tokens, queued_at
+                request,
+                blocks.get_block_ids()[0],
+                num_external_tokens,
+                queued_at,
+                0 if stats is None else stats.num_local_cached_tokens,
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

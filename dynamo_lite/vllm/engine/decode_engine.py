@@ -58,10 +58,12 @@ class VllmDecodeEngine(VllmEngine):
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         if self._first_tokens is None:
             raise ProtocolError(f"first token of {first.request_id}, which did not ask for it")
+        cache = self.config.cache_config
         return self._first_tokens.take(
             first,
             caller=self._ids.running(first.request_id),
             vocabulary=self.config.model_config.get_vocab_size(),
+            block_size=cache.block_size if cache.enable_prefix_caching else 0,
         )
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:

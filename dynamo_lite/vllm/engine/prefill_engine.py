@@ -34,7 +34,9 @@ class VllmPrefillEngine(VllmEngine):
                 # First tokens are taken before the outcomes of attempts, which come with the
                 # statistics.
                 for output in outputs.outputs:
-                    self._attempts.sampled(output.request_id, output.new_token_ids)
+                    counts = output.prefill_stats
+                    cached = 0 if counts is None else counts.num_local_cached_tokens
+                    self._attempts.sampled(output.request_id, output.new_token_ids, cached)
                 stats = outputs.scheduler_stats
                 if stats is not None and (counts := stats.kv_connector_stats):
                     for engine_id, why in counts.get(BROKEN_LINK, ()):
@@ -65,8 +67,8 @@ class VllmPrefillEngine(VllmEngine):
         self._left = []  # not before: a refused job carries nothing to the engine
         with self._attempts.open(job.attempt) as attempt:
             await self._add(request)
-            if sampled and (token := await attempt.first_token()) is not None:
-                await on_first_token(token)
+            if sampled and (first := await attempt.first_token()) is not None:
+                await on_first_token(*first)
             return await attempt.ended
 
     def check_peer(self, target: EngineMetadata) -> None:

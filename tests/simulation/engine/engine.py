@@ -144,7 +144,8 @@ class SimEngine:
 
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         caller = self._ids.running(first.request_id)
-        delta = self._first_tokens.take(first, caller=caller, vocabulary=VOCABULARY)
+        fits = {"vocabulary": VOCABULARY, "block_size": 0}
+        delta = self._first_tokens.take(first, caller=caller, **fits)
         self._on_counts({"first tokens late" if delta is None else "first tokens sent": 1})
         return delta
 
@@ -182,8 +183,8 @@ class SimEngine:
         transfer = pack(PrefillJobParams.of(job, target, left, permit))
         with self._attempts.open(job.attempt) as attempt:
             self._add(job.attempt, job, prompt, sampling, 1, transfer)
-            if wanted is not None and (token := await attempt.first_token()) is not None:
-                await on_first_token(token)
+            if wanted is not None and (first := await attempt.first_token()) is not None:
+                await on_first_token(*first)
             return await attempt.ended
 
     def check_peer(self, target: EngineMetadata) -> None:

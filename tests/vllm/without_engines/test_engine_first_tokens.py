@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -88,6 +89,7 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
         model_config=MODEL,
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
+        cache_config=SimpleNamespace(block_size=2, enable_prefix_caching=True),
     )
     engine._client, engine._config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
@@ -138,6 +140,7 @@ async def test_the_token_is_sent_early_and_the_engines_is_not(rig: Rig):
     assert asked(rig.core.added[0]) is not None
     early = rig.token(7)
     assert early is not None and (early.request_id, early.token_ids) == ("r", [7])
+    assert early.prefill is not None and early.prefill.created_cache_tokens == 2, "one block"
     assert await rig.step(output("r#1", 7)) == []
     assert await rig.step(EngineCoreOutput("r#1", [8])) == [TokenDelta("r", [8])]
     end = EngineCoreOutput("r#1", [9], finish_reason=FinishReason.LENGTH)
@@ -231,15 +234,19 @@ def prefill_rig() -> Iterator[PrefillRig]:
 
 
 @contextlib.asynccontextmanager
-async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[int]]:
-    """Runs a job; the tokens that it passes on."""
+async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[tuple[int, int]]]:
+    """Runs a job; the tokens that it passes on, with what was cached of the prompt."""
     target = engine_metadata(num_blocks=9)
     rig.engine.metadata = target
     rig.engine._checked[target.engine_id] = target, True
-    tokens: asyncio.Queue[int] = asyncio.Queue()
+    tokens: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+
+    async def passed_on(token: int, cached: int) -> None:
+        tokens.put_nowait((token, cached))
+
     reads = asyncio.create_task(rig.engine.run_prefills(lambda *link: rig.broken.append(link)))
     job = prefill_job(first_token=WANTED)
-    run = asyncio.create_task(rig.engine.prefill(job, target, Permit(), tokens.put))
+    run = asyncio.create_task(rig.engine.prefill(job, target, Permit(), passed_on))
     await eventually(lambda: rig.core.added)
     try:
         yield tokens
@@ -255,8 +262,11 @@ async def test_a_prefill_engine_passes_the_token_on_before_its_writes_have_ended
     prefill_rig: PrefillRig,
 ):
     async with prefilling(prefill_rig) as tokens:
-        prefill_rig.core.step(EngineCoreOutput("a1", [7], finish_reason=FinishReason.LENGTH))
-        assert await tokens.get() == 7
+        made = output("a1", 7, end=FinishReason.LENGTH)
+        assert made.prefill_stats is not None
+        made.prefill_stats.set(11, 4, 2)  # two were read from the decode engine
+        prefill_rig.core.step(made)
+        assert await tokens.get() == (7, 4)
         assert prefill_rig.core.added[0].prompt_token_ids == [*range(10), 9]
     assert tokens.empty()
 
@@ -270,7 +280,7 @@ async def test_a_job_that_ends_without_a_token_passes_none_on(prefill_rig: Prefi
 async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(prefill_rig: PrefillRig):
     async with prefilling(prefill_rig) as tokens:
         prefill_rig.core.step(EngineCoreOutput("a1", [7]), **{ENDED: [["a1", "written", ""]]})
-    assert tokens.get_nowait() == 7
+    assert tokens.get_nowait() == (7, 0)
 
 
 async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_rig: PrefillRig):
@@ -294,7 +304,7 @@ async def test_a_refused_job_does_not_lose_who_has_left(prefill_rig: PrefillRig)
     engine.forget(["e9"])
     too_long = prefill_job(prompt_token_ids=[1] * MODEL.max_model_len)
     with pytest.raises(Refused):
-        await engine.prefill(too_long, target, Permit(), asyncio.Queue[int]().put)
+        await engine.prefill(too_long, target, Permit(), AsyncMock())
     async with prefilling(prefill_rig):
         [added] = prefill_rig.core.added
         assert added.sampling_params.extra_args[KV_TRANSFER_PARAMS]["forget"] == ["e9"]

@@ -135,7 +135,7 @@ async def test_the_deltas_of_one_step_leave_in_one_frame(scene: Scene):
     scene.core.on_deltas(
         [
             TokenDelta("r1", [7]),
-            TokenDelta("r2", [8], prefill=PrefillCounts(3, 2, 0)),
+            TokenDelta("r2", [8], prefill=PrefillCounts(3, 2, 0, 0.0, 0.0, 2)),
             TokenDelta("r3", [9, 10], finish_reason="stop", stop_reason=10),
         ]
     )

@@ -105,6 +105,8 @@ def test_every_way_to_finish(reason):
 def test_prefill_counts_and_times_move_to_the_readers_clock():
     stats = PrefillStats()
     stats.set(100, 32, 60)
+    stats.num_cached_tokens = 40  # the prefill worker has computed the others
+    stats.finalize(96)
     output = EngineCoreOutput(
         request_id="r",
         new_token_ids=[5],
@@ -115,7 +117,7 @@ def test_prefill_counts_and_times_move_to_the_readers_clock():
         ],
     )
     delta = delta_from_output(output, timestamp=12.0)
-    assert delta.prefill == PrefillCounts(100, 32, 60, 0.5, 1.5)
+    assert delta.prefill == PrefillCounts(100, 32, 60, 0.5, 1.5, 40, 56)
     again = output_from_delta(over_the_wire(delta), now=1000.0)
     assert again.prefill_stats == stats
     assert again.events is not None
@@ -148,6 +150,7 @@ def test_logprobs_of_every_kind():
         TokenDelta(request_id="r", token_ids=[], finish_reason="bored"),
         TokenDelta(request_id="r", token_ids=[], prefill=PrefillCounts(1, 1, 1)),
         TokenDelta(request_id="r", token_ids=[], prefill=PrefillCounts(1, -2, 0)),
+        TokenDelta(request_id="r", token_ids=[], prefill=PrefillCounts(1, 0, 0, 0.0, 0.0, 2)),
         TokenDelta(request_id="r", token_ids=[1], logprobs=LogprobRows(1, 2, b"", b"", b"")),
         TokenDelta(request_id="r", token_ids=[1], logprobs=LogprobRows(-1, -1, b"", b"", b"")),
     ],
