@@ -110,10 +110,21 @@ def _text(event: str) -> str:
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEMPLATE = {"chat_template": "{{ 1 }}"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{no JSON"}}
+CALLED = [
+    *(
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    ),
+    {"role": "tool", "tool_call_id": "c", "content": "no"},
+]
 #: Path, body (None: GET) and status of requests that the Python edge answers otherwise.
 OTHER_STATUS: dict[str, tuple[str, Any, int]] = {
     "a chat template": ("/v1/chat/completions", CHAT | TEMPLATE, 200),
     "an empty list of tools": ("/v1/chat/completions", CHAT | {"tools": []}, 200),
+    "arguments that are no JSON": ("/v1/chat/completions", CHAT | {"messages": CALLED}, 500),
+    "more tokens than fit": ("/v1/completions", TEXT | {"max_tokens": 1 << 20}, 200),
+    "a budget for thoughts": ("/v1/chat/completions", CHAT | {"thinking_token_budget": 5}, 200),
     "no choices wanted": ("/v1/completions", TEXT | {"n": 0}, 200),
     "two choices": ("/v1/completions", TEXT | {"n": 2}, 400),
     "two prompts": ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400),
