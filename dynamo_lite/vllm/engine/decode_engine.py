@@ -35,12 +35,15 @@ class VllmDecodeEngine(VllmEngine):
         super().__init__(context, publishes_kv=publishes_kv)
         self._first_tokens = FirstTokens(context.registry) if takes_first_tokens else None
         self._ids = RequestIds()
+        #: What the engine compiles all grammars with: the backend of its first one.
+        self._backend: str | None = None
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused if this engine cannot take the request. If it is cancelled, the caller
         must abort the request."""
         timed = self._engine_config is not None
         made = requests.generation(request, self.config.model_config, timed=timed)
+        self._check_backend(made)
         made.request_id = self._ids.enter(request.request_id)
         if self._first_tokens is not None:
             self._expect_first_token(self._first_tokens, request, made)
@@ -51,6 +54,20 @@ class VllmDecodeEngine(VllmEngine):
             raise
         # After a cancel the engine's process may already have the request, and `abort` needs its
         # name.
+
+    def _check_backend(self, made: EngineCoreRequest) -> None:
+        """Raises Refused for a grammar that was checked for another backend than the engine's."""
+        params = made.sampling_params
+        if params is None or params.structured_outputs is None:
+            return
+        backend = params.structured_outputs._backend
+        self._backend = self._backend or backend
+        if backend != self._backend:
+            raise Refused(
+                f"this engine compiles grammars with {self._backend}, not {backend}: give all"
+                " Frontends the same structured-outputs-config, and restart the worker",
+                elsewhere=True,
+            )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._abort(self._leave(request_ids))

@@ -1,4 +1,4 @@
-"""Checks the grammars of requests from vLLM's Rust frontend, and chooses the backend of each.
+"""Checks the grammars of requests from vLLM's Rust frontend, and sets the backend of each.
 
 `vllm-rs` checks no grammar and asks for the backend `guidance` always. An engine keeps the
 backend of its first grammar, and `guidance` accepts what it cannot compile: such an answer is

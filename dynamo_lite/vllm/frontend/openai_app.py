@@ -108,9 +108,14 @@ def frontend_config(args: Namespace) -> VllmConfig:
         model_config = engine_args.create_model_config()
         # Only workers run quantised kernels; the checks for these need a device.
         model_config.quantization = None
+        outputs = engine_args.create_structured_outputs_config()
+        # An engine compiles all grammars with the backend of its first one: if each chose its own,
+        # an answer would depend on what a worker was asked before.
+        if outputs.backend == "auto":
+            outputs.backend = "xgrammar"
         config = VllmConfig(
             model_config=model_config,
-            structured_outputs_config=engine_args.create_structured_outputs_config(),
+            structured_outputs_config=outputs,
             observability_config=engine_args.create_observability_config(),
             logging_config=engine_args.create_logging_config(),
         )

@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import PrefillStats
@@ -157,6 +158,15 @@ async def test_a_request_that_may_not_get_it_early_gets_the_engines(rig: Rig, pa
     assert rig.token(7) is None
     [delta] = await rig.step(output("r#1", 7))
     assert delta.token_ids == [7] and delta.prefill is not None
+
+
+async def test_an_engine_takes_grammars_of_one_backend(rig: Rig):
+    for backend in ("xgrammar", "guidance"):
+        outputs = StructuredOutputsParams(json={"type": "object"})
+        outputs._backend = backend
+        with contextlib.nullcontext() if backend == "xgrammar" else pytest.raises(Refused) as found:
+            await rig.submit(structured_outputs=outputs)
+    assert found is not None and found.value.elsewhere and "with xgrammar" in str(found.value)
 
 
 async def test_it_can_be_switched_off():
