@@ -34,6 +34,7 @@ from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import can_listen, output_of
+from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
 
@@ -41,6 +42,7 @@ _ACCESS_TIMEOUT_S = 60.0
 
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
+_RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 def check_port(service: ServiceConfig) -> None:
@@ -175,6 +177,17 @@ def check_planner_budget(config: GraphConfig, document: Document, *, only: str |
             f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
             " workers (ServiceArgs.workers)",
         )
+
+
+def check_stored_responses(config: GraphConfig, document: Document) -> None:
+    """Adds several Frontends that store responses to the document's mistakes."""
+    for service in config.services:
+        if service.service.config is FrontendConfig and service.workers > 1:
+            if any(child_environment(env).get(_RESPONSES_STORE, "0") != "0" for env in service.env):
+                why = (
+                    f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
+                )
+                document.complain((service.service.name, "ServiceArgs", "workers"), why)
 
 
 def check_status_tls(options: GraphOptions) -> None:

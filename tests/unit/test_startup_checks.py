@@ -9,7 +9,11 @@ from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.secret_file import check_exposure
-from dynamo_lite.serve.startup_checks import check_planner_budget, readable_by_others
+from dynamo_lite.serve.startup_checks import (
+    check_planner_budget,
+    check_stored_responses,
+    readable_by_others,
+)
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
@@ -92,3 +96,15 @@ def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here()
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
     assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
+
+
+@pytest.mark.parametrize(("stores", "processes"), [("1", 2), ("1", 1), ("0", 2)])
+def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
+    """Another one would answer 404 for them."""
+    several = f"--Frontend.ServiceArgs.workers={processes}"
+    store = f"--Frontend.ServiceArgs.env.VLLM_ENABLE_RESPONSES_API_STORE={stores}"
+    document = read_document(FILE, [several, store])
+    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
+    check_stored_responses(config, document)
+    named = [mistake.partition(":")[0] for mistake in document.mistakes]
+    assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)
