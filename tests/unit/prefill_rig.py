@@ -15,9 +15,7 @@ from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job, QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
-from dynamo_lite.protocol.errors import (
-    DynamoLiteError,
-)
+from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
@@ -27,22 +25,12 @@ from dynamo_lite.protocol.prefill import (
     decode_claim,
     decode_writer_done,
 )
-from dynamo_lite.protocol.records import (
-    EngineMetadata,
-    encode_engine,
-)
+from dynamo_lite.protocol.records import EngineMetadata, encode_engine
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permit, Permits, PermitVerdict, verdict
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import (
-    ENGINE,
-    NAMESPACE,
-    engine_metadata,
-    eventually,
-    grant_for,
-    rank_metadata,
-)
+from tests.builders import ENGINE, NAMESPACE, engine_metadata, eventually, grant_for, rank_metadata
 from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.twins.servers import MemoryMessaging, MemoryStore
 

@@ -26,15 +26,7 @@ from dynamo_lite.protocol.prefill import (
     StayRefused,
 )
 from tests.builders import ENGINE, ManualClock, engine_metadata, eventually
-from tests.unit.decode_engine import (
-    DEPTH,
-    POOL,
-    QUEUE_SIZE,
-    TIMEOUT_S,
-    WRITER,
-    Decode,
-    prompt,
-)
+from tests.unit.decode_engine import DEPTH, POOL, QUEUE_SIZE, TIMEOUT_S, WRITER, Decode, prompt
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -128,11 +128,7 @@ def test_what_goes_beyond_the_first_token_is_shown(
             "a zb",
         ),
         # The decode engine's first token is "Hel"; what follows is not the first token.
-        (
-            [text("Hello", "length")],
-            [text("Hel"), text("p"), text(" me", "stop")],
-            "Hellop me",
-        ),
+        ([text("Hello", "length")], [text("Hel"), text("p"), text(" me", "stop")], "Hellop me"),
     ],
 )
 def test_the_text_is_that_of_one_answer(prefill: list[Event], decode: list[Event], expected: str):
@@ -231,9 +227,7 @@ def test_all_that_goes_beyond_the_first_delta_is_shown(
 
 
 @pytest.mark.parametrize("cached", [None, 3])
-def test_usage_is_the_decode_engines_and_its_cached_tokens_the_prefill_engines(
-    cached: int | None,
-):
+def test_usage_is_the_decode_engines_and_its_cached_tokens_the_prefill_engines(cached: int | None):
     events = merged(
         [text("a", "length"), usage(1, cached)], [text("a"), text("b", "stop"), usage(2, 5)]
     )

@@ -12,12 +12,7 @@ import pytest
 from dynamo_lite.disagg.prefill.job_waits import JobWaits
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
-from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
-    IncompatiblePeer,
-    NoResponders,
-    Refused,
-)
+from dynamo_lite.protocol.errors import BrokerUnavailable, IncompatiblePeer, NoResponders, Refused
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
@@ -29,13 +24,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
-from tests.builders import (
-    ENGINE,
-    NAMESPACE,
-    eventually,
-    prefill_job,
-    process_spec,
-)
+from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job, process_spec
 from tests.twins.queue import MemoryQueue
 from tests.twins.servers import MemoryMessaging
 from tests.unit import prefill_rig
@@ -95,11 +84,7 @@ async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ende
             await rig.push(prefill_job(first_token=wanted))
             await eventually(lambda: got)
             first = FirstToken(
-                request_id="r-a1",
-                attempt="a1",
-                token_id=7,
-                cached_tokens=4,
-                writer_cached_tokens=8,
+                request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4, writer_cached_tokens=8
             )
             assert decode_first_token(got[0]) == first
             rig.engine.ends["a1"].set_result("written")
@@ -296,8 +281,7 @@ async def test_blocks_that_do_not_fit_never_reach_the_engine(wrong):
 
 
 @pytest.mark.parametrize(
-    "refusal",
-    [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")],
+    "refusal", [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")]
 )
 async def test_an_engine_that_refuses_hands_the_job_back_as_failed(refusal):
     async with working() as rig:

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.bridge import OpenSession
-from dynamo_lite.disagg.messages import (
-    PrefillStep,
-    PrefixRead,
-    RankResults,
-    WorkerReport,
-)
+from dynamo_lite.disagg.messages import PrefillStep, PrefixRead, RankResults, WorkerReport
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack

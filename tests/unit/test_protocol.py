@@ -310,7 +310,7 @@ MESSAGES = [
                 blocks=b"01",
                 for_s=0.5,
                 seal=b"23",
-            ),
+            )
         ),
         prefill.decode_claim_reply,
     ),
@@ -574,12 +574,7 @@ COMMITTED = prefill.Committed(attempt="a", rank=0, num_blocks=1)
 #: Values that a field of a message may not have.
 OUT_OF_RANGE = [
     (generate.decode_generate_request, REQUEST, "request_id", ["", "r" * 257]),
-    (
-        generate.decode_generate_request,
-        REQUEST,
-        "prompt_token_ids",
-        [[-1], [1 << 31], [1.5], None],
-    ),
+    (generate.decode_generate_request, REQUEST, "prompt_token_ids", [[-1], [1 << 31], [1.5], None]),
     (generate.decode_client_frame, HELLO, "client_id", ["", "c" * 129]),
     (generate.decode_client_frame, generate.Cancel(request_ids=["r"]), "request_ids", [[""]]),
     (generate.decode_client_frame, SUBMIT, "request_id", [""]),

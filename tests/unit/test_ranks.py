@@ -8,14 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import (
-    BYTES,
-    DESCRIPTORS,
-    FENCED,
-    LATE,
-    MISMATCH,
-    SECONDS,
-)
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, LATE, MISMATCH, SECONDS
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_GRANTED,
@@ -117,13 +110,7 @@ class Prefill:
     """A prefill engine of one rank; block i is filled with 100 + i. broken: the links that broke in
     the last step, with the reasons."""
 
-    def __init__(
-        self,
-        fabric: MemoryFabric,
-        rank: int = 0,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-    ):
+    def __init__(self, fabric: MemoryFabric, rank: int = 0, *, clock: Clock = SYSTEM_CLOCK):
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.alive, self.broken = True, dict[str, str]()
@@ -440,9 +427,7 @@ def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fa
 @pytest.mark.parametrize("local", [[1], [1, 2, 3], [BLOCKS, BLOCKS + 1]])
 def test_blocks_that_do_not_pair_up_fail_the_attempt(prefill, decode, local):
     prefill.step(
-        blocks(local, [1, 2], last=True),
-        targets=targets(decode),
-        ended=[("a1", "p-a1", True)],
+        blocks(local, [1, 2], last=True), targets=targets(decode), ended=[("a1", "p-a1", True)]
     )
     sent, failures = prefill.ended()
     assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
@@ -470,9 +455,7 @@ def test_the_fence_is_looked_at_when_a_write_starts_not_when_it_is_asked_for(pre
     computed: list[bool] = []
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.step(
-        blocks([2], [2], last=True),
-        ready=lambda: bool(computed),
-        ended=[("a1", "p-a1", True)],
+        blocks([2], [2], last=True), ready=lambda: bool(computed), ended=[("a1", "p-a1", True)]
     )
     prefill.alive = False
     computed.append(True)
@@ -633,10 +616,7 @@ def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
 
 @pytest.mark.parametrize(
     "commit",
-    [
-        Committed(attempt="a1", rank=0, num_blocks=2),
-        Committed(attempt="a1", rank=1, num_blocks=1),
-    ],
+    [Committed(attempt="a1", rank=0, num_blocks=2), Committed(attempt="a1", rank=1, num_blocks=1)],
 )
 def test_a_commit_of_something_else_is_not_believed(checked, commit, caplog):
     _, decode = checked

@@ -15,12 +15,7 @@ import httpx
 
 from dynamo_lite.disagg.decision.lanes import ClientPriority
 from dynamo_lite.protocol.errors import NoResponders
-from dynamo_lite.protocol.generate import (
-    GenerateRequest,
-    LogprobRows,
-    PrefillCounts,
-    TokenDelta,
-)
+from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import OnDeltas, OnLost

@@ -121,10 +121,7 @@ def forwarded(
                 engines[role].append(stack.enter_context(engine))
         yield stack.enter_context(
             forwarding(
-                directory / "forwarder",
-                *engines.values(),
-                protocol=protocol,
-                options=options,
+                directory / "forwarder", *engines.values(), protocol=protocol, options=options
             )
         )
 

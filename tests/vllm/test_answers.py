@@ -27,10 +27,7 @@ TRIP = {
     "additionalProperties": False,
 }
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "parameters": TRIP, "strict": True},
-    }
+    {"type": "function", "function": {"name": name, "parameters": TRIP, "strict": True}}
     for name in ("travel", "commute")
 ]
 GREEDY = {"temperature": 0, "max_tokens": 24}

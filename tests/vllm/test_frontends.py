@@ -28,11 +28,7 @@ def pair(stage: Any) -> Graph:
 
 @pytest.fixture(scope="module")
 def shared(pair: Graph, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    options = [
-        *pair.servers,
-        "--Frontend.ServiceArgs.workers=2",
-        "--Frontend.router=kv",
-    ]
+    options = [*pair.servers, "--Frontend.ServiceArgs.workers=2", "--Frontend.router=kv"]
     directory = tmp_path_factory.mktemp("shared")
     frontends = Graph(directory, options=options, service="Frontend")
     with together([frontends]):

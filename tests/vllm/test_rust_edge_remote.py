@@ -17,11 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("disagg"), NEEDS
 
 @pytest.fixture(scope="module")
 def rust(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    options = [
-        *stage.disagg().servers,
-        "--Frontend.edge=rust",
-        f"--Frontend.edge-binary={BINARY}",
-    ]
+    options = [*stage.disagg().servers, "--Frontend.edge=rust", f"--Frontend.edge-binary={BINARY}"]
     directory = tmp_path_factory.mktemp("rust-edge")
     frontend = Graph(directory, options=options, service="Frontend")
     with together([frontend]):

@@ -18,9 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.records import (
-    EndpointRecord,
-)
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -33,13 +31,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
-from tests.builders import (
-    NAMESPACE,
-    endpoint_record,
-    eventually,
-    generate_request,
-    register,
-)
+from tests.builders import NAMESPACE, endpoint_record, eventually, generate_request, register
 from tests.contract.generating import FakeEngine, Outputs, tokens
 from tests.sim.pair import GREEDY, QUEUE, Pair
 from tests.sim.pair import tokens as random_tokens

@@ -5,11 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, first_token_sampling, unpack

@@ -14,16 +14,7 @@ from dynamo_lite.serve.services.frontend.processor import Processor, ask_app
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.vllm import front_half
-from tests.vllm.front_half import (
-    CHAT,
-    TEXT,
-    Front,
-    Workers,
-    events,
-    flags,
-    listening,
-    open_front,
-)
+from tests.vllm.front_half import CHAT, TEXT, Front, Workers, events, flags, listening, open_front
 
 
 @pytest.fixture

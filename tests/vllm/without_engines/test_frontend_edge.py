@@ -8,13 +8,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.request_plane.admission import Limits
-from tests.vllm.front_half import (
-    CHAT,
-    TEXT,
-    Front,
-    events,
-    open_front,
-)
+from tests.vllm.front_half import CHAT, TEXT, Front, events, open_front
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 #: The hint is given in whole seconds.

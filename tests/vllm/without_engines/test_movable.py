@@ -8,11 +8,7 @@ from typing import Any, cast
 import pytest
 import vllm
 from vllm.model_executor.models import ModelRegistry
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 from dynamo_lite.request_plane.migration import Continue, Replay, Stay
 from dynamo_lite.vllm.migratable import facts, is_causal, migration_plan

@@ -10,21 +10,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.engine import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
-    FinishReason,
-)
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynamo_lite.protocol.errors import NoWorkers, WorkerLost
-from dynamo_lite.protocol.generate import (
-    GenerateRequest,
-    LogprobRows,
-    PrefillCounts,
-    TokenDelta,
-)
+from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.trace import TraceContext, new_trace
 from dynamo_lite.request_plane.migration import Continue, MigrationPlan
 from dynamo_lite.vllm.frontend.rust_core import CheckGrammar, RustCore
