@@ -21,10 +21,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 #: vLLM's CPU kernels for MLA take blocks of 16 tokens and no other size; the other backend
 #: of the CPU build runs on processors with AMX only.
-OPTIONS = {
-    "mla": {"block-size": 16, "attention-backend": "CPU_MLA"},
-    "sliding": {},
-}
+OPTIONS = {"mla": {"block-size": 16, "attention-backend": "CPU_MLA"}, "sliding": {}}
 #: Of the recipe's 128 tokens, one begun at either end. The blocks are as the demo model's.
 WINDOW_BLOCKS = 128 // 32 + 2
 #: Full and begun blocks; all beyond the sliding window.

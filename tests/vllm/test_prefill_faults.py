@@ -11,14 +11,7 @@ import pytest
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
 from tests.vllm.live import command
-from tests.vllm.slow import (
-    LEASE_S,
-    SLOW_OPTIONS,
-    longs,
-    outcomes,
-    until,
-    works_remotely,
-)
+from tests.vllm.slow import LEASE_S, SLOW_OPTIONS, longs, outcomes, until, works_remotely
 from tests.vllm.test_decisions import counting
 from tests.vllm.test_prefix_read import COMPUTED, READS
 

@@ -161,10 +161,7 @@ def test_a_model_of_the_hub_is_read_from_its_snapshot(tmp_path: Path):
             {"model": "FOLDER", "load_format": "sharded_state"},
             "not read: model, revision default (load-format sharded_state)",
         ),
-        (
-            {"model": "FOLDER/empty"},
-            "not read: empty, revision default (no weights in its folder)",
-        ),
+        ({"model": "FOLDER/empty"}, "not read: empty, revision default (no weights in its folder)"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, facts: dict[str, Any], said: str):
