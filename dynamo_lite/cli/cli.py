@@ -159,7 +159,7 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_planner_budget(config, document, only=service_name)
-    check_stored_responses(config, document)
+    check_stored_responses(config, document, only=service_name)
     if not document.mistakes and not dry_run:
         check_quickly(config, service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")

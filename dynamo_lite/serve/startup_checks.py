@@ -179,15 +179,16 @@ def check_planner_budget(config: GraphConfig, document: Document, *, only: str |
         )
 
 
-def check_stored_responses(config: GraphConfig, document: Document) -> None:
-    """Adds several Frontends that store responses to the document's mistakes."""
+def check_stored_responses(config: GraphConfig, document: Document, *, only: str | None) -> None:
+    """Adds several Frontends that store responses to the document's mistakes. only: the service
+    that is started alone."""
     for service in config.services:
-        if service.service.config is FrontendConfig and service.workers > 1:
-            if any(child_environment(env).get(_RESPONSES_STORE, "0") != "0" for env in service.env):
-                why = (
-                    f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
-                )
-                document.complain((service.service.name, "ServiceArgs", "workers"), why)
+        name, frontend = service.service.name, service.service.config is FrontendConfig
+        if not frontend or service.workers < 2 or only not in (None, name):
+            continue
+        if any(child_environment(env).get(_RESPONSES_STORE, "0") != "0" for env in service.env):
+            why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
+            document.complain((name, "ServiceArgs", "workers"), why)
 
 
 def check_status_tls(options: GraphOptions) -> None:

@@ -105,6 +105,8 @@ def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
     store = f"--Frontend.ServiceArgs.env.VLLM_ENABLE_RESPONSES_API_STORE={stores}"
     document = read_document(FILE, [several, store])
     config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
-    check_stored_responses(config, document)
+    check_stored_responses(config, document, only="VllmWorker")
+    assert document.mistakes == []
+    check_stored_responses(config, document, only=None)
     named = [mistake.partition(":")[0] for mistake in document.mistakes]
     assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)

@@ -164,8 +164,7 @@ def test_arguments_that_leave_the_connector_in_place_are_accepted():
 
 
 @pytest.mark.parametrize(
-    "why",
-    [StartupError("no such KV"), ProtocolError("no file"), ValueError("layer 1: not dense")],
+    "why", [StartupError("no such KV"), ProtocolError("no file"), ValueError("layer 1: not dense")]
 )
 def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Exception):
     config_file = tmp_path / "PrefillWorker-0.engine.json"
