@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_341,
+    "dynamo_lite/protocol": 2_350,
     "dynamo_lite/runtime": 7_032,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_346,
     "dynamo_lite/request_plane": 2_226,
-    "dynamo_lite/disagg": 8_601,
-    "dynamo_lite/vllm": 6_076,
-    "dynamo_lite/forward": 6_416,
+    "dynamo_lite/disagg": 8_654,
+    "dynamo_lite/vllm": 6_116,
+    "dynamo_lite/forward": 6_497,
     "dynamo_lite/planner": 3_456,
-    "dynamo_lite/serve": 6_815,
-    "dynamo_lite/cli": 3_191,
+    "dynamo_lite/serve": 6_829,
+    "dynamo_lite/cli": 3_196,
     "tests": 59_995,
-    "tests/simulation": 8_972,
+    "tests/simulation": 8_973,
 }
 SLACK = 50
 
