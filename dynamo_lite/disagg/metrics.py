@@ -30,7 +30,7 @@ _METRICS = {
         Counter,
         "dynamo_lite_prefill_overflow_tokens",
         "Uncached tokens of prompts that decode workers computed themselves because the"
-        " prefill queue had no room for them",
+        " prefill queue had no room for them, or was unknown",
     ),
     counters.REMOTE: partial(
         Counter,

@@ -5,7 +5,7 @@ The engine's processes have no tracing library. A note is a short list among the
 
 from dynamo_lite.disagg.counters import SPAN, Counters
 from dynamo_lite.protocol.trace import TraceContext
-from dynamo_lite.runtime.tracing.tracer import Attributes, SpanKindName
+from dynamo_lite.runtime.tracing.tracer import Attributes
 
 
 def note_span(
@@ -16,12 +16,11 @@ def note_span(
     start: float,
     end: float,
     *,
-    kind: SpanKindName = "internal",
     attributes: Attributes | None = None,
 ) -> None:
-    """As `Tracer.record`, by this host's monotonic clock. Any thread."""
+    """As `Tracer.record` of an internal span, by this host's monotonic clock. Any thread."""
     ids = (context.trace_id, context.span_id, parent)
-    stats.append(SPAN, [name, *ids, start, max(start, end), kind, dict(attributes or {})])
+    stats.append(SPAN, [name, *ids, start, max(start, end), "internal", dict(attributes or {})])
 
 
 def note_child(

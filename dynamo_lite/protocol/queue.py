@@ -28,7 +28,7 @@ class QueueReading(msgspec.Struct, frozen=True, kw_only=True):
     #: Jobs on the queue, waiting and in flight.
     jobs: Natural
     #: Their tokens to compute, estimated from their size.
-    tokens: Natural
+    tokens: Natural = 0
     #: Which queue it was; changes when the broker has lost it and it was created again.
     identity: Annotated[str, msgspec.Meta(max_length=256)]
     #: Seconds since the engine asked.

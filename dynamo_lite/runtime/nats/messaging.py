@@ -249,10 +249,13 @@ class NatsMessaging:
             logger.warning("NATS at %s: %s", self._url, redact(_reason(exc)) or repr(exc))
 
     async def _on_disconnected(self) -> None:
-        if not self._outage and self._client is not None:
+        if self._client is None:
+            return
+        if not self._outage:
             self._outage = True
             logger.warning("NATS at %s: disconnected; reconnecting", self._url)
-            self._watch.tell(False)
+        # Again for a connection that is lost before it was reported: listeners may use it already.
+        self._watch.tell(False)
 
     async def _on_reconnected(self) -> None:
         self._outage = False

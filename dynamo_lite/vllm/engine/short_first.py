@@ -28,8 +28,7 @@ _PATIENCE_STEPS, _VAIN_STEPS = 32, 8
 
 
 def let_short_pass(config: VllmConfig, engine_config: EngineConfig | None) -> None:
-    """Sets the scheduler of a prefill engine with `short_length`, unless the user has set
-    another one."""
+    """Sets the scheduler of a prefill engine, unless the user has set another one."""
     role = None if engine_config is None else engine_config.role
     if not isinstance(role, PrefillEngineConfig):
         return
