@@ -161,7 +161,7 @@ def serve(
     check_planner_budget(config, document, only=service_name)
     check_stored_responses(config, document, only=service_name)
     if not document.mistakes and not dry_run:
-        check_quickly(config, service_name)
+        check_quickly(config, state_dir, service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
     if not document.mistakes:
         config = settle_edge(config, document, only=service_name)

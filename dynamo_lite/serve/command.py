@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -68,7 +68,9 @@ async def serve(request: ServeRequest) -> int:
         shared = request.config.shared
         supervisor = Supervisor(tiers, servers, run, stop, force, progress, shared)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
-        return await supervisor.run()
+        code = await supervisor.run()
+    progress.line("serve", "ended")
+    return code
 
 
 def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Path | None:
@@ -89,12 +91,16 @@ def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Pat
     return secret
 
 
-def check_quickly(config: GraphConfig, only: str | None) -> None:
+def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> None:
     """What takes no time, before vLLM is asked about its arguments, which takes many seconds.
 
     config: without mistakes so far. only: the service that is started alone. Raises ConfigError,
     StartupError.
     """
+    # The graph that runs here has the ports, too.
+    if only is None and (state_dir / "lock").exists():
+        with ExitStack() as stack:
+            _lock_for_graph(state_dir, stack)
     startup_checks.check_status_tls(config.shared)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
@@ -112,18 +118,22 @@ def _services_here(config: GraphConfig, only: str | None) -> list[ServiceConfig]
 def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
     """Locks the state directory, or for a lone service a subdirectory of it."""
     if request.only is None:
-        if stack.enter_context(lock(request.state_dir)):
-            return request.state_dir
-        holder = read_run(request.state_dir)
-        who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
-        message = f"a graph runs on state directory {request.state_dir}{who}"
-        raise StartupError(f"{message}; stop it or use --state-dir")
+        _lock_for_graph(request.state_dir, stack)
+        return request.state_dir
     for number in range(_MAX_LONE_SERVICES):
         directory = request.state_dir / "lone" / f"{request.only}-{number}"
         if stack.enter_context(lock(directory)):
             return directory
     where = f"{request.state_dir}; use another --state-dir"
     raise StartupError(f"more than {_MAX_LONE_SERVICES} lone services in {where}")
+
+
+def _lock_for_graph(state_dir: Path, stack: ExitStack | AsyncExitStack) -> None:
+    if not stack.enter_context(lock(state_dir)):
+        holder = read_run(state_dir)
+        who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
+        message = f"a graph runs on state directory {state_dir}{who}"
+        raise StartupError(f"{message}; stop it or use --state-dir")
 
 
 async def _connect(

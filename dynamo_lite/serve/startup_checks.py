@@ -49,13 +49,13 @@ def check_port(service: ServiceConfig) -> None:
     """Raises StartupError when the service cannot listen on its HTTP port."""
     if (address := http_address(service)) is None or service.workers == 0:
         return
-    host, port = address
+    name, (host, port) = service.service.name, address
     try:
         free = can_listen(host, port)
     except OSError as exc:
-        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
+        why = f"cannot listen on {host_port(host, port)}: {exc.strerror}"
+        raise StartupError(f"{name}.host: {why}") from exc
     if not free:
-        name = service.service.name
         raise StartupError(f"port {port} on {host} is in use; choose another: --{name}.port=PORT")
 
 

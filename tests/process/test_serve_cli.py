@@ -79,6 +79,12 @@ def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], service: str):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_host_that_is_none(tmp_path: Path):
+    result = invoke("serve", STUB, "--state-dir", str(tmp_path), "--Front.host=999.1.1.1")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: Front.host: cannot listen on 999.1.1.1:")
+
+
 def test_unreachable_servers(tmp_path: Path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -134,7 +140,8 @@ def test_members_come_and_go(tmp_path: Path):
     here = ("--state-dir", str(tmp_path))
     assert revoke_lease(*here).returncode == 1
     with serving(tmp_path, until="ready http") as graph:
-        result = run("serve", STUB, *here)
+        port = graph.run_json()["http"].rpartition(":")[2]
+        result = run("serve", STUB, f"--Front.port={port}", *here)
         found = f"a graph runs on state directory {tmp_path} (pid {graph.process.pid}"
         assert (result.returncode, found in result.stderr) == (1, True)
         unknown = revoke_lease("1234", *here)
@@ -151,6 +158,7 @@ def test_members_come_and_go(tmp_path: Path):
             assert joined["lease"] in listing.stdout
             assert revoke_lease(joined["lease"], "--wait", *here).returncode == 0
             assert lone.end() == 0
+            lone.wait_line("serve            ended")
         rows = json.loads(invoke("ps", "--json", *here).stdout)
         assert joined["lease"] not in {row["lease"] for row in rows}
         result = revoke_lease("--component", "Back", "--wait", *here)
