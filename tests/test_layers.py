@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_456,
     "dynamo_lite/serve": 6_839,
     "dynamo_lite/cli": 3_196,
-    "tests": 60_003,
+    "tests": 59_996,
     "tests/simulation": 8_973,
 }
 SLACK = 50

@@ -109,11 +109,7 @@ async def test_a_reply_answers_one_request_only(
         return b"x" * 40
 
     forged = f"{namespace}.f"
-    async with (
-        nats.serve(subject, replay),
-        nats.serve(other, replay),
-        nats.serve(forged, forge),
-    ):
+    async with nats.serve(subject, replay), nats.serve(other, replay), nats.serve(forged, forge):
         refused = ((subject, b"one"), (subject, b"two"), (other, b"one"), (forged, b"m"))
         for where, payload in refused:
             with pytest.raises(BrokerUnavailable, match="not authentic"):

@@ -160,10 +160,7 @@ async def test_another_member_is_taken_when_one_is_away(
     tmp_path: Path, certificates: Certificates
 ) -> None:
     # Two clusters of one stand for two members: what matters is who is asked.
-    async with (
-        etcd(tmp_path / "b", certificates) as second,
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with etcd(tmp_path / "b", certificates) as second, contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(contextlib.AsyncExitStack())
         first = await running.enter_async_context(etcd(tmp_path / "a", certificates))
         hosts = f"127.0.0.1:1,localhost:{first.port},127.0.0.1:{second.port}"

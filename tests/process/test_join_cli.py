@@ -149,7 +149,7 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
     assert (one["forwarder"], one["how"]) == (forwarder.lease, "disaggregated")
     listed = await asyncio.to_thread(run, "explain", "--last", "2", *where)
     assert [line.split()[3] for line in listed.stdout.splitlines()] == [
-        *("HOW", "disaggregated", "alone/n"),
+        *("HOW", "disaggregated", "alone/n")
     ]
     unknown = await asyncio.to_thread(run, "explain", "cmpl-unknown", *where)
     assert unknown.returncode == 1
