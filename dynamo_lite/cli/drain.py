@@ -205,7 +205,7 @@ class _Watch:
         self._place, self._say = place, say
         self._departure = Departure(record, time.monotonic, _lives)
         self._began = time.monotonic()
-        self._told = ""
+        self._told, self._safe = "", False
 
     @property
     def forced(self) -> bool:
@@ -230,9 +230,11 @@ class _Watch:
             lines.append("GONE      its process has ended")
         elif isinstance(verdict, Safe):
             lines.append(f"SAFE      it may be killed: {verdict.reason}")
+            self._safe = True
         elif self.forced:
             lines.append(f"FORCED    its grace is over: {verdict.reason}")
-        elif not leaving.listed:
+        elif not leaving.listed and not (self._safe and leaving.in_flight is None):
+            # A process that ends stops reporting. That takes nothing back.
             lines.append(f"DRAINING  {verdict.reason}")
         for line in lines:
             if line != self._told:

@@ -56,6 +56,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
         assert done.returncode == (3 if "FORCED" in seen else 0), done.stderr
         assert grace_s < 1 or "FORCED" not in seen
         assert seen[:2] == ["UNLISTED", "DRAINING"] and seen[-1] == "GONE"
+        assert "SAFE" not in seen or "DRAINING" not in seen[seen.index("SAFE") :]
         assert len(ready(graph)) == 3
         before = len(results(answers))
         eventually(lambda: len(results(answers)) >= before + 6, "all go on", timeout_s=120)
