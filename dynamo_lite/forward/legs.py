@@ -89,15 +89,16 @@ class Legs:
     async def __aexit__(self, *_: object) -> None:
         self._close()
         self.handed_over()
-        running = [task for task in self._tasks if not task.done()]
-        if running:
-            await end_tasks(*running)
+        try:
+            # A cancel is raised when they have ended.
+            await end_tasks(*self._tasks)
+        finally:
             self._close()
-        for task in (*self._tasks, self._rest, self._handover):
-            if task is not None and task.done() and not task.cancelled():
-                task.exception()  # else asyncio would report a second failure as unread
-        for taken in self._taken.values():
-            self._note.leg_ends(taken)
+            for task in (*self._tasks, self._rest, self._handover):
+                if task is not None and task.done() and not task.cancelled():
+                    task.exception()  # else asyncio would report a second failure as unread
+            for taken in self._taken.values():
+                self._note.leg_ends(taken)
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(coro, name=name)

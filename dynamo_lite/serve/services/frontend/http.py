@@ -201,11 +201,13 @@ class HttpServer(BoundedServer):
         finally:
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
-            await asyncio.wait({stopping}, timeout=_DISCONNECT_S)
-            # Ends uvicorn's own waits.
-            self.force_exit = True
-            await stopping
-            await ticks
+            try:
+                await asyncio.wait({stopping}, timeout=_DISCONNECT_S)
+            finally:
+                # Ends uvicorn's own waits, also after a second cancel.
+                self.force_exit = True
+                await stopping
+                await ticks
 
 
 @contextlib.asynccontextmanager
