@@ -86,6 +86,8 @@ class PlannerJudge:
         self._listed: set[str] = set()
         #: Operations in etcd now, by key.
         self._under_way: dict[str, Tracked] = {}
+        #: Whose records etcd has lost: a planner may still carry them out.
+        self._lost: list[Tracked] = []
         #: The last change of each component, and when it was stored.
         self._changes: dict[str, tuple[Change, float]] = {}
         #: Components whose last removal has made room for another one.
@@ -156,7 +158,7 @@ class PlannerJudge:
     def killing(self, who: str, worker: Worker) -> None:
         self.judge.counts["planner killed"] += 1
         lease_id = worker.last_lease
-        for one in self._of(worker.component):
+        for one in (*self._of(worker.component), *self._lost):
             late = self.judge.now() - one.since >= one.record.within_s
             if one.record.lease_id == lease_id and late:
                 return
@@ -209,6 +211,7 @@ class PlannerJudge:
         self.wiped_at = self.judge.now()
         self._listed.clear()
         self._leads(None)
+        self._lost += self._under_way.values()
         self._under_way.clear()
         self._changes.clear()
         self._gave.clear()
