@@ -49,7 +49,8 @@ class FirstTokens:
         self._arrived = Counter(
             "dynamo_lite_first_tokens",
             "First tokens that came from prefill workers: sent (to the client), late (the decode"
-            " engine's came before), last (it ends the answer, so the decode engine's is sent)",
+            " engine's came before, or the request has ended), last (it ends the answer, so the"
+            " decode engine's is sent)",
             ["outcome"],
             registry=registry,
         )
@@ -88,10 +89,8 @@ class FirstTokens:
         tokens of the model. block_size: tokens of a block of the prefix cache; 0 without one.
         Raises ProtocolError for a token that does not fit.
         """
-        if caller is None:
-            raise ProtocolError(f"first token of {first.request_id}, which does not run here")
         awaited = self._awaited.get(first.request_id)
-        if awaited is None or awaited.stops is None or awaited.token is not None:
+        if caller is None or awaited is None or awaited.stops is None or awaited.token is not None:
             self._arrived.labels("late").inc()
             return None
         request, token = awaited.request, first.token_id

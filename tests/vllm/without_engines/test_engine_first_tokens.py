@@ -146,8 +146,7 @@ async def test_the_token_is_sent_early_and_the_engines_is_not(rig: Rig):
     assert await rig.step(EngineCoreOutput("r#1", [8])) == [TokenDelta("r", [8])]
     end = EngineCoreOutput("r#1", [9], finish_reason=FinishReason.LENGTH)
     assert await rig.step(end) == [TokenDelta("r", [9], "length")]
-    with pytest.raises(ProtocolError):
-        rig.token(7)
+    assert rig.token(7) is None
     assert len(rig.engine._first_tokens or ()) == 0 and rig.core.aborted == []
 
 
@@ -217,8 +216,7 @@ async def test_a_request_that_cannot_go_on_ends(rig: Rig):
 async def test_an_aborted_request_is_forgotten(rig: Rig):
     await rig.submit()
     await rig.engine.abort(["r"])
-    with pytest.raises(ProtocolError):
-        rig.token(7)
+    assert rig.token(7) is None
     assert len(rig.engine._first_tokens or ()) == 0
 
 
