@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_350,
+    "dynamo_lite/protocol": 2_342,
     "dynamo_lite/runtime": 7_035,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_346,
-    "dynamo_lite/request_plane": 2_226,
+    "dynamo_lite/request_plane": 2_213,
     "dynamo_lite/disagg": 8_652,
-    "dynamo_lite/vllm": 6_115,
+    "dynamo_lite/vllm": 6_110,
     "dynamo_lite/forward": 6_498,
     "dynamo_lite/planner": 3_456,
     "dynamo_lite/serve": 6_841,
     "dynamo_lite/cli": 3_198,
-    "tests": 59_995,
+    "tests": 59_990,
     "tests/simulation": 8_976,
 }
 SLACK = 50

@@ -63,11 +63,7 @@ class DeadlineExceeded(DynamoLiteError):
 
 
 class Unavailable(DynamoLiteError):
-    """Nothing can take this now. `retry_after_s` is a hint for clients."""
-
-    def __init__(self, message: str, *, retry_after_s: float = 1.0):
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    """Nothing can take this now."""
 
 
 class NoWorkers(Unavailable):
@@ -97,17 +93,14 @@ class StoreUnavailable(Unavailable):
 class Refused(DynamoLiteError):
     """A live peer refused. `elsewhere`: another member may accept.
 
-    `busy`: the peer is at a limit, and may have room in `retry_after_s` seconds.
+    `busy`: the peer is at a limit, and may have room later.
     """
 
-    def __init__(
-        self, reason: str, *, elsewhere: bool, busy: bool = False, retry_after_s: float = 1.0
-    ):
+    def __init__(self, reason: str, *, elsewhere: bool, busy: bool = False):
         super().__init__(reason)
         self.reason = reason
         self.elsewhere = elsewhere
         self.busy = busy
-        self.retry_after_s = retry_after_s
 
 
 class UnknownWorker(Refused):

@@ -64,9 +64,8 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     #: Whether another worker may take it.
     elsewhere: bool
-    #: Whether the worker is at a limit of its own, and may have room in `retry_after_s` seconds.
+    #: Whether the worker is at a limit of its own, and may have room later.
     busy: bool = False
-    retry_after_s: Seconds = 1.0
 
 
 #: Largest output of one request in one engine step. It is sent in parts if it exceeds a message,

@@ -249,12 +249,7 @@ class Connection:
         self._wanted.discard(request_id)
         self._resolve(
             request_id,
-            Refused(
-                reply.reason,
-                elsewhere=reply.elsewhere,
-                busy=reply.busy,
-                retry_after_s=reply.retry_after_s,
-            ),
+            Refused(reply.reason, elsewhere=reply.elsewhere, busy=reply.busy),
         )
         self._close_if_retired()
 

@@ -131,7 +131,7 @@ class Placement:
                 if not exc.elsewhere and flight.is_at(turn):
                     raise
                 busy += [exc] if exc.busy else []
-                failure = Unavailable(exc.reason, retry_after_s=exc.retry_after_s)
+                failure = Unavailable(exc.reason)
             except (Unavailable, DeadlineExceeded) as exc:
                 failure = exc
             else:
@@ -147,10 +147,7 @@ class Placement:
         if not flight.is_at(turn):
             return None
         if busy:
-            retry_after_s = min(exc.retry_after_s for exc in busy)
-            return Overloaded(
-                f"every worker is at its limit: {busy[-1].reason}", retry_after_s=retry_after_s
-            )
+            return Overloaded(f"every worker is at its limit: {busy[-1].reason}")
         return failure or NoWorkers("no live worker")
 
     async def _choose(

@@ -319,9 +319,4 @@ def _refused(request_id: str, failure: Exception) -> RequestRefused:
 
 
 def _refusal(refused: Refused) -> RequestRefused:
-    return RequestRefused(
-        reason=refused.reason,
-        elsewhere=refused.elsewhere,
-        busy=refused.busy,
-        retry_after_s=refused.retry_after_s,
-    )
+    return RequestRefused(reason=refused.reason, elsewhere=refused.elsewhere, busy=refused.busy)

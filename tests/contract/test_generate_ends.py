@@ -68,7 +68,7 @@ async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
         await setup.client.submit(setup.member, generate_request(request_id))
     with pytest.raises(Refused, match="2 requests") as caught:
         await setup.client.submit(setup.member, generate_request("c"))
-    assert caught.value.busy and caught.value.elsewhere and caught.value.retry_after_s > 0
+    assert caught.value.busy and caught.value.elsewhere
     await setup.client.submit(setup.member, generate_request("moved", moved=True))
     await setup.client.abort(["a", "moved"])
     await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "moved"])

@@ -20,7 +20,6 @@ from dynamo_lite.protocol.errors import (
     DynamoLiteError,
     Overloaded,
     Refused,
-    Unavailable,
 )
 from dynamo_lite.protocol.trace import TRACEPARENT, TraceContext, trace_of
 from dynamo_lite.runtime.tracing.tracer import Tracer
@@ -53,8 +52,6 @@ def http_error(error: DynamoLiteError) -> VLLMError:
         return VLLMValidationError(error.reason)
     if isinstance(error, DeadlineExceeded):
         return GracefulHTTPError(late_message(error.after_s), HTTPStatus.GATEWAY_TIMEOUT)
-    if isinstance(error, Unavailable) and (context := current_context()) is not None:
-        context.retry_after_s = error.retry_after_s
     if isinstance(error, Overloaded):
         return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
     return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
@@ -109,7 +106,7 @@ class Edge:
         )
         token = _context.set(context)
         try:
-            await self._app(scope, receive, _Answer(send, context).send)
+            await self._app(scope, receive, _Answer(send).send)
         finally:
             _context.reset(token)
 
@@ -142,8 +139,8 @@ class _Answer:
     the answer becomes this error with its status.
     """
 
-    def __init__(self, send: Send, context: RequestContext):
-        self._send, self._context = send, context
+    def __init__(self, send: Send):
+        self._send = send
         self._head: Message | None = None
         self._replaced = False
 
@@ -152,7 +149,7 @@ class _Answer:
             if message["status"] == HTTPStatus.OK and _is_event_stream(message):
                 self._head = message
             else:
-                await self._send(self._with_retry_after(message))
+                await self._send(_with_retry_after(message))
             return
         if self._replaced:
             return
@@ -165,16 +162,16 @@ class _Answer:
                 self._replaced = True
                 status, body = early
                 message = {"type": "http.response.body", "body": body}
-                head = self._with_retry_after(json_head(status, body, head.get("headers", ())))
+                head = _with_retry_after(json_head(status, body, head.get("headers", ())))
             await self._send(head)
         await self._send(message)
 
-    def _with_retry_after(self, head: Message) -> Message:
-        if head["status"] not in _RETRYABLE:
-            return head
-        seconds = max(1, math.ceil(self._context.retry_after_s))
-        header = (b"retry-after", str(seconds).encode())
-        return {**head, "headers": [*head.get("headers", ()), header]}
+
+def _with_retry_after(head: Message) -> Message:
+    """Clients that are refused for now are told to come back in a second."""
+    if head["status"] not in _RETRYABLE:
+        return head
+    return {**head, "headers": [*head.get("headers", ()), (b"retry-after", b"1")]}
 
 
 def _is_event_stream(head: Message) -> bool:

@@ -16,8 +16,6 @@ class RequestContext:
     timeout_s: float
     #: End of the request's time, by the event loop's clock.
     deadline: float
-    #: `Retry-After` if the request is refused.
-    retry_after_s: float = 1.0
     #: The client's session id.
     session: str | None = None
     #: None if the request is not traced.

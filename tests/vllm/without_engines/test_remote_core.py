@@ -72,7 +72,7 @@ async def test_a_delta_that_makes_no_sense_ends_its_request():
 
 async def test_refusals_are_counted_by_reason():
     scene = Scene(in_flight=1)
-    scene.failover.refusal = Overloaded("every worker is busy", retry_after_s=1.0)
+    scene.failover.refusal = Overloaded("every worker is busy")
     with pytest.raises(VLLMError, match="every worker is busy"):
         await scene.add("r1")
     scene.failover.refusal = None
