@@ -147,7 +147,10 @@ def tiny_model() -> Path:
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
     """One plain vLLM engine behind vLLM's own server: what is right."""
-    told = {"enable-prompt-tokens-details": True}
+    # A graph compiles all grammars with this backend. A plain engine would choose one for each, and
+    # word its errors by it.
+    grammars = {"backend": "xgrammar"}
+    told = {"enable-prompt-tokens-details": True, "structured-outputs-config": grammars}
     with PlainServer(tmp_path_factory.mktemp("plain"), flags=told) as server:
         yield server
 
