@@ -147,19 +147,21 @@ def broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_path_that_a_page_names_exists(page: Path):
+def test_every_path_and_link_of_a_page_leads_somewhere(page: Path):
     own = f"{page.parent.relative_to(ROOT)}/" if page.parent != ROOT else ""
     assert missing_paths(page.read_text(encoding="utf-8"), ROOT, own) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_and_its_anchor_resolves(page: Path):
     assert broken_links(page) == []
 
 
 @pytest.mark.parametrize("name", LONGEST)
 def test_the_first_pages_stay_short(name: str):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= LONGEST[name]
+
+
+def test_the_readme_makes_the_command_before_it_uses_it():
+    for block in _FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        before, command, _ = block.partition("\ndynamo-lite ")
+        assert not command or re.search(r"^(pip install|source \.venv)", before, re.MULTILINE)
 
 
 def test_every_page_can_be_reached_from_the_readme():
