@@ -233,9 +233,10 @@ class _Watch:
             self._safe = True
         elif self.forced:
             lines.append(f"FORCED    its grace is over: {verdict.reason}")
-        elif not leaving.listed and not (self._safe and leaving.in_flight is None):
-            # A process that ends stops reporting. That takes nothing back.
+        elif not leaving.listed and (leaving.in_flight or not self._safe):
+            # Only work takes SAFE back: neither its own silence nor that of a decode worker.
             lines.append(f"DRAINING  {verdict.reason}")
+            self._safe = False
         for line in lines:
             if line != self._told:
                 self._say(f"{time.monotonic() - self._began:6.1f}s  {line}")

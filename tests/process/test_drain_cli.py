@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,7 @@ def ready(graph: Serving) -> dict[str, dict[str, Any]]:
 
 def phases(output: str) -> list[str]:
     """The words after the time of each line of progress."""
-    lines = (line.split() for line in output.splitlines())
-    return [
-        words[1]
-        for words in lines
-        if len(words) > 1
-        and words[0].endswith("s")
-        and words[1].isupper()
-        and words[0][:1].isdigit()
-    ]
+    return re.findall(r"^ *\d+\.\ds +([A-Z]+)", output, re.MULTILINE)
 
 
 @pytest.mark.heavy
@@ -70,12 +63,9 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
 def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
     with serving(tmp_path, "--Caller.requests=0", graph=DECODING, until="ready Caller-0") as graph:
         lease = graph.processes()["VllmWorker-0"]["lease"]
-        where = ("--state-dir", str(tmp_path))
+        where, last = ("--state-dir", str(tmp_path)), "no other worker of this role could work"
         for arguments, message in (
-            (
-                ("--pick", "VllmWorker"),
-                "no other worker of this role could work; --force drains it",
-            ),
+            (("--pick", "VllmWorker"), f"{last}; --force drains it"),
             ((lease,), f"{lease} is the last VllmWorker that can work; --force drains it"),
             (("--pick", "Caller"), "--pick Caller: accepted: PrefillWorker, VllmWorker"),
             ((), "give either LEASE or --pick COMPONENT"),
@@ -109,9 +99,8 @@ def test_the_least_busy_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Pat
     options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
     with serving(state, *options, "--Graph.grace-s=1", graph=PREFILLING) as graph:
         graph.wait_line("ready PrefillWorker-0")
-        chosen = invoke(
-            "drain", "--pick", "PrefillWorker", "--no-wait", "--json", "--state-dir", str(state)
-        )
+        pick = ("drain", "--pick", "PrefillWorker", "--state-dir", str(state))
+        chosen = invoke(*pick, "--no-wait", "--json")
         assert chosen.returncode == 0, chosen.stderr
         lease = graph.processes()["PrefillWorker-0"]["lease"]
         assert json.loads(chosen.stdout) == {
@@ -123,7 +112,7 @@ def test_the_least_busy_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Pat
         tell(0, 0)
         graph.when("PrefillWorker-0", lambda p: p["state"] == "stopped")
         # This one does not end within its grace.
-        late = invoke("drain", "--pick", "PrefillWorker", "--state-dir", str(state))
+        late = invoke(*pick)
         assert late.returncode == 3, late.stderr
         assert phases(late.stdout)[-2:] == ["FORCED", "GONE"]
         assert set(ready(graph)) == {"PrefillWorker-2"}
