@@ -101,6 +101,7 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
     if only is None and (state_dir / "lock").exists():
         with ExitStack() as stack:
             _lock_for_graph(state_dir, stack)
+    startup_checks.check_bind_host(config.shared)
     startup_checks.check_status_tls(config.shared)
     for service in _services_here(config, only):
         startup_checks.check_port(service)

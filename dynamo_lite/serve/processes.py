@@ -120,7 +120,7 @@ def _first_outgoing_port() -> int:
 def can_listen(host: str, port: int) -> bool:
     """Whether a server can listen on this address now. Raises OSError for an unknown host."""
     family, kind, proto, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -50,13 +50,21 @@ def check_port(service: ServiceConfig) -> None:
     if (address := http_address(service)) is None or service.workers == 0:
         return
     name, (host, port) = service.service.name, address
-    try:
-        free = can_listen(host, port)
-    except OSError as exc:
-        why = f"cannot listen on {host_port(host, port)}: {exc.strerror}"
-        raise StartupError(f"{name}.host: {why}") from exc
-    if not free:
+    if not _can_listen(f"{name}.host", host, port):
         raise StartupError(f"port {port} on {host} is in use; choose another: --{name}.port=PORT")
+
+
+def check_bind_host(shared: GraphOptions) -> None:
+    """Raises StartupError when no process of the graph can listen."""
+    _can_listen("Graph.bind-host", shared.bind_host, 0)
+
+
+def _can_listen(key: str, host: str, port: int) -> bool:
+    """key: the option of the host. Raises StartupError when this host has no such address."""
+    try:
+        return can_listen(host, port)
+    except OSError as exc:
+        raise StartupError(f"{key}: cannot listen on {host}: {exc.strerror}") from exc
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:
