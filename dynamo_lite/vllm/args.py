@@ -54,7 +54,7 @@ def _flag(key: str, value: Any) -> list[str]:
         case False:
             return [f"--no-{key}"]
         case dict():
-            return [f"--{key}", json.dumps(value)]
+            return [f"--{key}", _json(value)]
         case list():
             return [f"--{key}", *(_word(item) for item in value)]
         case _:
@@ -63,7 +63,12 @@ def _flag(key: str, value: Any) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+    return _json(value) if isinstance(value, dict | list | bool) else str(value)
+
+
+def _json(value: Any) -> str:
+    """YAML has dates, which JSON has not."""
+    return json.dumps(value, default=str)
 
 
 def vllm_version() -> str:
