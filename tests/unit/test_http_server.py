@@ -199,6 +199,39 @@ def test_arguments_that_would_do_nothing_are_mistakes():
     assert tls_options({}) is None
 
 
+# The end
+
+
+async def test_a_stop_that_is_cancelled_in_each_of_its_steps_still_ends_the_server(issued: Issued):
+    reached, over = asyncio.Event(), asyncio.Event()
+
+    async def deaf(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            return await send({"type": "lifespan.startup.complete"})
+        reached.set()
+        await over.wait()
+
+    options = HttpOptions(tls=replace(issued.server, refresh=True))
+    async with httpx.AsyncClient(verify=issued.trust) as client, asyncio.timeout(PATIENCE_S):
+        with bind("127.0.0.1", 0) as sock:
+            server, url = HttpServer(deaf, sock, options), url_of(sock, tls=True)
+            await server.start()
+            asked = asyncio.create_task(client.get(url))
+            await reached.wait()
+            stopping = asyncio.create_task(server.stop(PATIENCE_S))
+            for _ in range(2):
+                await asyncio.sleep(0)
+                stopping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopping
+        left = {task.get_name() for task in asyncio.all_tasks()}
+        over.set()
+        with pytest.raises(httpx.TransportError):
+            await asked
+    assert not left & {"http-stop", "http-ticks", "tls-refresh"}
+
+
 # Heads
 
 

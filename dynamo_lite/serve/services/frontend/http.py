@@ -193,21 +193,22 @@ class HttpServer(BoundedServer):
         ticks, self._ticks = self._ticks, None
         if ticks is None:
             return
-        await self._stack.aclose()
-        self.should_exit = True
-        stopping = asyncio.create_task(self.shutdown(sockets=[self._sock]), name="http-stop")
-        try:
-            await asyncio.wait({stopping}, timeout=grace_s)
-        finally:
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
+        # As a context: a cancel in one step must not skip the next one.
+        async with self._stack:
+            self.should_exit = True
+            stopping = asyncio.create_task(self.shutdown(sockets=[self._sock]), name="http-stop")
             try:
-                await asyncio.wait({stopping}, timeout=_DISCONNECT_S)
+                await asyncio.wait({stopping}, timeout=grace_s)
             finally:
-                # Ends uvicorn's own waits, also after a second cancel.
-                self.force_exit = True
-                await stopping
-                await ticks
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()
+                try:
+                    await asyncio.wait({stopping}, timeout=_DISCONNECT_S)
+                finally:
+                    # Ends uvicorn's own waits.
+                    self.force_exit = True
+                    await stopping
+                    await ticks
 
 
 @contextlib.asynccontextmanager
