@@ -564,26 +564,50 @@ async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engin
             assert not r.decode[0].legs[0].aborted.is_set()
 
 
+def one_attempt(r: Rig) -> tuple[Legs, Sending, ForwardAttempt]:
+    """Its legs, one of them to be sent to the decode engine, and what is noted."""
+    incoming = Incoming(method="POST", path=COMPLETIONS, headers=CIMultiDict(), client_id="")
+    config, attempt = ForwarderConfig(), ForwardAttempt()
+    note = RequestNote(COMPLETIONS, "", config)
+    note.tries(attempt, 0)
+    sending = Sending(r.engines.all[1], "decode", json.dumps(STREAMED).encode())
+    return Legs(incoming, r.upstream, r.monitor, config, note), sending, attempt
+
+
 async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
     """The decode engine answers while the client still gets the last of the prefill leg."""
     async with rig("neuron-dynamic") as r:
         r.decode[0].handover = anything
         # More than what the connection takes before it is read.
         r.decode[0].events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
-        incoming = Incoming(method="POST", path=COMPLETIONS, headers=CIMultiDict(), client_id="")
-        body = json.dumps(STREAMED).encode()
-        config = ForwarderConfig()
-        note = RequestNote(COMPLETIONS, "", config)
-        note.tries(ForwardAttempt(), 0)
-        async with Legs(incoming, r.upstream, r.monitor, config, note) as legs:
+        opened, sending, _ = one_attempt(r)
+        async with opened as legs:
             async with slow(r.decode[0]):
-                opening = legs.open(Sending(r.engines.all[1], "decode", body))
-                decoding = legs.start(opening, "decode leg")
+                decoding = legs.start(legs.open(sending), "decode leg")
                 await until(1, r.decode[0])
                 legs.leave_open(decoding)
             await asyncio.wait({decoding})
         async with asyncio.timeout(10):
             assert b"[DONE]" in await decoding.result().read()
+
+
+async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of_each_leg():
+    async with rig("neuron-dynamic") as r, slow(r.decode[0]):
+        opened, sending, attempt = one_attempt(r)
+
+        async def forwards() -> None:
+            async with opened as legs:
+                legs.start(legs.open(sending), "decode leg")
+                await asyncio.Event().wait()
+
+        forwarding = asyncio.create_task(forwards())
+        await until(1, r.decode[0])
+        for _ in range(2):
+            forwarding.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait({forwarding})
+        await aborted(r.decode[0].legs[0])
+        assert [leg.took_s is not None for leg in attempt.legs] == [True]
 
 
 #: Events whose tokens cannot be read.
