@@ -130,10 +130,7 @@ class Cluster:
         )
 
     def _run(
-        self,
-        spec: ProcessSpec,
-        component: Component,
-        environment: ProcessEnvironment | None = None,
+        self, spec: ProcessSpec, component: Component, environment: ProcessEnvironment | None = None
     ) -> Running:
         running = Running(self.store, component)
         running.task = asyncio.create_task(

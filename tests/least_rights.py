@@ -7,13 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamo_lite.cli.access import (
-    chosen,
-    etcd_commands,
-    nats_account,
-    password_variable,
-    user_of,
-)
+from dynamo_lite.cli.access import chosen, etcd_commands, nats_account, password_variable, user_of
 from dynamo_lite.protocol.permissions import inbox_of
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.run_state import write_private

@@ -70,12 +70,7 @@ class ShardedEngine:
             self.shards.append([shard for shard, _ in made])
             regions = tuple(region for _, found in made for region in found)
             self.ranks.append(
-                RankMetadata(
-                    agent=mover.metadata(),
-                    memory="DRAM",
-                    device=0,
-                    regions=regions,
-                )
+                RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=regions)
             )
             if truth:
                 for shard in self.shards[-1]:

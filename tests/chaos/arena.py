@@ -84,10 +84,7 @@ class Arena:
 
 @asynccontextmanager
 async def open_arena(
-    directory: Path,
-    known: Known,
-    say: Say,
-    options: Sequence[str] = (),
+    directory: Path, known: Known, say: Say, options: Sequence[str] = ()
 ) -> AsyncIterator[Arena]:
     say("starting the graph")
     async with (

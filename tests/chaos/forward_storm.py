@@ -151,11 +151,7 @@ async def under_load(
     report = Report(what=what, seed=seed, refusals_allowed=False, of_a_graph=False)
     storm = ForwardStorm(cluster, seed=seed, say=say)
     load = Load(
-        *(cluster.port, *known),
-        seed=seed,
-        clients=clients,
-        cancels=0.25,
-        excuse=cluster.excuse,
+        *(cluster.port, *known), seed=seed, clients=clients, cancels=0.25, excuse=cluster.excuse
     )
     report.tally, began = load.tally, time.monotonic()
     report.trouble += [f"before: {why}"] if (why := await cluster.at_rest(rest_s)) else []

@@ -14,11 +14,7 @@ from tests.vllm.stock import Forwarded, StockEngine
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? ([^ ]+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _POLL_S = 0.02
-_BUSY = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-)
+_BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 Sample = tuple[str, dict[str, str], float]
 
 

@@ -16,12 +16,7 @@ from dynamo_lite.planner.target import Target
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.planner import (
-    LeaderRecord,
-    OperationRecord,
-    RoleCounts,
-    TargetRecord,
-)
+from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, RoleCounts, TargetRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging

@@ -73,7 +73,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: What sglang-router does not serve, or refuses.
 REFUSED_BY_SGLANG_ROUTER = {
-    *("token ids", "response", "streamed response", "message", "streamed message"),
+    *("token ids", "response", "streamed response", "message", "streamed message")
 }
 #: Without `min_tokens` Mooncake's prefill leg may end with the end of the sequence.
 ALONE_WITH_MOONCAKE = (RESPONSES, MESSAGES)

@@ -64,7 +64,7 @@ async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers
         await c.ask(forwarder)
         seen = await until(observer, lambda seen: seen.decisions != [])
         assert [(d.verdict, d.reason, d.total) for d in seen.decisions] == [
-            ("disaggregated", "", 1),
+            ("disaggregated", "", 1)
         ]
 
 

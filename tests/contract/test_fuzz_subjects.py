@@ -198,10 +198,7 @@ class Attack:
                 ("claim", Claim(attempt=attempt, writer_lease_id=99)),
                 ("writer_done", _done(attempt, "written", 99)),
                 ("writer_done", _done(attempt, "abandoned", 0)),
-                (
-                    "writer_stays",
-                    WriterStays(attempt=attempt, writer_lease_id=99, for_s=0.001),
-                ),
+                ("writer_stays", WriterStays(attempt=attempt, writer_lease_id=99, for_s=0.001)),
                 ("cancel", CancelAttempt(attempt=attempt, engine_id="e9")),
                 ("leave", Leave(lease_id=2)),
             )

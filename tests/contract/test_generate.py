@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
-    Refused,
-    Unavailable,
-)
+from dynamo_lite.protocol.errors import DeadlineExceeded, Refused, Unavailable
 from dynamo_lite.protocol.generate import (
     Accepted,
     Cancel,

@@ -36,10 +36,7 @@ async def registered(c: Cluster) -> EndpointRecord:
 async def test_a_record_says_how_an_engine_is_used(c: Cluster):
     engine = await c.engine("prefill", "mooncake", model="of-mine")
     joined = await c.join(
-        engine,
-        protocol="mooncake",
-        transfer_host="127.0.0.1",
-        transfer_port=engine.port,
+        engine, protocol="mooncake", transfer_host="127.0.0.1", transfer_port=engine.port
     )
     record = (await c.records())["PrefillEngine"]
     assert f"{record.lease_id:x}" == joined.lease

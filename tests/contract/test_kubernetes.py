@@ -234,8 +234,7 @@ def test_without_a_service_account_the_start_fails(account: Path, missing: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("token", b"\xff\xfet\x00"), ("token", b"two\nlines"), ("namespace", b"")],
+    ("name", "content"), [("token", b"\xff\xfet\x00"), ("token", b"two\nlines"), ("namespace", b"")]
 )
 def test_a_file_with_other_contents_is_no_service_account(account: Path, name: str, content: bytes):
     (account / name).write_bytes(content)

@@ -3,10 +3,7 @@
 from dynamo_lite.cli.listing import Place, link_rows
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.records import (
-    LinkRecord,
-    encode_engine,
-)
+from dynamo_lite.protocol.records import LinkRecord, encode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.builders import endpoint_record, engine_metadata, register
 

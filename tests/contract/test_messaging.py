@@ -238,10 +238,7 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
     nats_server, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: asyncio.Queue[bool] = asyncio.Queue()
-    async with (
-        NatsMessaging(nats_server.url) as messaging,
-        messaging.serve("s", echo),
-    ):
+    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
         with messaging.watch_connection(told.put_nowait):
             await nats_server.kill()
             async with asyncio.timeout(10):
@@ -456,9 +453,7 @@ async def test_a_cancel_that_comes_with_the_answer_is_not_lost(
         assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
 
 
-async def test_a_cancel_that_comes_while_it_flushes_is_not_lost(
-    nats_server: PrivateServer,
-) -> None:
+async def test_a_cancel_that_comes_while_it_flushes_is_not_lost(nats_server: PrivateServer) -> None:
     async with NatsMessaging(nats_server.url) as messaging:
         client: Any = messaging.client
         flushing = asyncio.create_task(client._flush_pending(force_flush=True))

@@ -12,9 +12,7 @@ from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.planner import (
-    PauseRecord,
-)
+from dynamo_lite.protocol.planner import PauseRecord
 from tests.builders import eventually
 from tests.contract.planning import TICK_S, Bench, D, FakeSupervisor, P
 from tests.servers import PrivateServer

@@ -19,12 +19,7 @@ from dynamo_lite.disagg.queue import puller
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
-    PushAmbiguous,
-    QueueFull,
-    StartupError,
-)
+from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.serve.embedded import EmbeddedNats
 from tests.builders import eventually, graph_secret, loop_time

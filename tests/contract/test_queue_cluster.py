@@ -13,12 +13,7 @@ import pytest
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
-    PushAmbiguous,
-    QueueFull,
-    StartupError,
-)
+from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
 from dynamo_lite.runtime.tasks import running as owned
 from tests.builders import eventually
 from tests.clusters import NatsCluster, nats_cluster

@@ -8,11 +8,7 @@ from itertools import groupby
 
 import pytest
 
-from dynamo_lite.protocol.errors import (
-    LeaseLost,
-    StartupError,
-    StoreUnavailable,
-)
+from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.clock import Clock, boottime
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease import grant_lease

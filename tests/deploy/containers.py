@@ -88,11 +88,7 @@ class ShippedEtcd(EmbeddedEtcd):
     """arguments: of etcd in the container. ready: whether its probe succeeds."""
 
     def __init__(
-        self,
-        container: Container,
-        arguments: Sequence[str],
-        ready: Callable[[], bool],
-        port: int,
+        self, container: Container, arguments: Sequence[str], ready: Callable[[], bool], port: int
     ):
         super().__init__(container.root, port)
         self._arguments = [container.here(argument) for argument in arguments]

@@ -75,10 +75,7 @@ def _tls(given: dict[str, Any], name: str) -> dict[str, str]:
 
 def mounts(values: dict[str, Any]) -> dict[str, str]:
     """The Secret that is mounted at each path of the server."""
-    only(
-        values,
-        {"config", "tlsCA", "container", "podTemplate", "promExporter", "natsBox"},
-    )
+    only(values, {"config", "tlsCA", "container", "podTemplate", "promExporter", "natsBox"})
     only(values["tlsCA"], {"enabled", "secretName"})
     found = {
         "/etc/nats-ca-cert": values["tlsCA"]["secretName"],

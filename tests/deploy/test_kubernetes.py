@@ -117,11 +117,7 @@ def test_every_container_starts_its_service(overlay: Path, resources: list[Resou
         ports = {p["name"]: p["containerPort"] for p in container_of(deployment)["ports"]}
         assert ports.pop("status") == command.service.status_port
         assert ports == ({"http": 8000} if command.service.options.get("port") else {})
-    assert started == {
-        "frontend": "Frontend",
-        "decode": "VllmWorker",
-        "prefill": "PrefillWorker",
-    }
+    assert started == {"frontend": "Frontend", "decode": "VllmWorker", "prefill": "PrefillWorker"}
 
 
 def test_the_environment_is_what_the_command_reads(
@@ -260,11 +256,7 @@ def test_selectors_choose_the_pods_that_are_meant(
     assert chosen(services["dynamo-lite-status"]["spec"]["selector"]) == {*graph, "operator"}
     budgets = of_kind(everything, "PodDisruptionBudget")
     assert {b["metadata"]["name"] for b in budgets} == {*graph, "etcd"}
-    for one in [
-        *budgets,
-        *of_kind(everything, "Deployment"),
-        *of_kind(everything, "StatefulSet"),
-    ]:
+    for one in [*budgets, *of_kind(everything, "Deployment"), *of_kind(everything, "StatefulSet")]:
         assert chosen(one["spec"]["selector"]["matchLabels"]) == {one["metadata"]["name"]}
 
 

@@ -15,11 +15,7 @@ from tests.process.command import ROOT
 _READY_S = 400.0
 _ENDED_S = 60.0
 
-_ENVIRONMENT = {
-    "UCX_TLS": "tcp,self",
-    "UCX_NET_DEVICES": "eth0",
-    "TORCH_COMPILE_DISABLE": "1",
-}
+_ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "TORCH_COMPILE_DISABLE": "1"}
 
 
 @dataclass(eq=False)

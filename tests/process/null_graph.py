@@ -99,9 +99,7 @@ class NullWorker(VllmWorker):
 
 
 _WORKER = Service(
-    name="VllmWorker",
-    config=NullWorkerConfig,
-    component=f"{__name__}:NullWorker",
+    name="VllmWorker", config=NullWorkerConfig, component=f"{__name__}:NullWorker"
 ).with_defaults(remote_prefill=False)
 
 #: Workers alone, for clients that are in the Frontend's place.

@@ -104,9 +104,7 @@ class NullPrefillWorker(PrefillWorker):
 
 [_DECODE] = null_graph.Worker.services
 _PREFILL = Service(
-    name="PrefillWorker",
-    config=NullPrefillConfig,
-    component=f"{__name__}:NullPrefillWorker",
+    name="PrefillWorker", config=NullPrefillConfig, component=f"{__name__}:NullPrefillWorker"
 )
 
 #: All but the Frontend: their configuration needs no model.

@@ -32,10 +32,7 @@ class IdleWorker:
 
 
 PREFILL = Service(
-    name="PrefillWorker",
-    config=IdleConfig,
-    component=f"{__name__}:IdleWorker",
-    scalable=True,
+    name="PrefillWorker", config=IdleConfig, component=f"{__name__}:IdleWorker", scalable=True
 )
 
 

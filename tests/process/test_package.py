@@ -75,11 +75,7 @@ def test_the_installed_command_and_what_is_packaged(
     ],
 )
 def test_the_packaged_graph_and_file_are_found_from_an_empty_folder(
-    installed: Installation,
-    tmp_path: Path,
-    graph: str,
-    config: str,
-    shown: tuple[str, str, object],
+    installed: Installation, tmp_path: Path, graph: str, config: str, shown: tuple[str, str, object]
 ) -> None:
     asked = ("serve", graph, "-f", f"configs/{config}", "--dry-run")
     ran = installed.run(tmp_path, *asked)

@@ -16,13 +16,7 @@ pytestmark = pytest.mark.heavy
 
 GRAPH = "tests.process.planned:Planned"
 D, P = "VllmWorker", "PrefillWorker"
-QUICK = {
-    "tick-s": 0.3,
-    "down-window-s": 4,
-    "cooldown-s": 1,
-    "start-s": 1,
-    "budget-devices": 6,
-}
+QUICK = {"tick-s": 0.3, "down-window-s": 4, "cooldown-s": 1, "start-s": 1, "budget-devices": 6}
 
 
 class Planned:
@@ -90,8 +84,7 @@ def test_what_an_operator_sets_survives_kills_of_the_planner(tmp_path: Path):
             for kill in range(3):
                 number = restarts * 3 + kill
                 entry = graph.graph.when(
-                    "Planner-0",
-                    lambda p, n=number: p["state"] == "ready" and p["restarts"] == n,
+                    "Planner-0", lambda p, n=number: p["state"] == "ready" and p["restarts"] == n
                 )
                 os.kill(entry["pid"], signal.SIGKILL)
             graph.until(prefill, decode)

@@ -10,12 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dynamo_lite.protocol.errors import (
-    DynamoLiteError,
-    NoResponders,
-    Refused,
-    Unavailable,
-)
+from dynamo_lite.protocol.errors import DynamoLiteError, NoResponders, Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost

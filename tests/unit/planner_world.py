@@ -153,12 +153,7 @@ class World:
 def prefill_load(
     asked: float, *, refused: float = 0, backlog: float = 0, rate: float | None = 1000
 ):
-    return PrefillLoad(
-        asked_per_s=asked,
-        refused_per_s=refused,
-        backlog=backlog,
-        rate=rate,
-    )
+    return PrefillLoad(asked_per_s=asked, refused_per_s=refused, backlog=backlog, rate=rate)
 
 
 def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0):

@@ -50,10 +50,7 @@ def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int,
                 admission.leave(key)
                 keys.discard(key)
                 waiting.pop(key, None)
-        assert (admission.in_flight, admission.waiting_tokens) == (
-            len(keys),
-            sum(waiting.values()),
-        )
+        assert (admission.in_flight, admission.waiting_tokens) == (len(keys), sum(waiting.values()))
 
 
 def test_new_limits_hold_from_then_on():

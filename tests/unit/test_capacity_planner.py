@@ -22,12 +22,7 @@ LIMITS = PlannerOptions(budget_devices=12, prefill_max=12, decode_max=12, start_
 
 def setting(kind: str, *, seed: int = 0, duration_s: float = 900.0, start_s=30.0) -> Setting:
     shape = Shape(
-        kind=kind,
-        duration_s=duration_s,
-        rate=0.5,
-        peak=2.0,
-        prompt_tokens=6000,
-        output_tokens=250,
+        kind=kind, duration_s=duration_s, rate=0.5, peak=2.0, prompt_tokens=6000, output_tokens=250
     )
     return Setting(
         requests=shape.requests(seed), timing=SLOW, most_workers=12, start_s=start_s, seed=seed
@@ -62,12 +57,7 @@ def played(one: Setting, limits: PlannerOptions = LIMITS) -> Result:
     start_s=st.sampled_from([1.0, 30.0, 200.0]),
 )
 def test_numbers_stay_within_their_limits_and_no_request_is_lost(
-    kind: str,
-    seed: int,
-    budget: int,
-    least: tuple[int, int],
-    most: tuple[int, int],
-    start_s: float,
+    kind: str, seed: int, budget: int, least: tuple[int, int], most: tuple[int, int], start_s: float
 ):
     limits = PlannerOptions(
         budget_devices=max(budget, sum(least)),

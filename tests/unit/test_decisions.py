@@ -25,13 +25,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.protocol.prefill import Granted
 from tests.builders import ENGINE, ManualClock
-from tests.unit.decode_engine import (
-    LIMIT,
-    QUEUE_SIZE,
-    TIMEOUT_S,
-    Decode,
-    prompt,
-)
+from tests.unit.decode_engine import LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
 
 def told(decode: Decode, **wanted: Any) -> list[Decision]:

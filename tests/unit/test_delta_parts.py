@@ -4,12 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol.generate import (
-    LogprobRows,
-    PrefillCounts,
-    TokenDelta,
-    halves,
-)
+from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta, halves
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.migration import Continue
 from tests.builders import endpoint_record, generate_request

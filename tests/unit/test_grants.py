@@ -25,14 +25,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.permits import PermitVerdict
 from dynamo_lite.runtime.secret import TAG_BYTES
-from tests.builders import (
-    ENGINE,
-    ManualClock,
-    eventually,
-    grant_for,
-    graph_secret,
-    prefill_job,
-)
+from tests.builders import ENGINE, ManualClock, eventually, grant_for, graph_secret, prefill_job
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode
 from tests.unit.prefill_rig import LEASE, Rig, working

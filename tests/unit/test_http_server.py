@@ -266,10 +266,7 @@ async def test_a_head_beyond_the_limits_is_refused(head: list[bytes]):
 
 
 async def test_bodies_and_later_requests_do_not_count_as_a_head():
-    async with (
-        serving(HttpOptions(max_head_bytes=4096)) as url,
-        httpx.AsyncClient() as client,
-    ):
+    async with serving(HttpOptions(max_head_bytes=4096)) as url, httpx.AsyncClient() as client:
         for _ in range(5):
             assert (await client.post(url, content=bytes(20_000))).status_code == 200
             assert (await client.get(url, headers={"a": 1000 * "b"})).status_code == 200

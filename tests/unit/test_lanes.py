@@ -11,12 +11,7 @@ from dynamo_lite.protocol.queue import Lane
 
 @pytest.mark.parametrize(
     ("tokens", "priority", "lane"),
-    [
-        (100, 0, Lane.SHORT),
-        (101, 0, Lane.LONG),
-        (101, -1, Lane.URGENT),
-        (1, 1, Lane.LONG),
-    ],
+    [(100, 0, Lane.SHORT), (101, 0, Lane.LONG), (101, -1, Lane.URGENT), (1, 1, Lane.LONG)],
 )
 def test_a_job_waits_by_its_length_unless_its_priority_says_otherwise(
     tokens: int, priority: int, lane: Lane

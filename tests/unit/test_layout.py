@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
-from dynamo_lite.transfer.layout import (
-    block_dimension,
-    regions_of_tensor,
-)
+from dynamo_lite.transfer.layout import block_dimension, regions_of_tensor
 from dynamo_lite.transfer.sharding import join
 from tests.twins.mover import MemoryFabric, MemoryMover
 

@@ -62,10 +62,7 @@ def test_edits(words: list[str], edits: dict[str, Any]):
 @pytest.mark.parametrize(
     ("word", "complaint"),
     [
-        (
-            "VllmWorker.max-local-prefill-length=-1",
-            "Expected `int` >= 0; got -1",
-        ),
+        ("VllmWorker.max-local-prefill-length=-1", "Expected `int` >= 0; got -1"),
         ("VllmWorker.max-local-prefill-length=1.5", "got 1.5"),
         ("VllmWorker.max-local-prefill-length='5'", "got '5'"),
         ("VllmWorker.max-local-prefill-length=10000000001", "got 10000000001"),

@@ -215,10 +215,7 @@ def test_what_forwarders_know_and_answer():
     first, second, history = Process(), Process(), CounterHistory(60.0)
     for process, usable in ((first, (1, 1, 0)), (second, (1, 0, 0))):
         gauge = Gauge(
-            "dynamo_lite_forward_engine_usable",
-            "",
-            ["engine", "role"],
-            registry=process.registry,
+            "dynamo_lite_forward_engine_usable", "", ["engine", "role"], registry=process.registry
         )
         places = (("a:1", "prefill"), ("b:1", "prefill"), ("c:1", "decode"))
         for place, value in zip(places, usable, strict=True):

@@ -11,12 +11,7 @@ from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
-    DynamoLiteError,
-    PushAmbiguous,
-    QueueFull,
-)
+from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, PushAmbiguous, QueueFull
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.queue import QueueReading
 from tests.builders import NAMESPACE, loop_time

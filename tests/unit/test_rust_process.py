@@ -107,10 +107,7 @@ RESET = (
     ],
 )
 async def test_a_health_request_that_breaks_fails_the_start(
-    tmp_path: Path,
-    sockets: list[socket.socket],
-    last: str,
-    said: str,
+    tmp_path: Path, sockets: list[socket.socket], last: str, said: str
 ):
     options = {"end_s": 0.1} if "pause" in last else {}
     async with process(tmp_path, BREAKS.replace("LAST", last), sockets, **options) as rust:

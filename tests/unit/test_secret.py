@@ -12,11 +12,7 @@ from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 from dynamo_lite.serve import secret_file
 from dynamo_lite.serve.embedded import check_folders
 from dynamo_lite.serve.run_state import RunState, write_private
-from dynamo_lite.serve.secret_file import (
-    given_secret,
-    made_secret,
-    running_secret,
-)
+from dynamo_lite.serve.secret_file import given_secret, made_secret, running_secret
 from tests.builders import ManualClock, graph_secret
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -128,9 +124,7 @@ def test_files_that_are_no_secret_are_refused(
     assert not content or content not in str(caught.value)
 
 
-def test_a_made_secret_is_private_and_new_unless_records_outlive_the_graph(
-    tmp_path: Path,
-):
+def test_a_made_secret_is_private_and_new_unless_records_outlive_the_graph(tmp_path: Path):
     path = made_secret(tmp_path)
     first = path.read_bytes()
     assert os.stat(path).st_mode & 0o777 == 0o600
@@ -140,9 +134,7 @@ def test_a_made_secret_is_private_and_new_unless_records_outlive_the_graph(
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"password\n", b"00" * 32 + b"\nrest", b"\xff" * 65],
-    ids=range(4),
+    "content", [b"", b"password\n", b"00" * 32 + b"\nrest", b"\xff" * 65], ids=range(4)
 )
 def test_a_file_that_no_start_has_made_is_not_overwritten(
     tmp_path: Path, content: bytes, keep: bool

@@ -9,13 +9,7 @@ import pytest
 from dynamo_lite.disagg.decode.single_flight import min_shared_tokens, pays
 from dynamo_lite.protocol.options import DisaggOptions
 from tests.builders import ManualClock
-from tests.unit.decode_engine import (
-    BLOCK,
-    QUEUE_SIZE,
-    TIMEOUT_S,
-    Decode,
-    prompt,
-)
+from tests.unit.decode_engine import BLOCK, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -44,11 +44,7 @@ NAMESPACE = "dynamo"
 #: Leases that outlast the tests' pauses. A worker that joins must have the same.
 PAIR_LEASE = "--Graph.lease-ttl-s=60"
 #: Two decode workers and one prefill worker.
-PAIR_OPTIONS = (
-    "--VllmWorker.ServiceArgs.workers=2",
-    PAIR_LEASE,
-    "--Frontend.router=kv",
-)
+PAIR_OPTIONS = ("--VllmWorker.ServiceArgs.workers=2", PAIR_LEASE, "--Frontend.router=kv")
 #: Flags of vLLM's server without which it refuses tools; the same for both sides.
 TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 

@@ -18,11 +18,7 @@ from tests.chaos.scenario import Scenario, Scene, play
 from tests.chaos.storm import storm
 from tests.vllm.graph import PlainServer
 
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.timeout(400),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 SEED = 3
 MINUTES = 0.3

@@ -11,9 +11,7 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded
-from dynamo_lite.protocol.prefill import (
-    Claim,
-)
+from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.vllm.asking import ask, assert_same, prompt_ids
 from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually

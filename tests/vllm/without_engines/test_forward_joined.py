@@ -206,8 +206,7 @@ async def test_a_joined_engine_with_a_certificate(c: Cluster, certificates: Cert
     health = await c.healthy(wary, lambda h: h["prefill_engines"] == 1 and len(h["engines"]) == 2)
     assert health["decode_engines"] == 0
     await c.healthy(
-        wary,
-        lambda h: "certificate" in h["engines"][f"127.0.0.1:{decode.port}"]["trouble"].lower(),
+        wary, lambda h: "certificate" in h["engines"][f"127.0.0.1:{decode.port}"]["trouble"].lower()
     )
     assert len(decode.legs) == 1
 
