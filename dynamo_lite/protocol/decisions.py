@@ -36,7 +36,7 @@ class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers: int
     #: Seconds since the queue was read.
     age_s: float
-    #: Tokens to compute of these jobs; those of other engines are estimated.
+    #: Tokens to compute of these jobs, estimated from the queue's bytes; at least this engine's.
     tokens: int = 0
     #: Number of all workers that respond.
     prefill_workers_alive: int = 0
