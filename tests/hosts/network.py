@@ -1,8 +1,8 @@
 """Hosts of one machine: network namespaces with an address each, joined by a bridge.
 
 It needs root. A link that is down, and a direction that is cut, drop packets silently: nobody
-gets a reset. Everything has a name with this process's id; what a killed run has left is removed
-by the next one.
+gets a reset. Everything has a name with this process's id. A process of its own removes what a
+killed run has left; if that was killed, too, the next run does.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import IO
 
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 
+_ROOT = Path(__file__).parents[2]
 #: Nobody has it: the bridge floods what goes there, and no host takes it.
 _NOBODY = "02:00:00:00:00:01"
 _NAMES = re.compile(r"\bdl(\d+)[a-z](?:-\d+)?\b")
@@ -170,7 +172,12 @@ def hosts(number: int) -> Iterator[list[Host]]:
     the processes that run there."""
     remove_left_overs()
     bridge = f"dl{os.getpid()}{'abcdefghijklmnopqrstuvwxyz'[next(_runs) % 26]}"
-    with contextlib.ExitStack() as stack:
+    cleaner = [sys.executable, "-m", "tests.hosts.network", bridge]
+    with (
+        # At its end, or at this process's, the pipe is closed.
+        subprocess.Popen(cleaner, stdin=subprocess.PIPE, cwd=_ROOT, start_new_session=True),
+        contextlib.ExitStack() as stack,
+    ):
         net = _free_net()
         stack.callback(_ip, "link", "del", bridge, check=False)
         _ip("link", "add", bridge, "type", "bridge")
@@ -185,11 +192,12 @@ def hosts(number: int) -> Iterator[list[Host]]:
         yield made
 
 
-def remove_left_overs() -> None:
-    """Removes what was made by processes that do not run any more."""
+def remove_left_overs(over: str = "") -> None:
+    """Removes what was made by processes that do not run any more. over: a bridge that goes, with
+    its hosts, whether its process runs or not."""
     listed = _ip("netns", "list") + _ip("-brief", "link", "show", "type", "bridge")
     for found in _NAMES.finditer(listed):
-        if Path(f"/proc/{found[1]}").exists():
+        if found[0].partition("-")[0] != over and Path(f"/proc/{found[1]}").exists():
             continue
         if "-" in found[0]:
             _remove(Host(found[0], "", ""))
@@ -231,5 +239,9 @@ def _output(*command: str, check: bool = True) -> str:
     return subprocess.run(command, check=check, capture_output=True, text=True, timeout=20).stdout
 
 
-if __name__ == "__main__":  # for scripts/test
-    print(unavailable())
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.stdin.read()
+        remove_left_overs(sys.argv[1])
+    else:  # for scripts/test
+        print(unavailable())
