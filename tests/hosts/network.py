@@ -1,8 +1,8 @@
 """Hosts of one machine: network namespaces with an address each, joined by a bridge.
 
 It needs root. A link that is down, and a direction that is cut, drop packets silently: nobody
-gets a reset. Everything has a name with this process's id. A process of its own removes what a
-killed run has left; if that was killed, too, the next run does.
+gets a reset. Everything has a name with this process's id. Another process removes it at the end;
+what is left if both are killed is removed by the next run.
 """
 
 import contextlib
@@ -151,45 +151,21 @@ class Host:
         return _ip(*(("-n", self.name) if inside else ()), *arguments, check=check)
 
 
-def partition(one: Sequence[Host], other: Sequence[Host]) -> None:
-    """Cuts both directions between two groups."""
-    for here in one:
-        here.cut(*other)
-    for there in other:
-        there.cut(*one)
-
-
-def heal(one: Sequence[Host], other: Sequence[Host]) -> None:
-    for here in one:
-        here.heal(*other)
-    for there in other:
-        there.heal(*one)
-
-
 @contextlib.contextmanager
 def hosts(number: int) -> Iterator[list[Host]]:
     """`number` hosts that reach one another and this process. All of it is gone at the end, with
-    the processes that run there."""
+    the processes that run there, and also if this process is killed."""
     remove_left_overs()
     bridge = f"dl{os.getpid()}{'abcdefghijklmnopqrstuvwxyz'[next(_runs) % 26]}"
-    cleaner = [sys.executable, "-m", "tests.hosts.network", bridge]
-    with (
-        # At its end, or at this process's, the pipe is closed.
-        subprocess.Popen(cleaner, stdin=subprocess.PIPE, cwd=_ROOT, start_new_session=True),
-        contextlib.ExitStack() as stack,
-    ):
+    command = [sys.executable, "-m", "tests.hosts.network", bridge]
+    # It removes all of it when its input ends.
+    with subprocess.Popen(command, stdin=-1, cwd=_ROOT, start_new_session=True) as remover:
         net = _free_net()
-        stack.callback(_ip, "link", "del", bridge, check=False)
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{net}.1/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
-        made: list[Host] = []
-        for index in range(number):
-            host = Host(f"{bridge}-{index}", f"{net}.{index + 10}", f"{bridge}{index}")
-            stack.callback(_remove, host)
-            _make(host, bridge)
-            made.append(host)
-        yield made
+        yield [_made(bridge, net, index) for index in range(number)]
+    assert remover.returncode == 0
 
 
 def remove_left_overs(over: str = "") -> None:
@@ -205,13 +181,15 @@ def remove_left_overs(over: str = "") -> None:
             _ip("link", "del", found[0], check=False)
 
 
-def _make(host: Host, bridge: str) -> None:
+def _made(bridge: str, net: str, index: int) -> Host:
+    host = Host(f"{bridge}-{index}", f"{net}.{index + 10}", f"{bridge}{index}")
     _ip("netns", "add", host.name)
     _ip("link", "add", host.port, "type", "veth", "peer", "eth0", "netns", host.name)
     _ip("link", "set", host.port, "master", bridge, "up")
     _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
     for device in ("lo", "eth0"):
         _ip("-n", host.name, "link", "set", device, "up")
+    return host
 
 
 def _remove(host: Host) -> None:

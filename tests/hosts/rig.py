@@ -21,7 +21,7 @@ from dynamo_lite.serve.run_state import ProcessState, RunState, read_run, write_
 from tests.builders import eventually, graph_secret
 from tests.clusters import EtcdCluster, NatsCluster, etcd_arguments, nats_config
 from tests.external import Certificates
-from tests.hosts.network import Host, heal, hosts, partition
+from tests.hosts.network import Host, hosts
 from tests.hosts.program import Program
 from tests.vllm.graph import CACHE
 
@@ -238,11 +238,8 @@ class Rig:
 
     @contextmanager
     def parted(self, one: Sequence[Host], other: Sequence[Host]) -> Iterator[None]:
-        partition(one, other)
-        try:
+        with self.deaf(one, other), self.deaf(other, one):
             yield
-        finally:
-            heal(one, other)
 
     @contextmanager
     def deaf(self, one: Sequence[Host], other: Sequence[Host]) -> Iterator[None]:

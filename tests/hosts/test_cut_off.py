@@ -9,9 +9,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import pytest
 
@@ -37,7 +36,7 @@ _USER_TIMEOUT = child_environment({}, lease_ttl_s=LEASE_TTL_S)["UCX_TCP_USER_TIM
 
 
 class Peer:
-    """A process of `kv_peer.py`."""
+    """A process of `kv_peer.py`, while the context lasts."""
 
     def __init__(self, host: Host, role: str, ucx: Mapping[str, str]):
         between_hosts = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
@@ -60,7 +59,10 @@ class Peer:
         async with asyncio.timeout(_PATIENCE_S):
             return await asyncio.to_thread(self._says)
 
-    def kill(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
 
@@ -70,15 +72,6 @@ class Peer:
             if line.startswith("{"):  # NIXL prints others
                 return json.loads(line)
         raise AssertionError("it has ended")
-
-
-@contextmanager
-def peer(host: Host, role: str, ucx: Mapping[str, str]) -> Iterator[Peer]:
-    one = Peer(host, role, ucx)
-    try:
-        yield one
-    finally:
-        one.kill()
 
 
 async def written(target: Peer) -> int:
@@ -94,8 +87,8 @@ async def test_what_a_dead_writer_has_posted_comes_soon_or_never(bounded: bool) 
     if why := unavailable():
         lacking(why)
     ucx = {**_KERNEL, "UCX_TCP_USER_TIMEOUT": _USER_TIMEOUT if bounded else "auto"}
-    with hosts(2) as (here, there), peer(there, "target", ucx) as target:
-        with peer(here, "writer", ucx) as writer:
+    with hosts(2) as (here, there), Peer(there, "target", ucx) as target:
+        with Peer(here, "writer", ucx) as writer:
             writer.tell(json.dumps(await target.says()))
             assert await writer.says() == {"failed": ""}
             assert await writer.says() == {"connected": True}
@@ -132,8 +125,8 @@ async def test_no_engine_waits_for_a_connection(waits: bool) -> None:
     ucx = {"UCX_TCP_USER_TIMEOUT": _USER_TIMEOUT} | ({"UCX_TCP_CONN_NB": "n"} if waits else {})
     with (
         hosts(2) as (here, there),
-        peer(there, "target", ucx) as target,
-        peer(here, "writer", ucx) as writer,
+        Peer(there, "target", ucx) as target,
+        Peer(here, "writer", ucx) as writer,
     ):
         metadata = json.dumps(await target.says())
         here.cut(there)

@@ -14,8 +14,7 @@ from tests.hosts.scenarios import SCENARIOS, play
 from tests.lacking import lacking
 from tests.process.command import ROOT
 
-_RUN = """from tests.hosts.network import hosts
-with hosts(2): print("made", flush=True), input()"""
+_RUN = "from tests.hosts.network import hosts\nwith hosts(2): print('made', flush=True), input()"
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("no_leaked_tasks")]
 
