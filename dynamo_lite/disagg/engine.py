@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.kv import KvChange
-from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import FirstToken, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.routing.kv_publisher import Holdings
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,13 @@ class PrefillEngine(Engine, Protocol):
         self,
         job: RemotePrefillRequest,
         target: EngineMetadata,
-        permit: Permit,
+        cell: Cell,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         """Computes and writes one attempt. Returns when no write is in flight.
 
-        permit: says whether the attempt's claim was granted. Before that nothing is written, and
-        nothing is read from the decode engine; if it is refused, nothing ever is.
+        cell: of the attempt's claim. While it is closed, no write and no read starts; an attempt
+        whose cell has closed ends as "abandoned".
         on_first_token: awaited with the first token of the answer, if the job asks for it and
         this engine can sample it. Raises Refused or IncompatiblePeer when nothing was begun.
         """

@@ -6,11 +6,10 @@ The engine carries them between its own processes.
 from dataclasses import dataclass, field
 
 from dynamo_lite.protocol.trace import TraceContext
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 
-#: Why nothing is written or read for an attempt whose permit was refused: it has no claim, or it
-#: was abandoned.
-NOT_GRANTED = "it may not be written: it has no claim, or it was abandoned"
+#: Why nothing more is written or read for an attempt.
+NOT_HELD = "its claim does not hold any more"
 
 
 @dataclass
@@ -21,8 +20,8 @@ class DecodeStep:
     expect: dict[str, str] = field(default_factory=dict)
     #: The blocks that will be written, in order, by attempt.
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    #: Id of the grant by attempt, of the claims that were granted since the last step.
-    grants: dict[str, int] = field(default_factory=dict)
+    #: Id of the claim by attempt, of the attempts that were claimed since the last step.
+    claims: dict[str, int] = field(default_factory=dict)
     #: Attempt and request id of the remote prefills that were given up.
     give_up: list[tuple[str, str]] = field(default_factory=list)
     #: Whether any remote write may be in flight.
@@ -60,8 +59,8 @@ class BlockWrite:
     began: float = 0.0
     #: Span of the job; None without a trace.
     trace: TraceContext | None = None
-    #: Nothing is written before its verdict. The default is refused.
-    permit: Permit = field(default_factory=Permit)
+    #: Of the attempt's claim. Nothing is written while it is closed.
+    cell: Cell = field(default_factory=Cell)
 
 
 @dataclass
@@ -73,8 +72,8 @@ class PrefixRead:
     target_engine: str
     local_ids: list[int]
     remote_ids: list[int]
-    #: Nothing is read before its verdict. The default is refused.
-    permit: Permit = field(default_factory=Permit)
+    #: Of the attempt's claim. Nothing is read while it is closed.
+    cell: Cell = field(default_factory=Cell)
 
 
 @dataclass

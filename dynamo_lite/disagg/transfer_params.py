@@ -21,7 +21,7 @@ from dynamo_lite.protocol.prefill import (
     RemotePrefillRequest,
 )
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 
 _Params = TypeVar("_Params", bound=msgspec.Struct)
 
@@ -51,8 +51,8 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     target: bytes
     #: Decode engines that have left since the last job.
     forget: list[str] = []
-    #: No block is written or read before the permit's verdict.
-    permit: Permit
+    #: Of the attempt's claim.
+    cell: Cell
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
         job: RemotePrefillRequest,
         target: EngineMetadata,
         forget: list[str],
-        permit: Permit,
+        cell: Cell,
     ) -> "PrefillJobParams":
         return cls(
             attempt=job.attempt,
@@ -72,7 +72,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
             prefix_block_ids=job.prefix_block_ids,
             target=encode(target),
             forget=forget,
-            permit=permit,
+            cell=cell,
         )
 
 

@@ -3,8 +3,7 @@
 Every decoder validates against the message's type. Nothing else is accepted from the network, and
 nothing is ever unpickled. Messages about who may write into which blocks are sealed: a digest in
 front of them shows that they arrived unchanged. One wrong field in an otherwise valid message could
-destroy the KV of other requests. A seal is no signature. The answer to a claim has none: its grant
-has a tag.
+destroy the KV of other requests. A seal is no signature.
 
 A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
 would fill in its own.
@@ -20,7 +19,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

@@ -1,10 +1,11 @@
-"""The heartbeat of every worker. Its readers learn which workers respond."""
+"""What workers say of themselves: heartbeats to all, and an engine's status to its component."""
 
 from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
+from dynamo_lite.protocol.records import EngineMetadata, LeaseId
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,4 +21,39 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     wire_version: int = WIRE_VERSION
 
 
+class Leave(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode worker to its own engine: stop asking for remote prefills."""
+
+    lease_id: LeaseId
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's answer to `describe`."""
+
+    metadata: EngineMetadata
+    #: Blocks of its KV pool. Prefix-cached blocks that no request uses count as free.
+    free_blocks: int
+    total_blocks: int
+    #: Requests that wait for remote KV, and the tokens that prefill workers compute for them.
+    waiting: int = 0
+    waiting_tokens: int = 0
+    #: Withdrawn attempts whose blocks are not reused because a writer may still write.
+    quarantined: int = 0
+    #: Jobs on the prefill queue as this engine last saw it, and their tokens; None if that was too
+    #: long ago.
+    queue_jobs: int | None = None
+    queue_tokens: int | None = None
+    #: Seconds since its scheduler began its last step.
+    last_step_age_s: float | None = None
+    #: Prefill workers that are registered but unresponsive or unhealthy.
+    unresponsive_writers: int = 0
+    #: Prefill workers that respond, but whose link to this engine has failed.
+    unusable_writers: int = 0
+    #: Leases of the prefill workers that may still write into its blocks: they hold the claim of an
+    #: attempt that is not over.
+    writers: list[LeaseId] = []
+
+
 decode_heartbeat: Decoder[Heartbeat] = Decoder(Heartbeat)
+decode_leave: Decoder[Leave] = SealedDecoder(Leave)
+decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)

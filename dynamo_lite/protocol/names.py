@@ -124,28 +124,13 @@ def depth_subject(namespace: str) -> str:
 
 
 def claim_subject(namespace: str, engine_id: str) -> str:
-    """Requests from prefill workers to a decode engine: may I write this attempt?"""
+    """Requests from prefill workers to a decode engine: may I write this attempt, or go on?"""
     return f"{namespace}_engine.{engine_id}.claim"
 
 
-def writer_done_subject(namespace: str, engine_id: str) -> str:
+def done_subject(namespace: str, engine_id: str) -> str:
     """Notices to a decode engine: the writer will not touch the attempt again."""
-    return f"{namespace}_engine.{engine_id}.writer_done"
-
-
-def writer_stays_subject(namespace: str, engine_id: str) -> str:
-    """Requests to a decode engine: this draining writer still finishes the attempt."""
-    return f"{namespace}_engine.{engine_id}.writer_stays"
-
-
-def cancel_subject(namespace: str, writer_lease_id: int) -> str:
-    """Notices from decode engines to one prefill worker: stop that attempt."""
-    return f"{namespace}_prefill.{writer_lease_id:x}.cancel"
-
-
-def alive_subject(namespace: str, writer_lease_id: int) -> str:
-    """Requests from decode engines to one prefill worker: does your process still run?"""
-    return f"{namespace}_prefill.{writer_lease_id:x}.alive"
+    return f"{namespace}_engine.{engine_id}.done"
 
 
 def describe_subject(namespace: str, engine_id: str) -> str:

@@ -92,8 +92,7 @@ def _decode_worker(namespace: str) -> Permissions:
     own_engine = (names.leave_subject, names.describe_subject)
     from_others = (
         names.claim_subject,
-        names.writer_done_subject,
-        names.writer_stays_subject,
+        names.done_subject,
         names.explain_subject,
         names.first_token_subject,
     )
@@ -103,8 +102,6 @@ def _decode_worker(namespace: str) -> Permissions:
             names.health_subject(namespace, _DECODE),
             names.kv_subject(namespace, _DECODE),
             *(_of_any(name, namespace) for name in own_engine),
-            _of_any(names.cancel_subject, namespace),
-            _of_any(names.alive_subject, namespace),
             depth,
             names.prefill_jobs_subject(namespace),
             f"{names.prefill_jobs_subject(namespace)}.*",
@@ -132,8 +129,7 @@ def _prefill_worker(namespace: str) -> Permissions:
     describe = _of_any(names.describe_subject, namespace)
     to_others = (
         names.claim_subject,
-        names.writer_done_subject,
-        names.writer_stays_subject,
+        names.done_subject,
         names.first_token_subject,
     )
     return Permissions(
@@ -146,11 +142,7 @@ def _prefill_worker(namespace: str) -> Permissions:
             f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
             f"$JS.ACK.{stream}.>",
         ),
-        subscribe=(
-            _of_any(names.cancel_subject, namespace),
-            _of_any(names.alive_subject, namespace),
-            describe,
-        ),
+        subscribe=(describe,),
         read=(names.components_prefix(namespace), names.nixl_metadata_prefix(namespace)),
         write=(_own_keys(namespace, _PREFILL), names.links_prefix(namespace)),
     )

@@ -10,10 +10,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
 from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
-from dynamo_lite.protocol.grant import AttemptId, BlockId, EngineId, Grant, GrantId
-from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
+from dynamo_lite.protocol.records import LeaseId, Natural, Positive
+
+AttemptId = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
+#: Part of subjects and keys.
+EngineId = Annotated[str, msgspec.Meta(pattern=rf"^{names.ENGINE_ID}\Z")]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+#: Random, of 63 bits; 0: no claim.
+ClaimId = Natural
 
 
 class FirstTokenSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +58,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
     #: The decode engine's blocks for the positions from num_computed_tokens on, in order.
     block_ids: list[BlockId]
-    #: Its blocks for the positions before. The granted writer may read them until it is done. Empty
+    #: Its blocks for the positions before. The writer may read them while its claim holds. Empty
     #: if the engine does not guarantee their contents.
     prefix_block_ids: list[BlockId] = []
     #: Seconds since the epoch by the decode host's clock, for people who read a job. No other host
@@ -73,44 +80,46 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to decode engine, before its first write."""
+    """Prefill worker to decode engine: may I write this attempt, and may I go on?
+
+    The first one, before anything is computed, makes the worker the attempt's writer. It is
+    repeated while the worker works on the attempt: each answer extends the claim, or ends it.
+    """
 
     attempt: AttemptId
+    #: Random; the same in all messages of one writer about one attempt. Only the writer knows it.
+    claim: ClaimId
     writer_lease_id: LeaseId
     #: Seconds since the worker pulled the job.
     held_s: Seconds = 0.0
-    #: Higher than in every earlier claim of this worker.
-    number: Natural = 0
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The attempt is wanted. Its blocks stay reserved until the writer is done."""
+class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The claim holds. Each side counts `for_s` by its own clock: the writer starts no write and no
+    read later than that after it *sent* the claim; the engine keeps the blocks for as long after it
+    *answered*."""
 
-    #: The writer checks it, and writes nothing without it.
-    grant: Grant | None = None
+    for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
 
 
-class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker must not write the attempt now."""
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This worker must not write the attempt, or must not write it any more."""
 
     reason: str
-    #: Another worker, or a later try, may be granted it.
-    elsewhere: bool = False
 
 
-class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
+class Done(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine: no write or read of this attempt is or will be in flight."""
 
     attempt: AttemptId
+    #: 0: the worker has not claimed the attempt.
+    claim: ClaimId = 0
     #: "written": the data and its notification are delivered. "died": the engine's process ended,
     #: and writes that it had started may still land.
     outcome: Literal["written", "failed", "abandoned", "died"]
     detail: str = ""
-    #: The sender. Blocks that a writer holds are only freed by that writer's message.
+    #: The sender.
     writer_lease_id: LeaseId = 0
-    #: Number of the last claim that the message is about. Jobs are delivered again and messages
-    #: overtake each other, so the end of an earlier claim does not end a later one.
-    number: Natural = 0
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,45 +139,6 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     writer_cached_tokens: Count = 0
 
 
-class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
-    """Draining prefill worker to decode engine: I still finish this attempt.
-
-    Its keys are already deleted; this promise replaces the lease. It writes for at most `for_s`
-    seconds from the moment it sent this, unless it sends another one. Only `StayAccepted` binds the
-    decode engine. On any other answer, also an empty one, the worker abandons the attempt and
-    writes no longer than it was allowed to before.
-    """
-
-    attempt: AttemptId
-    writer_lease_id: LeaseId
-    for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
-    #: Number of the claim that the promise is about.
-    number: Natural = 0
-
-
-class StayAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The attempt's blocks are held for this writer while its promise lasts."""
-
-
-class StayRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The attempt's blocks are not held for this writer: they may belong to another request."""
-
-    reason: str
-
-
-class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode engine to the writer that holds the claim: stop, then send `WriterDone`."""
-
-    attempt: AttemptId
-    engine_id: EngineId
-
-
-class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode worker to its own engine: stop asking for remote prefills."""
-
-    lease_id: LeaseId
-
-
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """The same `length` bytes, from `offset` on, in each block of several regions of a rank."""
 
@@ -180,75 +150,31 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     length: Positive
 
 
-class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Notification of a write that is not the last one: these blocks are written.
-
-    Fields without a comment are as in `Committed`.
-    """
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """NIXL notification: this write of one prefill rank into one decode rank has arrived."""
 
     attempt: AttemptId
-    rank: Natural
-    #: First of the attempt's blocks that were written.
-    first: Natural
-    num_blocks: Natural
-    writers: Positive = 1
-    parts: list[Part] = []
-    grant: GrantId = 0
-
-
-class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """NIXL notification of one writing rank's last write into a decode rank."""
-
-    attempt: AttemptId
+    #: That of the claim under which it was written. Under another one than the attempt's it does
+    #: not count.
+    claim: ClaimId
     #: The writing rank.
-    rank: Annotated[int, msgspec.Meta(ge=0)]
-    #: Blocks of the attempt that it has written.
-    num_blocks: Annotated[int, msgspec.Meta(ge=0)]
-    #: Prompt tokens that the prefill engine had in its prefix cache.
-    cached_tokens: Count = 0
+    rank: Natural
+    #: First of the attempt's blocks that were written, and how many. In the commit: 0, and all.
+    first: Natural = 0
+    num_blocks: Natural
     #: How many ranks write into this decode rank. Its KV is complete when all have committed.
-    writers: Annotated[int, msgspec.Meta(gt=0)] = 1
+    writers: Positive = 1
     #: The bytes of each block that this rank writes.
     parts: list[Part] = []
-    #: The grant under which it wrote. A commit under another grant than the attempt's is dropped.
-    grant: GrantId = 0
+    #: Whether it is the rank's last write, the commit.
+    last: bool = False
+    #: In a commit: prompt tokens that the prefill engine had in its prefix cache.
+    cached_tokens: Count = 0
 
 
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's answer to `describe`."""
-
-    metadata: EngineMetadata
-    #: Blocks of its KV pool. Prefix-cached blocks that no request uses count as free.
-    free_blocks: int
-    total_blocks: int
-    #: Requests that wait for remote KV, and the tokens that prefill workers compute for them.
-    waiting: int = 0
-    waiting_tokens: int = 0
-    #: Withdrawn attempts whose blocks are not reused because a writer may still write.
-    quarantined: int = 0
-    #: Jobs on the prefill queue as this engine last saw it, and their tokens; None if that was too
-    #: long ago.
-    queue_jobs: int | None = None
-    queue_tokens: int | None = None
-    #: Seconds since its scheduler began its last step.
-    last_step_age_s: float | None = None
-    #: Prefill workers that are registered but unresponsive or unhealthy.
-    unresponsive_writers: int = 0
-    #: Prefill workers that respond, but whose link to this engine has failed.
-    unusable_writers: int = 0
-    #: Leases of the prefill workers that may still write into its blocks: they hold the claim of an
-    #: attempt that is not over.
-    writers: list[LeaseId] = []
-
-
-decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)
 decode_job: Decoder[RemotePrefillRequest] = SealedDecoder(RemotePrefillRequest)
 decode_claim: Decoder[Claim] = SealedDecoder(Claim)
-decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
-decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
+decode_claim_reply: Decoder[Held | Refused] = Decoder(Held | Refused)
+decode_done: Decoder[Done] = SealedDecoder(Done)
 decode_first_token: Decoder[FirstToken] = SealedDecoder(FirstToken)
-decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
-decode_stay_reply: Decoder[StayAccepted | StayRefused] = Decoder(StayAccepted | StayRefused)
-decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
-decode_leave: Decoder[Leave] = SealedDecoder(Leave)
-decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)
+decode_written: Decoder[Written] = SealedDecoder(Written)
