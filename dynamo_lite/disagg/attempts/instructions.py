@@ -12,9 +12,8 @@ class Outcome(enum.Enum):
     REFUSED = "refused"  # the queue did not take it
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
-    WRITER_ABANDONED = "writer_abandoned"  # it returned the job without writing
-    WRITER_UNUSABLE = "writer_unusable"  # it gave the job back: its link has failed
-    WRITER_LOST = "writer_lost"  # its keys are gone, or its engine has died
+    WRITER_ABANDONED = "writer_abandoned"  # it gave the job back without writing
+    WRITER_LOST = "writer_lost"  # its claim ran out, its keys are gone, or its engine has died
     WRITER_SILENT = "writer_silent"  # no heartbeats, or unhealthy
     CANCELLED = "cancelled"
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
@@ -31,40 +30,15 @@ class DeleteJob:
 
 
 @dataclass(frozen=True)
-class CancelWriter:
-    """Send the writer a cancel, which it answers with `WriterDone`. Repeated, since messages get
-    lost."""
-
-    writer_lease_id: int
-    attempt: str
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Take own references on the blocks before the engine frees them."""
-
-    attempt: str
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Release:
-    """Give those references back: no write can arrive any more."""
+    """Give the attempt's blocks back: no write can arrive in them any more."""
 
-    attempt: str
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Stop waiting for the KV of this request: let the engine continue without it."""
-
-    request_id: str
     attempt: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The request's remote prefill is over; for logs and counters."""
+    """The request stops waiting for the attempt's KV."""
 
     request_id: str
     attempt: str
@@ -74,7 +48,4 @@ class Ended:
     detail: str = ""
 
 
-Instruction = DeleteJob | CancelWriter | Hold | Release | GiveUp | Ended
-
-#: Instructions for the engine's step; the others are for the network.
-FOR_ENGINE = (Hold, Release, GiveUp, Ended)
+Instruction = DeleteJob | Release | Ended

@@ -1,131 +1,154 @@
 """The decode side's record of remote prefills: a pure state machine.
 
 There is one entry per attempt, from the allocation of its blocks until no process can write into
-them, or read the blocks of its prefix, any more. Its states are drawn in `attempt.py`, and in
-`writer_deadlines.py` what happens when its writer leaves.
+them, or read the blocks of its prefix, any more.
+
+    QUEUED ──claim──► HELD ──received──► WRITTEN ──done, or its claim has run out──► (gone)
+      │                 │
+      │ withdraw        │ withdraw
+      ▼                 ▼
+    (gone)          EXPIRING ──done, or the end of its claim and of its writes──► (gone)
+
+A claim is a lease that its writer renews. Each answer promises the writer the blocks for another
+`claim_s`. Nothing else lets it write, and nothing else lets it go on.
 
 An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
-received when its deadline or request ends, if its writer gave up, left, or is unresponsive while
-it holds the claim, and before a claim if this engine drains or no writer claims it in time. An
-unresponsive writer may be alive: the blocks stay quarantined. Claims of leases that are gone are
-refused.
+received when its deadline or request ends, if its writer gave up or did not renew its claim, and
+before a claim if this engine drains or no writer claims it in time. That a writer has left, is
+silent, or that its engine has died, are hints: they withdraw an attempt earlier, and never free its
+blocks. A renewal of a withdrawn attempt is refused, which tells its writer to stop.
 
-Methods are named after events, and return what must be done as instructions. The caller owns I/O,
-clock and locking. Safety rests on two rules: a claim is granted only while the attempt is wanted,
-and a withdrawn attempt with a writer that may still write keeps its blocks until that writer is
-done or dead.
+Methods are named after events, and return what must be done as instructions. The caller owns I/O
+and clock. Times are monotonic seconds. Safety rests on two rules: a claim is granted only while the
+attempt is wanted, and a withdrawn attempt keeps its blocks until its writer is done, or its last
+claim has run out and a write that was started under it has landed.
 """
 
+import enum
 import math
 from dataclasses import dataclass, field
 
-from dynamo_lite.disagg.attempts.attempt import Attempt, AttemptState, Refusal, Terms
 from dynamo_lite.disagg.attempts.instructions import (
-    CancelWriter,
     DeleteJob,
     Ended,
-    GiveUp,
-    Hold,
     Instruction,
     Outcome,
     Release,
 )
-from dynamo_lite.disagg.attempts.writer_deadlines import WriterDeadlines
+from dynamo_lite.protocol.queue import Lane
 
-#: Most leases that are remembered as gone; their claims can only be seconds late.
-_MAX_GONE = 1024
+#: How long a claim holds after each answer, in seconds. A writer renews it three times as often.
+CLAIM_S = 3.0
+#: How long a writer whose keys are gone has to renew its claims: then it is leaving, not dead.
+LEAVING_S = 0.5
+#: How long a job may be unclaimed after a later one of its lane was claimed: the worker that it was
+#: delivered to is lost, since each lane delivers in order, and each job once.
+PASSED_S = 1.0
 
-_UNKNOWN = Refusal("unknown or ended attempt")
+
+class AttemptState(enum.Enum):
+    QUEUED = "queued"
+    HELD = "held"
+    EXPIRING = "expiring"
+    WRITTEN = "written"
+
+
+@dataclass
+class Attempt:
+    request_id: str
+    id: str
+    #: Until when the request waits.
+    deadline: float
+    #: When it was allocated, and how long it may wait while nothing is claimed.
+    queued_at: float
+    max_queue_wait_s: float
+    state: AttemptState = AttemptState.QUEUED
+    #: Of the job in the queue; None until the queue has confirmed it.
+    sequence: int | None = None
+    lane: Lane | None = None
+    #: When a later job of its lane was claimed.
+    passed_at: float = math.inf
+    #: Id of its claim, and the lease id of its writer.
+    claim: int = 0
+    writer: int = 0
+    #: The end of its claim: until then its writer may start writes.
+    held_until: float = -math.inf
+    #: When the request stops waiting for its writer: at the end of the claim, or earlier.
+    wanted_until: float = math.inf
+    #: Whether the writer has reported that all is written. The ranks report it soon.
+    done: bool = False
 
 
 @dataclass
 class Ledger:
     """All remote prefills of one decode engine."""
 
-    #: The lease's time-to-live: how long a writer's fence may stay open after its keys vanished,
-    #: how long a write may take to land after its start, and how long a cancelled writer may be
-    #: silent before the cancel is repeated.
-    writer_grace_s: float
-    #: How long a writer whose keys vanished has to promise that it stays.
-    leaving_s: float = 1.0
+    #: How long a write may take to land after its start, at most: the lease's time-to-live, see
+    #: `serve/child_environment.py`.
+    landing_s: float
+    claim_s: float = CLAIM_S
     _attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    _by_request: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     #: When a claim was last granted.
     _claimed_at: float = -math.inf
-    _gone: dict[int, None] = field(default_factory=dict[int, None])
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{e.id}:{e.state.value}" for e in self._attempts.values())
+        rows = ", ".join(f"{each.id}:{each.state.value}" for each in self._attempts.values())
         return f"<Ledger {rows or 'empty'}>"
 
     @property
     def waiting(self) -> int:
         """Requests that wait for remote KV."""
-        return len(self._by_request)
+        return sum(_waits(each) for each in self._attempts.values())
 
     @property
     def quarantined(self) -> int:
         """Withdrawn attempts whose blocks are not reused yet."""
-        return len(self._attempts) - len(self._by_request)
+        return sum(each.state is AttemptState.EXPIRING for each in self._attempts.values())
 
     @property
     def writers(self) -> frozenset[int]:
-        """Leases of the writers of claimed and quarantined attempts."""
-        # The list is made in one step, so another thread may enter attempts meanwhile.
-        writers = [entry.writer for entry in list(self._attempts.values())]
-        return frozenset(writer for writer in writers if writer is not None)
+        """Leases of the writers that may still write."""
+        alive = (AttemptState.HELD, AttemptState.EXPIRING)
+        return frozenset(each.writer for each in self._attempts.values() if each.state in alive)
 
     def state(self, attempt: str) -> AttemptState | None:
         entry = self._attempts.get(attempt)
         return entry.state if entry else None
 
-    def writer(self, attempt: str) -> int | None:
-        """The lease id of the writer that holds the claim."""
-        entry = self._attempts.get(attempt)
-        return entry.writer if entry else None
-
     def request(self, attempt: str) -> str | None:
         entry = self._attempts.get(attempt)
         return entry.request_id if entry else None
+
+    def claim_of(self, attempt: str) -> int:
+        """Id of the claim that holds the attempt; 0: none does."""
+        entry = self._attempts.get(attempt)
+        return entry.claim if entry else 0
 
     def allocated(
         self,
         request_id: str,
         attempt: str,
-        block_ids: tuple[int, ...],
         deadline: float,
         *,
         queued_at: float = 0.0,
         max_queue_wait_s: float = math.inf,
-    ) -> None:
-        """The engine reserved `block_ids` for a remote prefill that is being queued.
+    ) -> list[Instruction]:
+        """The engine reserved blocks for a remote prefill that is being queued.
 
-        block_ids: all blocks that the writer may touch: those to be written, and the prefix before
-        them, which it may read. max_queue_wait_s: if neither it nor another attempt was claimed
-        for so long, it is taken back.
+        max_queue_wait_s: if neither it nor another attempt was claimed for so long, it is taken
+        back.
         """
-        deadlines = WriterDeadlines(self.writer_grace_s, self.leaving_s)
-        entry = Attempt(
-            request_id, attempt, block_ids, deadline, deadlines, queued_at, max_queue_wait_s
+        self._attempts[attempt] = Attempt(
+            request_id, attempt, deadline, queued_at, max_queue_wait_s
         )
-        self._attempts[attempt] = entry
-        self._by_request[request_id] = entry
+        return []
 
-    def offered(self, attempt: str, blocks: bytes) -> None:
-        """The attempt's job is about to be published. blocks: digest of those that it names."""
-        if (entry := self._attempts.get(attempt)) is not None:
-            entry.offered = blocks
-
-    def granted(self, attempt: str, now: float) -> Terms:
-        """What the writer of an attempt, which must be claimed, was granted."""
-        return self._attempts[attempt].terms(now)
-
-    def published(self, attempt: str, sequence: int) -> list[Instruction]:
+    def published(self, attempt: str, sequence: int, lane: Lane) -> list[Instruction]:
         entry = self._attempts.get(attempt)
         if entry is None:
             return [DeleteJob(sequence)]
-        entry.sequence = sequence
-        return [DeleteJob(sequence)] if entry.state is AttemptState.QUARANTINED else []
+        entry.sequence, entry.lane = sequence, lane
+        return [DeleteJob(sequence)] if entry.state is AttemptState.EXPIRING else []
 
     def not_published(self, attempt: str) -> list[Instruction]:
         """The queue refused, or did not answer. A later claim shows that the queue has the job
@@ -135,171 +158,156 @@ class Ledger:
             return []
         return self._withdraw(entry, Outcome.REFUSED)
 
-    def claim(
-        self, attempt: str, writer_lease_id: int, now: float, number: int = 0, grant: int = 0
-    ) -> Refusal | None:
-        """A writer claims the attempt. Returns None when granted, else why not.
-
-        It may claim again, since the answer may have been lost. number: see `Claim`. grant: id of
-        the grant, unless this claim was granted before; writes under earlier ones do not count.
-        """
+    def claim(self, attempt: str, claim: int, writer: int, now: float) -> str | None:
+        """A writer claims the attempt, or renews its claim. Returns why it is refused; None if the
+        claim holds for `claim_s` from now on."""
         entry = self._attempts.get(attempt)
         if entry is None:
-            return _UNKNOWN
-        gone = writer_lease_id in self._gone
-        refusal = entry.claim(writer_lease_id, now, number, grant, gone=gone)
-        if refusal is None:
-            self._claimed_at = now
-        return refusal
+            return "unknown or ended attempt"
+        if entry.state is AttemptState.EXPIRING:
+            return "withdrawn"
+        if entry.done or entry.state is AttemptState.WRITTEN:
+            return "written already"
+        if now >= entry.deadline:
+            return "past its deadline"
+        if entry.state is AttemptState.QUEUED:
+            self._first_claim(entry, claim, writer, now)
+        elif entry.claim != claim:
+            return "claimed by another writer"
+        entry.held_until = entry.wanted_until = now + self.claim_s
+        return None
 
-    def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
-        """All writers of the request's current attempt have finished.
-
-        intact: whether their commits fit the blocks. In either case no write follows.
-        """
-        entry = self._by_request.pop(request_id, None)
-        if entry is None:
+    def received(self, attempt: str) -> list[Instruction]:
+        """All ranks have reported the writers' commits: no write follows."""
+        entry = self._attempts.get(attempt)
+        if entry is None or entry.state is not AttemptState.HELD:
             return []
-        del self._attempts[entry.id]
-        outcome = Outcome.COMMITTED if intact else Outcome.CORRUPT
-        return [Ended(request_id, entry.id, outcome)]
+        if entry.done:
+            del self._attempts[attempt]
+        else:
+            entry.state = AttemptState.WRITTEN
+        return [Release(attempt)]
 
-    def request_finished(self, request_id: str) -> list[Instruction]:
+    def finished(self, attempt: str) -> list[Instruction]:
         """The request ended (cancelled) before its KV arrived."""
-        entry = self._by_request.get(request_id)
-        return self._withdraw(entry, Outcome.CANCELLED) if entry else []
+        entry = self._attempts.get(attempt)
+        if entry is None or not _waits(entry):
+            return []
+        return self._withdraw(entry, Outcome.CANCELLED)
 
     def writer_done(
-        self,
-        attempt: str,
-        writer_lease_id: int,
-        *,
-        written: bool,
-        number: int = 0,
-        outcome: Outcome = Outcome.WRITER_FAILED,
-        detail: str = "",
+        self, attempt: str, claim: int, outcome: Outcome | None, detail: str = ""
     ) -> list[Instruction]:
-        """The writer will not touch the blocks again under its claims up to `number`.
+        """The writer will not touch the blocks again.
 
-        The attempt's claim may never have arrived: then the job is over. Ignored if another writer
-        holds the attempt, or this one by a later claim. outcome: of the remote prefill if it is not
-        written. detail: why not, as the writer reported it.
-        """
-        entry = self._attempts.get(attempt)
-        if entry is None or not entry.ended_by(writer_lease_id, number, written=written):
-            return []
-        if entry.state is AttemptState.QUARANTINED:
-            del self._attempts[attempt]
-            return [Release(attempt)]
-        entry.writer_done = True
-        return [] if written else self._withdraw(entry, outcome, detail)
-
-    def writer_died(self, attempt: str, writer_lease_id: int, now: float) -> list[Instruction]:
-        """The writer's engine is dead. Other processes of it may end later."""
-        entry = self._attempts.get(attempt)
-        if entry is not None and entry.writer is None:
-            return self.writer_done(attempt, writer_lease_id, written=False)
-        if entry is not None and entry.unfinished_by(writer_lease_id):
-            entry.writer_deadlines.engine_died(now)
-        return []
-
-    def writer_gone(self, writer_lease_id: int, now: float) -> bool:
-        """The writer's keys are gone: it was revoked, or it is dead. `tick` handles the rest.
-
-        Returns whether it has attempts to finish.
-        """
-        self._gone[writer_lease_id] = None
-        if len(self._gone) > _MAX_GONE:
-            del self._gone[next(iter(self._gone))]
-        unfinished = self._unfinished(writer_lease_id)
-        for entry in unfinished:
-            entry.writer_deadlines.keys_gone(now)
-        return bool(unfinished)
-
-    def writer_ended(self, writer_lease_id: int, now: float) -> None:
-        """The writer's keys and its process are gone: it does not finish what it promised.
-
-        Its engine's process may still write until the fence closes. A worker that NATS has lost
-        looks the same.
-        """
-        for entry in self._unfinished(writer_lease_id):
-            entry.writer_deadlines.ended(now)
-
-    def _unfinished(self, writer_lease_id: int) -> list[Attempt]:
-        """Without those whose writes were all delivered: the engine will notice these soon."""
-        return [one for one in self._attempts.values() if one.unfinished_by(writer_lease_id)]
-
-    def writer_back(self, writer_lease_id: int) -> None:
-        """The writer's keys are back, under the same lease: it never left."""
-        self._gone.pop(writer_lease_id, None)
-        for entry in self._attempts.values():
-            if entry.writer == writer_lease_id:
-                entry.writer_deadlines.keys_back()
-
-    def writer_silent(self, writer_lease_id: int) -> list[Instruction]:
-        """The writer is unresponsive or unhealthy: its requests stop waiting.
-
-        Its lease is alive, so it may still write, and claim again.
-        """
-        out: list[Instruction] = []
-        for entry in list(self._by_request.values()):
-            if entry.unfinished_by(writer_lease_id):
-                out += self._withdraw(entry, Outcome.WRITER_SILENT)
-        return out
-
-    def writer_stays(
-        self, attempt: str, writer_lease_id: int, for_s: float, now: float, number: int = 0
-    ) -> Refusal | None:
-        """A draining writer promises to finish the attempt, or to start no write after `for_s`.
-
-        A write that it started just before may land later, as after the end of a lease. Returns
-        None if the blocks are held for this claim of this writer, else why not. A promise that
-        arrives before the writer's keys vanish counts from then on.
+        The attempt's claim may never have arrived: then the job is over. Ignored if it is about
+        another claim than the attempt's. outcome: why it is not written; None: it is. detail: as
+        the writer reported it.
         """
         entry = self._attempts.get(attempt)
         if entry is None:
-            return _UNKNOWN
-        return entry.promised(writer_lease_id, for_s, now, number)
+            return []
+        if entry.state is AttemptState.QUEUED:
+            return self._withdraw(entry, outcome, detail) if outcome is not None else []
+        if entry.claim != claim:
+            return []
+        if entry.state is not AttemptState.HELD:
+            del self._attempts[attempt]
+            return [Release(attempt)] if entry.state is AttemptState.EXPIRING else []
+        entry.done = True
+        return [] if outcome is None else self._withdraw(entry, outcome, detail)
+
+    def writer_died(self, attempt: str, claim: int) -> list[Instruction]:
+        """The engine of the writer is dead. Writes that it had started may still land."""
+        entry = self._attempts.get(attempt)
+        if entry is None or entry.claim != claim or entry.state is not AttemptState.HELD:
+            return []
+        return self._withdraw(entry, Outcome.WRITER_LOST)
+
+    def writer_left(self, writer: int, now: float) -> list[Instruction]:
+        """The writer's keys are gone: it is dead, or it leaves and renews its claims at once."""
+        for entry in self._of(writer):
+            entry.wanted_until = min(entry.wanted_until, now + LEAVING_S)
+        return []
+
+    def writer_silent(self, writer: int) -> list[Instruction]:
+        """The writer is unresponsive or unhealthy."""
+        out: list[Instruction] = []
+        for entry in self._of(writer):
+            out += self._withdraw(entry, Outcome.WRITER_SILENT)
+        return out
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
         """Queued attempts will not be claimed: no writer, no queue, or this engine drains."""
         out: list[Instruction] = []
-        for entry in [e for e in self._by_request.values() if e.state is AttemptState.QUEUED]:
+        for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUEUED]:
             out += self._withdraw(entry, outcome)
         return out
 
     def tick(self, now: float) -> list[Instruction]:
-        """Handles deadlines that have passed, and cancels that were not answered."""
+        """Handles the times that have passed."""
         out: list[Instruction] = []
-        for entry in list(self._by_request.values()):
-            if now >= entry.deadline:
+        for entry in [each for each in self._attempts.values() if now >= self._due(each)]:
+            if not _waits(entry):
+                del self._attempts[entry.id]
+                if entry.state is AttemptState.EXPIRING:
+                    out.append(Release(entry.id))
+                elif entry.sequence is not None:  # its writer was lost before it acknowledged
+                    out.append(DeleteJob(entry.sequence))
+            elif now >= entry.deadline:
                 out += self._withdraw(entry, Outcome.DEADLINE)
-            elif entry.unclaimed_for_too_long(now, self._claimed_at):
-                # A claim that comes later is refused, so no writer touches its blocks.
+            elif entry.state is AttemptState.HELD or now >= entry.passed_at + PASSED_S:
+                out += self._withdraw(entry, Outcome.WRITER_LOST)
+            else:
                 waited = f"no claim for {now - entry.queued_at:.2f} s"
                 out += self._withdraw(entry, Outcome.TAKEN_BACK, waited)
-            elif entry.writer_deadlines.lost(now) and not entry.writer_done:
-                out += self._withdraw(entry, Outcome.WRITER_LOST)
-        for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUARANTINED]:
-            if entry.writer_deadlines.dead(now):
-                del self._attempts[entry.id]
-                out.append(Release(entry.id))
-            elif entry.writer_deadlines.cancels_again(now):
-                assert entry.writer is not None
-                out.append(CancelWriter(entry.writer, entry.id))
         return out
 
+    @property
+    def next_due(self) -> float:
+        """When `tick` has something to do next; infinite if nothing waits."""
+        return min((self._due(each) for each in self._attempts.values()), default=math.inf)
+
+    def _due(self, entry: Attempt) -> float:
+        if not _waits(entry):
+            return entry.held_until + self.landing_s
+        if entry.state is AttemptState.HELD:
+            return entry.deadline if entry.done else min(entry.deadline, entry.wanted_until)
+        # While others are claimed, the queue moves.
+        unclaimed = max(entry.queued_at, self._claimed_at) + entry.max_queue_wait_s
+        return min(entry.deadline, unclaimed, entry.passed_at + PASSED_S)
+
+    def _first_claim(self, entry: Attempt, claim: int, writer: int, now: float) -> None:
+        entry.state, entry.claim, entry.writer = AttemptState.HELD, claim, writer
+        self._claimed_at = now
+        for other in self._attempts.values():
+            if other.state is AttemptState.QUEUED and _is_before(other, entry):
+                other.passed_at = min(other.passed_at, now)
+
+    def _of(self, writer: int) -> list[Attempt]:
+        """The attempts that wait for this writer."""
+        held = [e for e in self._attempts.values() if e.state is AttemptState.HELD and not e.done]
+        return [entry for entry in held if entry.writer == writer]
+
     def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
-        del self._by_request[entry.request_id]
-        out: list[Instruction] = []
-        if entry.withdraw():
-            assert entry.writer is not None
-            out.append(Hold(entry.id, entry.block_ids))
-            out.append(CancelWriter(entry.writer, entry.id))
-        else:
-            del self._attempts[entry.id]
+        out: list[Instruction] = [Ended(entry.request_id, entry.id, outcome, detail)]
         if entry.sequence is not None:
             out.append(DeleteJob(entry.sequence))
-        out.append(GiveUp(entry.request_id, entry.id))
-        out.append(Ended(entry.request_id, entry.id, outcome, detail))
+        if entry.state is AttemptState.HELD and not entry.done:
+            entry.state = AttemptState.EXPIRING
+        else:
+            del self._attempts[entry.id]
+            out.append(Release(entry.id))
         return out
+
+
+def _waits(entry: Attempt) -> bool:
+    """Whether the request waits for it."""
+    return entry.state in (AttemptState.QUEUED, AttemptState.HELD)
+
+
+def _is_before(one: Attempt, other: Attempt) -> bool:
+    """Whether the queue delivers the job of `one` before that of `other`."""
+    if one.sequence is None or other.sequence is None or one.lane is not other.lane:
+        return False
+    return one.sequence < other.sequence

@@ -8,28 +8,28 @@ up to the first gap, over all writers.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynamo_lite.protocol.prefill import Committed, Landed
+from dynamo_lite.protocol.prefill import Written
 from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.transfer.sharding import hole
 
-#: For how many grants of an attempt, besides its own, notifications are kept.
-_MAX_OTHER_GRANTS = 4
+#: For how many other claims of an attempt than its own notifications are kept.
+_MAX_OTHER_CLAIMS = 4
 
 
 @dataclass
 class PartialCommits:
-    """The notifications of one attempt and grant. A duplicate counts once."""
+    """The notifications of one attempt and claim. A duplicate counts once."""
 
     #: By writing rank.
-    commits: dict[int, Committed] = field(default_factory=dict)
+    commits: dict[int, Written] = field(default_factory=dict)
     #: By writing rank and first block.
-    landed: dict[int, dict[int, Landed]] = field(default_factory=dict)
+    landed: dict[int, dict[int, Written]] = field(default_factory=dict)
     #: Number of notifications, including duplicates.
     notices: int = 0
 
-    def add(self, notice: Committed | Landed) -> None:
+    def add(self, notice: Written) -> None:
         self.notices += 1
-        if isinstance(notice, Committed):
+        if notice.last:
             self.commits.setdefault(notice.rank, notice)
         else:
             self.landed.setdefault(notice.rank, {})[notice.first] = notice
@@ -40,53 +40,46 @@ class PartialCommits:
         return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
 
 
-class GrantedCommits:
-    """The notifications of one attempt, by the grant of their write.
+class ClaimedCommits:
+    """The notifications of one attempt, by the claim of their writer.
 
-    Only notifications of the attempt's grant count. Others are kept as well, because a
-    notification may arrive before the step that names its grant.
+    Only those of the attempt's claim count. Others are kept as well, because a notification may
+    arrive before the step that names the claim.
     """
 
     def __init__(self) -> None:
-        #: The attempt's last grant; None until it is known. Written by `granted`.
-        self.grant: int | None = None
-        self._by_grant: dict[int, PartialCommits] = {}
-        #: How many notifications were dropped because they were not written under the grant.
+        #: Of the attempt; 0 until it is known. Written by `claimed`.
+        self.claim = 0
+        self._by_claim: dict[int, PartialCommits] = {}
+        #: How many notifications were dropped because they were written under another claim.
         self.dropped = 0
 
     @property
     def counting(self) -> PartialCommits:
-        """What was written under the attempt's grant."""
-        if self.grant is None:
-            return PartialCommits()
-        return self._by_grant.get(self.grant) or PartialCommits()
+        """What was written under the attempt's claim."""
+        return self._by_claim.get(self.claim) or PartialCommits()
 
-    def add(self, notice: Committed | Landed) -> None:
-        self._by_grant.setdefault(notice.grant, PartialCommits()).add(notice)
-        others = [other for other in self._by_grant if other != self.grant]
-        if len(others) > _MAX_OTHER_GRANTS:
+    def add(self, notice: Written) -> None:
+        self._by_claim.setdefault(notice.claim, PartialCommits()).add(notice)
+        others = [other for other in self._by_claim if other != self.claim]
+        if len(others) > _MAX_OTHER_CLAIMS:
             self._drop(others[0])
 
-    def granted(self, grant: int) -> None:
-        """The attempt has this grant. Notifications of an earlier, different grant do not
-        count."""
-        if self.grant is not None and self.grant != grant:
-            self._drop(self.grant)
-        self.grant = grant
+    def claimed(self, claim: int) -> None:
+        self.claim = claim
 
     def close(self) -> None:
-        """The attempt has ended: drops the notifications of all other grants."""
-        for other in [other for other in self._by_grant if other != self.grant]:
+        """The attempt has ended: drops the notifications of all other claims."""
+        for other in [other for other in self._by_claim if other != self.claim]:
             self._drop(other)
 
-    def _drop(self, grant: int) -> None:
-        if (commits := self._by_grant.pop(grant, None)) is not None:
-            self.dropped += commits.notices
+    def _drop(self, claim: int) -> None:
+        self.dropped += self._by_claim.pop(claim).notices
 
 
 def whole_blocks(notices: PartialCommits, num_blocks: int, regions: Sequence[KvRegion]) -> int:
     """How many of the attempt's blocks, from the first one on, are known to hold their KV."""
-    firsts: dict[int, Committed | Landed | None] = {
+    firsts: dict[int, Written | None] = {
         rank: landed.get(0) for rank, landed in notices.landed.items()
     }
     firsts |= notices.commits

@@ -1,33 +1,57 @@
-"""What a decode engine does with a prompt, from the engine's first look at it until its end."""
+"""What a decode engine does with a prompt: `decide` at its look at the prompt, `start` when the
+prompt's blocks are reserved. Both write the prompt's record, which `RemotePrefills` keeps."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from dynamo_lite.disagg.decode.decider import Decider
-from dynamo_lite.disagg.decode.job_maker import JobMaker
-from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
+from msgspec import structs
+
+from dynamo_lite.disagg.decision.rule import decide
+from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.disagg.decode.queue_watch import QueueWatch
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
-from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
-
+from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.transfer_params import first_token_sampling, time_left_s
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
+from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
+from dynamo_lite.protocol.trace import traced
+from dynamo_lite.runtime.clock import Clock
 
 class Prompts:
-    """Runs on the engine's thread. now: monotonic."""
+    """Runs on the engine's thread. block_size: in tokens. new_attempt: returns a new id.
+    overlapping_steps: how many steps may be in flight, including the one being scheduled. leaving:
+    whether the component has announced that it shuts down."""
 
     def __init__(
         self,
+        engine_id: str,
+        block_size: int,
+        pool: BlockPool,
         prefills: RemotePrefills,
         flights: SingleFlight,
-        decider: Decider,
-        jobs: JobMaker,
         resumes: Resumes,
-        now: Callable[[], float],
+        live: LiveThresholds,
+        queue_watch: QueueWatch,
+        *,
+        leaving: Callable[[], bool],
+        clock: Clock,
+        new_attempt: Callable[[], str],
+        overlapping_steps: int,
     ):
-        self._prefills, self._flights, self._decider = prefills, flights, decider
-        self._jobs, self._resumes, self._now = jobs, resumes, now
+        self._engine_id, self._block_size, self._pool = engine_id, block_size, pool
+        self._prefills, self._flights, self._resumes = prefills, flights, resumes
+        self._live, self._queue_watch, self._leaving = live, queue_watch, leaving
+        self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
+        #: The jobs of the step that is being scheduled.
+        self._jobs: list[RemotePrefillRequest] = []
+        #: The blocks that each step in flight fills.
+        self._filling: deque[frozenset[int]] = deque(maxlen=overlapping_steps)
 
-    def looked_up(
+    def decide(
         self, request: Prompt, cached: int, transferable: bool
     ) -> tuple[int | None, bool]:
         """See `DecodeScheduler.num_new_matched_tokens`."""
@@ -37,7 +61,7 @@ class Prompts:
             return 0, False
         if prefill is not None and self._flights.waits(prefill, cached):
             return None, False
-        decided = self._decider.decide(request, cached, transferable, prefill)
+        decided = self._decided(request, cached, transferable, prefill)
         prefill = self._prefills.proposed(request, decided)
         if self._flights.joins(request, prefill):
             return None, False
@@ -45,17 +69,28 @@ class Prompts:
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
-    def allocated(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
+    def start(self, request: Prompt, block_ids: Sequence[int], external: int) -> LedgerEvent | None:
         """The engine has reserved the prompt's blocks, for the KV of `external` tokens that a
-        prefill worker will compute."""
+        prefill worker will compute. Returns what the ledger is to be told.
+
+        The job is one of those of the step.
+        """
         prefill = self._prefills.allocated(request)
-        if prefill is not None and external:
-            self._jobs.begin(prefill, request, block_ids, external)
+        if prefill is None or not external:
+            return None
+        job, until = self._begin(prefill, request, block_ids, external)
+        self._jobs.append(job)
+        queued_at, wait_s = prefill.asked_at, prefill.decided.options.max_queue_wait_s
+        return lambda ledger: ledger.allocated(
+            request.request_id, job.attempt, until, queued_at=queued_at, max_queue_wait_s=wait_s
+        )
 
     def step(self, filling: Iterable[int]) -> list[RemotePrefillRequest]:
         """The engine schedules no further prompt in this step. Returns the step's jobs.
         filling: blocks that it completes."""
-        return self._jobs.take(filling)
+        self._filling.append(frozenset(filling))
+        jobs, self._jobs = self._jobs, []
+        return [self._vouched(job) for job in jobs]
 
     def lost(self, prefill: RemotePrefill) -> None:
         """The prompt's KV will not come, and its remote prefill has ended."""
@@ -66,3 +101,110 @@ class Prompts:
         """The request has ended."""
         if (prefill := self._prefills.finished(request_id)) is not None:
             self._flights.finished(prefill)
+
+    def _decided(
+        self, request: Prompt, cached: int, transferable: bool, known: RemotePrefill | None
+    ) -> Decided:
+        """known: the prompt's record so far. If the prompt has had a remote prefill before, the
+        time limit of that one applies. The request's own deadline always applies."""
+        at, options = self._now(), self._live.now
+        timeout_s = options.remote_prefill_timeout_s
+        if known is not None and known.until is not None:
+            timeout_s = known.until - at
+        inputs = DecisionInputs(
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=cached,
+            queue=self._queue(at),
+            time_left_s=min(timeout_s, time_left_s(request, at)),
+            transferable=transferable and request.prompt_token_ids is not None,
+            leaving=self._leaving(),
+            prefix_awaited=known is not None and known.wait is not None and known.wait.served,
+        )
+        return Decided(decide(inputs, options), at, inputs, options)
+
+    def _queue(self, now: float) -> QueueSeen | None:
+        """The last reading plus what this engine has asked for since; no less than what it waits
+        for."""
+        view = self._queue_watch.view
+        if view is None:
+            return None
+        jobs, tokens = self._prefills.asked_since(view.read_at)
+        return QueueSeen(
+            jobs=max(view.jobs + jobs, self._prefills.jobs),
+            tokens=max(view.tokens + tokens, self._prefills.tokens),
+            prefill_workers=view.prefill_workers,
+            age_s=max(now - view.read_at, 0.0),
+            prefill_workers_alive=view.prefill_workers_alive,
+        )
+
+    def _begin(
+        self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
+    ) -> tuple[RemotePrefillRequest, float]:
+        """Begins an attempt that brings the KV of `external` tokens. Returns its job, and until
+        when the request waits, in monotonic seconds. block_ids: the prompt's blocks."""
+        size, wanted = self._block_size, request.num_prompt_tokens - 1
+        first = self._first_awaited(block_ids, (wanted - external) // size)
+        end = -(-wanted // size)
+        now, options = self._now(), prefill.decided.options
+        attempt = self._new_attempt()
+        until = self._prefills.asked(
+            prefill,
+            request,
+            attempt,
+            now,
+            timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
+            max_tries=options.max_remote_prefills,
+            first_block=first,
+            awaited_tokens=external,
+            job_tokens=wanted - first * size,
+            hashes=self._flights.hashes(request),
+            above=traced(request.trace_headers),
+        )
+        # The writer may read the prefix while it writes the rest. Until nobody can touch them, the
+        # blocks stay reserved, whatever becomes of the request.
+        blocks = [self._pool.blocks[block] for block in block_ids[:end]]
+        self._pool.touch(blocks)
+        self._prefills.hold(attempt, blocks)
+        job = RemotePrefillRequest(
+            engine_id=self._engine_id,
+            request_id=request.request_id,
+            attempt=attempt,
+            prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
+            num_computed_tokens=first * size,
+            block_ids=list(block_ids[first:end]),
+            prefix_block_ids=list(block_ids[:first]),
+            deadline=self._clock.wall() + until - now,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            trace_headers=None if prefill.trace is None else prefill.trace.headers(),
+            first_token=_first_token(request, wanted - external),
+        )
+        return job, until
+
+    def _first_awaited(self, block_ids: Sequence[int], computed: int) -> int:
+        """The number of the first block that must be written, after `computed` cached ones.
+
+        If all layers attend to a sliding window only, null blocks stand for the tokens before the
+        window. Nothing is written there.
+        """
+        numbers = range(computed, len(block_ids))
+        return next(n for n in numbers if not self._pool.blocks[block_ids[n]].is_null)
+
+    def _vouched(self, job: RemotePrefillRequest) -> RemotePrefillRequest:
+        """Removes the prefix from the job unless every prefix block is complete and stays so.
+
+        The prefix cache contains blocks from the moment when their computation is scheduled, and a
+        prompt may hit them in the same step. A prefill worker may read them before that has ended.
+        """
+        for block in job.prefix_block_ids:
+            if self._pool.blocks[block].is_null or any(block in step for step in self._filling):
+                return structs.replace(job, prefix_block_ids=[])
+        return job
+
+
+def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
+    """cached: prompt tokens in the prefix cache."""
+    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
+    if sampling is None or not prompt:
+        return None
+    return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)

@@ -3,8 +3,8 @@
 It registers the KV pool and turns commit notifications into finished receives. It alone
 decides whether an attempt's data arrived or was given up, and reports exactly one of the
 two for each attempt. Several prefill ranks may write into it, each one its own heads and
-layers: the data is complete when all of them have committed, under the grant of the attempt's
-claim. Notifications that name another grant do not count.
+layers: the data is complete when all of them have committed, under the attempt's claim.
+Notifications that name another claim do not count.
 """
 
 import logging
@@ -12,10 +12,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from dynamo_lite.disagg.counters import LATE, MISMATCH, Counters
-from dynamo_lite.disagg.decode.partial_commits import GrantedCommits, whole_blocks
+from dynamo_lite.disagg.decode.partial_commits import ClaimedCommits, whole_blocks
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import decode_notice
+from dynamo_lite.protocol.prefill import decode_written
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.transfer.base import Mover
@@ -33,7 +33,7 @@ class _Awaited:
     request_id: str
     #: To be written, in order.
     blocks: tuple[int, ...]
-    notices: GrantedCommits
+    notices: ClaimedCommits
 
 
 class DecodeRank:
@@ -57,7 +57,7 @@ class DecodeRank:
         self._mover, self._own = mover, own
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
-        self._early: OrderedDict[str, GrantedCommits] = OrderedDict()
+        self._early: OrderedDict[str, ClaimedCommits] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._log_limit = LogLimit()
         self._received: set[str] = set()
@@ -68,11 +68,11 @@ class DecodeRank:
     def step(self, step: DecodeStep) -> None:
         """Applies the message of the scheduler half, and the notifications that have come."""
         for attempt, request_id in step.expect.items():
-            early = self._early.pop(attempt, None) or GrantedCommits()
+            early = self._early.pop(attempt, None) or ClaimedCommits()
             self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
-        for attempt, grant in step.grants.items():
+        for attempt, claim in step.claims.items():
             if (awaited := self._awaited.get(attempt)) is not None:
-                awaited.notices.granted(grant)
+                awaited.notices.claimed(claim)
         if step.poll or self._awaited:
             self.poll()
         for attempt, request_id in step.give_up:
@@ -109,7 +109,7 @@ class DecodeRank:
 
     def _add_notice(self, payload: bytes) -> None:
         try:
-            notice = decode_notice(payload)
+            notice = decode_written(payload)
         except ProtocolError as exc:
             self.stats.drop("notice")
             if self._log_limit.allow() is not None:
@@ -120,7 +120,7 @@ class DecodeRank:
         elif notice.attempt in self._ended:
             self.stats.add(LATE)
         else:
-            self._early.setdefault(notice.attempt, GrantedCommits()).add(notice)
+            self._early.setdefault(notice.attempt, ClaimedCommits()).add(notice)
             if len(self._early) > self._max_early:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)
@@ -129,11 +129,11 @@ class DecodeRank:
         """The attempt has ended for this rank."""
         awaited.notices.close()
         if dropped := awaited.notices.dropped:
-            self.stats.drop("ungranted", dropped)
+            self.stats.drop("unclaimed", dropped)
             if self._log_limit.allow() is not None:
                 logger.warning(
                     "request %s: attempt %s: dropped %d NIXL notifications of writes that were not"
-                    " made under its grant",
+                    " made under its claim",
                     awaited.request_id,
                     attempt,
                     dropped,

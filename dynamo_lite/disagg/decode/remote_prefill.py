@@ -42,7 +42,7 @@ class RemotePrefill:
 
     A prompt that is computed here has a record as well, without an attempt (`is_remote`). A prompt
     that is decided again after a lost remote prefill gets a second record, which takes over the
-    limits of the first. The ledger owns the attempt's state (queued, claimed, quarantined).
+    limits of the first. The ledger owns the attempt's state.
 
     `RemotePrefills` writes all fields on the engine's thread, except where a field says
     otherwise. Times are monotonic seconds; None: not reached.
@@ -75,8 +75,7 @@ class RemotePrefill:
     #: bridge's thread.
     computed_s: float | None = None
 
-    #: Number of remote prefills that were requested for the prompt, including this one. `Resumes`
-    #: subtracts one if the worker could not try at all.
+    #: Number of remote prefills that were requested for the prompt, including this one.
     tries: int = 0
     #: The limit of `tries`. Set with the prompt's first remote prefill.
     max_tries: int = 0
@@ -107,14 +106,13 @@ class RemotePrefill:
 
     #: When the job was handed to the bridge.
     asked_at: float = 0.0
-    #: When the broker confirmed the push. Written on the bridge's thread.
+    #: When the broker confirmed the push.
     published_at: float | None = None
-    #: When the claimant pulled the job. Written on the bridge's thread.
+    #: When the claimant pulled the job.
     pulled_at: float | None = None
-    #: When the claim was granted. Written on the bridge's thread.
+    #: When the claim was granted.
     claimed_at: float | None = None
-    #: The worker that has reported that it is done with the job; None: none has yet. Written on the
-    #: bridge's thread.
+    #: The worker that has reported that it is done with the job; None: none has yet.
     done_by: int | None = None
     #: When the remote prefill ended for its request.
     ended_at: float | None = None
@@ -132,7 +130,7 @@ class RemotePrefill:
     landed_blocks: int | None = None
     #: Whether another remote prefill may be requested after this one. Written by `Resumes`.
     may_retry: bool = False
-    #: Blocks on which the engine holds references because the writer may still write.
+    #: Blocks on which the engine has own references while a writer may touch them.
     held: Sequence[Block] = ()
 
     @property

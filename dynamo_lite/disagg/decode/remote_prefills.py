@@ -4,14 +4,14 @@ The scheduler half and the control session tell each event to `RemotePrefills` o
 `explain`, spans and stage histograms read the records.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from dynamo_lite.disagg.attempts.instructions import Ended, Outcome
-from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
+from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
 from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
+from dynamo_lite.disagg.decode.inbox import Claimed, DoneBy, Published
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
 from dynamo_lite.disagg.engine_api import Block, Prompt
@@ -19,7 +19,7 @@ from dynamo_lite.protocol.trace import TraceContext, traced
 
 
 class RemotePrefills:
-    """Methods run on the engine's thread unless they say otherwise.
+    """Methods run on the engine's thread.
 
     stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
     keeps the records for `explain`. now: monotonic. overlapping_steps: how many steps may be in
@@ -42,17 +42,16 @@ class RemotePrefills:
         self.by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
         #: Prompts that are computed here, by request.
         self.computing: dict[str, RemotePrefill] = {}
-        #: By attempt, from the request for a remote prefill until it has ended and no blocks are
-        #: held. Written under the lock.
+        #: By attempt, from the request for a remote prefill until it has ended and its blocks are
+        #: released.
         self._by_attempt: dict[str, RemotePrefill] = {}
         #: When the last remote prefill was requested.
         self.last_asked_at = 0.0
         #: When remote prefills were requested, since the last reading of the queue, and their
         #: tokens.
         self._asked: deque[tuple[float, int]] = deque()
-        #: Number and tokens of the remote prefills that have not ended. Any thread may read them.
+        #: Number and tokens of the remote prefills that have not ended. The bridge's thread may read them.
         self.jobs = self.tokens = 0
-        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         """Whether any prompt is left: waiting, computed here, or with blocks held back."""
@@ -133,8 +132,7 @@ class RemotePrefills:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self.last_asked_at = now
         self._asked.append((now, job_tokens))
-        with self._lock:
-            self._by_attempt[attempt] = prefill
+        self._by_attempt[attempt] = prefill
         self.jobs += 1
         self.tokens += job_tokens
         self._stats.add(ASKED, job_tokens)
@@ -171,7 +169,7 @@ class RemotePrefills:
             self._computes(prefill, prefill.here_at, cached)
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
-        """The attempt's blocks stay reserved after its end."""
+        """The attempt's blocks stay reserved until `release`."""
         self._by_attempt[attempt].held = blocks
 
     def release(self, attempt: str) -> Sequence[Block]:
@@ -181,21 +179,22 @@ class RemotePrefills:
         self._drop_if_over(prefill)
         return released
 
-    def ended(self, ended: Ended) -> None:
-        """The remote prefill is over for its request."""
-        with self._lock:
-            prefill = self._by_attempt.get(ended.attempt)
-            if prefill is None:
-                return
-            self.jobs -= 1
-            self.tokens -= prefill.job_tokens
-            now = self._now()
-            prefill.ended_at, prefill.detail = now, ended.detail
-            if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
-                prefill.received_at = now
-            prefill.outcome = ended.outcome
+    def ended(self, attempt: str, outcome: Outcome, detail: str = "") -> RemotePrefill | None:
+        """The remote prefill is over for its request. Returns its record; None if it has ended
+        before."""
+        prefill = self._by_attempt.get(attempt)
+        if prefill is None or prefill.outcome is not None:
+            return None
+        self.jobs -= 1
+        self.tokens -= prefill.job_tokens
+        prefill.ended_at, prefill.detail = self._now(), detail
+        if outcome is Outcome.COMMITTED:
+            prefill.received_at = prefill.ended_at
+        prefill.outcome = outcome
+        self._stats.add(f"{REMOTE}/{outcome.value}")
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
+        return prefill
 
     def finished(self, request_id: str) -> RemotePrefill | None:
         """The request is over. A writer may still hold its attempt."""
@@ -218,26 +217,21 @@ class RemotePrefills:
             else:
                 self._computed(prefill)
 
-    # Events of the control session, on the bridge's thread
+    # Events of the bridge
 
-    def published(self, attempt: str) -> None:
-        """The broker has confirmed the job."""
-        with self._lock:
-            if (prefill := self._waiting(attempt)) is not None:
-                prefill.published_at = self._now()
-
-    def claimed(self, attempt: str, held_s: float = 0.0) -> None:
-        """A writer was granted the attempt. held_s: how long it has had the job."""
-        with self._lock:
-            if (prefill := self._waiting(attempt)) is not None:
-                now = self._now()
-                prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
-
-    def writer_done(self, attempt: str, writer: int) -> None:
-        """This worker reports that it is done."""
-        with self._lock:
-            if (prefill := self._waiting(attempt)) is not None:
-                prefill.done_by = writer
+    def note(self, event: Published | Claimed | DoneBy) -> None:
+        """What has become of an attempt's job."""
+        prefill = self._by_attempt.get(event.attempt)
+        if prefill is None or prefill.outcome is not None:
+            return
+        match event:
+            case Published():
+                prefill.published_at = event.at
+            case Claimed():
+                prefill.pulled_at = max(prefill.asked_at, event.pulled_at)
+                prefill.claimed_at = event.at
+            case DoneBy():
+                prefill.done_by = event.writer
 
     # Questions
 
@@ -247,6 +241,11 @@ class RemotePrefills:
         while self._asked and self._asked[0][0] <= read_at:
             self._asked.popleft()
         return len(self._asked), sum(tokens for _, tokens in self._asked)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether an attempt has ended for its request, and its blocks are not released."""
+        return len(self._by_attempt) > self.jobs
 
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""
@@ -270,11 +269,6 @@ class RemotePrefills:
             prefill.computed_s = self._now() - prefill.here_at
         del self.computing[prefill.request_id]
 
-    def _waiting(self, attempt: str) -> RemotePrefill | None:
-        """Call with the lock held."""
-        prefill = self._by_attempt.get(attempt)
-        return None if prefill is None or prefill.outcome is not None else prefill
-
     def _unpark(self, prefill: RemotePrefill) -> None:
         prefill.parked = False
         for key in prefill.hashes:
@@ -286,5 +280,4 @@ class RemotePrefills:
 
     def _drop_if_over(self, prefill: RemotePrefill) -> None:
         if prefill.outcome is not None and not prefill.held:
-            with self._lock:
-                self._by_attempt.pop(prefill.attempt, None)
+            self._by_attempt.pop(prefill.attempt, None)

@@ -39,7 +39,6 @@ class ResumeReason(enum.Enum):
 _OF_THE_WRITER = {
     Outcome.WRITER_FAILED,
     Outcome.WRITER_ABANDONED,
-    Outcome.WRITER_UNUSABLE,
     Outcome.WRITER_LOST,
     Outcome.WRITER_SILENT,
 }
@@ -80,8 +79,6 @@ class Resumes:
         prompt, until = prefill.prompt, prefill.until
         if prompt is None or until is None or prefill.outcome is None:
             return False
-        if prefill.outcome is Outcome.WRITER_UNUSABLE:
-            prefill.tries -= 1  # it has not tried at all
         reason = again(
             prefill.outcome,
             tries=prefill.tries,

@@ -3,38 +3,40 @@
 The engine calls it for every new prompt, with the exact prefix-cache hit. It decides
 local or remote, hands the job over once blocks are allocated, and lets the engine continue
 when the KV has arrived or has been given up. All methods run on the engine's thread and never
-block.
+block. In each step it takes what the bridge has left in the inbox, and tells the bridge what has
+happened at the engine.
 """
 
-import secrets
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from dynamo_lite.disagg.attempts.instructions import Ended, Outcome, Release
 from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import Counters
-from dynamo_lite.disagg.decode.control_session import ControlSession
-from dynamo_lite.disagg.decode.decider import Decider
+from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
+from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.engine_events import EngineEvents
-from dynamo_lite.disagg.decode.job_maker import JobMaker
+from dynamo_lite.disagg.decode.inbox import Claimed, Inbox
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
-from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
+logger = logging.getLogger(__name__)
+
 
 class DecodeScheduler:
-    """block_size: in tokens. cache: see `Resumes`. new_attempt, new_grant: return new ids.
+    """block_size: in tokens. cache: see `Resumes`. new_attempt: returns a new id.
     hash_block_size: see `SingleFlight`. overlapping_steps: how many steps the engine may have in
     flight."""
 
@@ -49,54 +51,52 @@ class DecodeScheduler:
         clock: Clock = SYSTEM_CLOCK,
         ledger: Ledger | None = None,
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
-        new_grant: Callable[[], int] = lambda: secrets.randbits(63) or 1,
         cache: CacheBlocks | None = None,
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._pool, self._now = pool, clock.monotonic
-        now = clock.monotonic
-        self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
-        log = DecisionLog(config, now)
-        self.prefills = prefills = RemotePrefills(stats, log, now, overlapping_steps)
+        log = DecisionLog(config, self._now)
+        self.prefills = prefills = RemotePrefills(stats, log, self._now, overlapping_steps)
         live = LiveThresholds(config.role.options)
+        self._ledger = ledger or Ledger(landing_s=config.lease_ttl_s)
+        self._inbox: Inbox = Inbox()
         self._net = net = ControlSession(
             config,
-            self._book,
-            prefills,
-            self._status,
+            self._ledger,
+            self._inbox,
             live,
+            status=self._status,
+            explain=log.answer,
             clients=clients,
-            new_grant=new_grant,
             clock=clock,
             on_drop=stats.drop,
         )
         self.bridge = open_bridge(net.session)
-        self._events = EngineEvents(self._book, pool, prefills, stats, net, self.bridge)
         self._flights = flights = SingleFlight(block_size, hash_block_size, prefills, stats)
         self._prompts = Prompts(
+            config.engine_id,
+            block_size,
+            pool,
             prefills,
             flights,
-            Decider(net, live, prefills, now),
-            JobMaker(
-                config.engine_id,
-                block_size,
-                pool,
-                self._book,
-                prefills,
-                flights,
-                clock,
-                new_attempt,
-                overlapping_steps,
-            ),
             Resumes(block_size, stats, lambda: net.workers.usable, cache),
-            now,
+            live,
+            net.queue_watch,
+            leaving=lambda: net.leaving,
+            clock=clock,
+            new_attempt=new_attempt,
+            overlapping_steps=overlapping_steps,
         )
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
-        self._stepped_at = now()
+        #: For the ledger, since the last step.
+        self._events: list[tuple[LedgerEvent, str]] = []
+        #: What the next step tells the ranks.
+        self._message = DecodeStep()
+        self._stepped_at = self._now()
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
@@ -108,7 +108,7 @@ class DecodeScheduler:
         engine must call again, because the request waits for the KV of another request.
         transferable: whether the prompt's KV depends on its tokens and cache salt only.
         """
-        return self._prompts.looked_up(request, cached, transferable)
+        return self._prompts.decide(request, cached, transferable)
 
     def leader_of(self, request_id: str) -> str | None:
         """The parked request for whose KV the request waits; None if there is none, so that the
@@ -117,20 +117,29 @@ class DecodeScheduler:
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
-        self._prompts.allocated(request, block_ids, external)
+        begin = self._prompts.start(request, block_ids, external)
+        if begin is not None:
+            self._events.append((begin, f"request {request.request_id}: begins"))
 
     def build_step(
         self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
     ) -> DecodeStep:
-        """Called in every step. Also applies the ledger's deadlines.
-
-        filling: blocks that this step completes; the prefix cache has them already.
-        scheduled: how many tokens the step computes, by request.
-        """
-        self._stepped_at = now = self._now()
+        """Called in every step. filling: blocks that this step completes; the prefix cache has them
+        already. scheduled: how many tokens the step computes, by request."""
+        self._stepped_at = self._now()
+        # Also when blocks are released: what has arrived for them is taken before their reuse.
+        self._message.poll = self.prefills.jobs > 0 or self.prefills.unsettled
         jobs = self._prompts.step(filling)
         self.prefills.stepped(scheduled or {})
-        return self._events.step(jobs, now)
+        for job in jobs:
+            self._message.expect[job.attempt] = job.request_id
+            self._message.blocks[job.attempt] = tuple(job.block_ids)
+        self._take_inbox()
+        if self._events or jobs:
+            events, self._events = self._events, []
+            self.bridge.submit(self._net.stepped(StepEvents(events, jobs)))
+        message, self._message = self._message, DecodeStep()
+        return message
 
     def worker_output(self, results: RankResults, report: WorkerReport | None = None) -> None:
         """The worker halves report which requests have received their KV or lost it."""
@@ -149,33 +158,60 @@ class DecodeScheduler:
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended, with its KV or without."""
+        prefill = self.prefills.by_request.get(request_id)
         self._prompts.finished(request_id)
-        self._events.apply(lambda ledger: ledger.request_finished(request_id))
+        if prefill is not None and prefill.attempt and prefill.outcome is None:
+            attempt = prefill.attempt
+            about = f"request {request_id}: attempt {attempt}"
+            self._events.append((lambda ledger: ledger.finished(attempt), about))
 
     @property
     def awaits_kv_s(self) -> float | None:
         """Seconds since the last remote prefill was requested; None if no request waits for KV."""
-        with self._book.lock:
-            if self._book.ledger.waiting == 0:
-                return None
-        return self._now() - self.prefills.last_asked_at
+        return None if self.prefills.jobs == 0 else self._now() - self.prefills.last_asked_at
 
     @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
-        return self._events.busy
+        return bool(
+            self._message.give_up or self._events or self._inbox or self.prefills.unsettled
+        )
+
+    def _take_inbox(self) -> None:
+        """Carries out what the bridge has left for this step."""
+        while self._inbox:
+            match self._inbox.popleft():
+                case Release(attempt):
+                    self._pool.free_blocks(reversed(self.prefills.release(attempt)))
+                case Ended(request_id, attempt, outcome, detail):
+                    if self.prefills.ended(attempt, outcome, detail) is not None:
+                        self._message.give_up.append((attempt, request_id))
+                        logger.info(
+                            "request %s: attempt %s ended: %s", request_id, attempt, outcome.value
+                        )
+                case event:
+                    if isinstance(event, Claimed):
+                        self._message.claims[event.attempt] = event.claim
+                    self.prefills.note(event)
 
     def _transferred(self, request_id: str, *, received: bool, intact: bool) -> None:
         prefill = self.prefills.unparked(request_id, received=received)
-        self._events.apply(lambda ledger: ledger.received(request_id, intact=intact))
-        if prefill is not None and not received:
+        if prefill is None:
+            return
+        attempt = prefill.attempt
+        outcome = Outcome.COMMITTED if received else Outcome.CORRUPT
+        if self.prefills.ended(attempt, outcome) is not None:
+            # All ranks have the commits of all writers, or said so of others: no write follows.
+            about = f"request {request_id}: attempt {attempt}"
+            self._events.append((lambda ledger: ledger.received(attempt), about))
+        if not received:
             self._prompts.lost(prefill)
 
     def _status(self) -> EngineStatus | None:
-        """Runs on the bridge's thread, without the ledger's lock."""
+        """Runs on the bridge's thread."""
         if self.metadata is None:
             return None
-        ledger, view = self._book.ledger, self._net.queue_watch.fresh
+        ledger, view = self._ledger, self._net.queue_watch.fresh
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),
