@@ -16,7 +16,6 @@ from typing import Protocol, Self
 
 import msgspec
 
-
 #: Numbers of eight bytes: until when, in nanoseconds, and the claim.
 _PER_CELL = 2
 _NUMBER_BYTES = 8

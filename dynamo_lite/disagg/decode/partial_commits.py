@@ -57,7 +57,8 @@ class ClaimedCommits:
     @property
     def counting(self) -> PartialCommits:
         """What was written under the attempt's claim."""
-        return self._by_claim.get(self.claim) or PartialCommits()
+        known = self._by_claim.get(self.claim) if self.claim else None
+        return known or PartialCommits()
 
     def add(self, notice: Written) -> None:
         self._by_claim.setdefault(notice.claim, PartialCommits()).add(notice)

@@ -21,6 +21,7 @@ from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import Clock
 
+
 class Prompts:
     """Runs on the engine's thread. block_size: in tokens. new_attempt: returns a new id.
     overlapping_steps: how many steps may be in flight, including the one being scheduled. leaving:
@@ -51,9 +52,7 @@ class Prompts:
         #: The blocks that each step in flight fills.
         self._filling: deque[frozenset[int]] = deque(maxlen=overlapping_steps)
 
-    def decide(
-        self, request: Prompt, cached: int, transferable: bool
-    ) -> tuple[int | None, bool]:
+    def decide(self, request: Prompt, cached: int, transferable: bool) -> tuple[int | None, bool]:
         """See `DecodeScheduler.num_new_matched_tokens`."""
         prefill = self._prefills.by_request.get(request.request_id)
         if prefill is not None and prefill.allocated and not prefill.may_retry:

@@ -50,7 +50,8 @@ class RemotePrefills:
         #: When remote prefills were requested, since the last reading of the queue, and their
         #: tokens.
         self._asked: deque[tuple[float, int]] = deque()
-        #: Number and tokens of the remote prefills that have not ended. The bridge's thread may read them.
+        #: Number and tokens of the remote prefills that have not ended. The bridge may read
+        #: them.
         self.jobs = self.tokens = 0
 
     def __bool__(self) -> bool:

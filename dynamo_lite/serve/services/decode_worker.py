@@ -13,8 +13,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.health import EngineStatus, Leave
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_first_token
+from dynamo_lite.protocol.prefill import decode_first_token
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.admission import limits
 from dynamo_lite.request_plane.server import GenerateServer

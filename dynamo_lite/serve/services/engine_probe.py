@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo_lite.disagg.engine import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.members.heartbeat import HealthVerdict, HeartbeatPublisher
 from dynamo_lite.runtime.messaging import Messaging

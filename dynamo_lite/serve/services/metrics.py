@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.routing.kv_routing import REASONS, KvPicker

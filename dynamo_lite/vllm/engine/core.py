@@ -33,7 +33,7 @@ from dynamo_lite.protocol.errors import (
     Refused,
     StartupError,
 )
-from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
