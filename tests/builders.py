@@ -12,9 +12,8 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.grant import Grant, blocks_digest
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.protocol.prefill import Claim, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import (
     EndpointRecord,
     EndpointTransport,
@@ -29,6 +28,8 @@ from dynamo_lite.serve.run_state import write_private
 
 #: The default namespace and engine id here.
 NAMESPACE, ENGINE = "t", "e1"
+#: The claim of attempts whose claim does not matter.
+CLAIM = 7
 
 
 async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> Any:
@@ -161,25 +162,8 @@ def block_write(attempt: str, local: list[int], remote: list[int], **more: Any) 
 
 
 def expecting(expect: Mapping[str, str], **more: Any) -> DecodeStep:
-    """A step that awaits these attempts under grant 0, which ranks without permits write under.
-
-    expect: request id by attempt.
-    """
-    return DecodeStep(expect=dict(expect), grants=dict.fromkeys(expect, 0), **more)
-
-
-def grant_for(asked: Claim, job: RemotePrefillRequest, **changes: Any) -> Grant:
-    """The right answer to the claim."""
-    fields: dict[str, Any] = {
-        "id": 7,
-        "engine_id": job.engine_id,
-        "attempt": asked.attempt,
-        "writer_lease_id": asked.writer_lease_id,
-        "claim": asked.number,
-        "blocks": blocks_digest(job.block_ids, job.prefix_block_ids),
-        "for_s": 30.0,
-    }
-    return Grant(**{**fields, **changes})
+    """A step that awaits these attempts under `CLAIM`. expect: request id by attempt."""
+    return DecodeStep(expect=dict(expect), claims=dict.fromkeys(expect, CLAIM), **more)
 
 
 def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:

@@ -4,9 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo_lite.protocol import names
-from tests.builders import NAMESPACE, ManualClock
-from tests.unit.decode_engine import WRITER, Decode
+from tests.builders import ManualClock
+from tests.unit.decode_engine import Decode
 
 
 @pytest.fixture
@@ -17,7 +16,6 @@ def clock() -> ManualClock:
 @pytest.fixture
 async def decode(clock: ManualClock) -> AsyncIterator[Decode]:
     decode = Decode(clock)
-    subject = names.cancel_subject(NAMESPACE, WRITER)
-    async with decode.queue, decode.messaging.serve(subject, decode.take_cancel):
+    async with decode.queue:
         yield decode
         await decode.network()

@@ -4,45 +4,38 @@ The engine is a block pool that counts references; what goes to the bridge is ru
 by the test, over the queue's and the messaging's in-process twins.
 """
 
-import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_lite.disagg.attempts.ledger import Ledger
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Ledger
+from dynamo_lite.disagg.decode.attempt_events import AttemptEvents
 from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.decode.resume import CacheBlocks
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.disagg.messages import RankResults
+from dynamo_lite.disagg.messages import DecodeStep, RankResults
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.health import EngineStatus, Leave, decode_engine_status
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
-    CancelAttempt,
     Claim,
-    ClaimRefused,
-    EngineStatus,
-    Granted,
-    Leave,
+    Done,
+    Held,
+    Refused,
     RemotePrefillRequest,
-    StayAccepted,
-    StayRefused,
-    WriterDone,
-    WriterStays,
-    decode_cancel_attempt,
     decode_claim_reply,
-    decode_engine_status,
     decode_job,
-    decode_stay_reply,
 )
-from tests.builders import ManualClock, engine_config
+from tests.builders import CLAIM, ManualClock, engine_config
 from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.twins.servers import MemoryMessaging
 
 WRITER = 0xA
 BLOCK, POOL = 4, 256
+HELD = Held(for_s=CLAIM_S)
 LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
 
 
@@ -160,7 +153,7 @@ class Decode:
         self.queue = MemoryQueue(
             self.broker, stream="s", subject="s.jobs", config=self.queue_config
         )
-        self.clients, self.ledger = Clients(), Ledger(writer_grace_s=TTL_S)
+        self.clients, self.ledger = Clients(), Ledger(landing_s=TTL_S)
         self.new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex
         role = DecodeEngineConfig(
             options=DisaggOptions(
@@ -191,17 +184,22 @@ class Decode:
         self.use(self.queue)
         workers = self.net.workers
         self.writers = workers._roster = workers._health = Writers()
-        self.cancelled: list[CancelAttempt] = []
         self.sees()
 
     def use(self, queue: Any) -> None:
         """The engine's jobs go to this queue from now on."""
-        self.queue = queue
-        self.net._connected = self.net._connect(queue, self.messaging)
+        net, half = self.net, self.half
+        self.queue = net._queue = queue
+        net._attempts = self.events = AttemptEvents(
+            self.ledger, half._inbox, queue, net.workers, self.clock.monotonic, half.stats.drop
+        )
+        # Run by `network`, and no timers.
+        self.events.start = lambda coro, _about: self.bridge.submit(coro)
 
-    @property
-    def writer_events(self) -> Any:
-        return self.net._connected.writer_events
+    def pass_s(self, seconds: float) -> None:
+        """Time passes, and the ledger sees it."""
+        self.clock.now += seconds
+        self.events._tick()
 
     def sees(self, jobs: int = 0, prefill_workers: int = 1, *, tokens: int = 0) -> None:
         """The bridge reads the queue."""
@@ -224,6 +222,12 @@ class Decode:
         self.half.request_finished(request_id)
         self.pool.free_blocks(self.taken.pop(request_id))
 
+    async def step(self) -> DecodeStep:
+        """A step, what the bridge does then, and the step that takes it."""
+        self.half.build_step()
+        await self.network()
+        return self.half.build_step()
+
     def finish_last(self, request_id: str) -> None:
         """Nothing is left of any request."""
         self.finish(request_id)
@@ -234,9 +238,8 @@ class Decode:
 
     async def network(self) -> None:
         """Runs what the scheduler half has submitted."""
-        submitted, self.bridge.submitted = self.bridge.submitted, []
-        for coroutine in submitted:
-            await coroutine
+        while self.bridge.submitted:
+            await self.bridge.submitted.pop(0)
 
     async def job(self) -> RemotePrefillRequest:
         """The next job on the queue, with what the scheduler submitted run first."""
@@ -255,37 +258,25 @@ class Decode:
         [attempt] = self.half.build_step().expect
         await self.network()
         if claimed:
-            assert await self.claim(attempt) == Granted()
+            assert await self.claim(attempt) == HELD
         return attempt
 
-    async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
-        claim = Claim(attempt=attempt, writer_lease_id=writer)
-        reply = decode_claim_reply(await self.writer_events.on_claim(encode_sealed(claim)))
-        if isinstance(reply, ClaimRefused):
-            return reply
-        return Granted()
-
-    async def stays(
-        self, attempt: str, writer: int = WRITER, number: int = 0
-    ) -> StayAccepted | StayRefused:
-        stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
-        return decode_stay_reply(await self.writer_events.on_stays(encode_sealed(stays)))
+    async def claim(
+        self, attempt: str, writer: int = WRITER, claim: int = CLAIM
+    ) -> Held | Refused:
+        asked = Claim(attempt=attempt, claim=claim, writer_lease_id=writer)
+        return decode_claim_reply(await self.events.on_claim(encode_sealed(asked)))
 
     async def done(
-        self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
+        self,
+        attempt: str,
+        outcome: Any = "written",
+        writer: int = WRITER,
+        claim: int = CLAIM,
+        **more: Any,
     ) -> None:
-        done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
-        await self.writer_events.on_done(encode_sealed(done))
-
-    async def cancels(self, *attempts: str) -> None:
-        """Waits until the writer has got cancels for these attempts, in this order."""
-        await self.network()
-        async with asyncio.timeout(10):
-            while [cancel.attempt for cancel in self.cancelled] != list(attempts):
-                await asyncio.sleep(0.001)
-
-    async def take_cancel(self, payload: bytes) -> None:
-        self.cancelled.append(decode_cancel_attempt(payload))
+        done = Done(attempt=attempt, claim=claim, outcome=outcome, writer_lease_id=writer, **more)
+        await self.events.on_done(encode_sealed(done))
 
     def attempt_of(self, request_id: str) -> str:
         """The last attempt of a request."""

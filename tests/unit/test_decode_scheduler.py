@@ -16,17 +16,20 @@ from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import (
-    CancelAttempt,
-    ClaimRefused,
-    FirstTokenSampling,
-    FirstTokenWanted,
-    Granted,
-    Leave,
-    StayRefused,
+from dynamo_lite.protocol.health import Leave
+from dynamo_lite.protocol.prefill import FirstTokenSampling, FirstTokenWanted, Refused
+from tests.builders import CLAIM, ENGINE, ManualClock, engine_metadata, eventually
+from tests.unit.decode_engine import (
+    DEPTH,
+    HELD,
+    POOL,
+    QUEUE_SIZE,
+    TIMEOUT_S,
+    TTL_S,
+    WRITER,
+    Decode,
+    prompt,
 )
-from tests.builders import ENGINE, ManualClock, engine_metadata, eventually
-from tests.unit.decode_engine import DEPTH, POOL, QUEUE_SIZE, TIMEOUT_S, WRITER, Decode, prompt
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -98,9 +101,11 @@ async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(cloc
             if name == "r3":
                 decode.pool.blocks[0].is_null = True
             decode.half.build_step(filling)
-            offered.append((await decode.job()).prefix_block_ids)
+            offered.append((job := await decode.job()).prefix_block_ids)
             decode.pool.blocks[0].is_null = False
-            decode.finish(name)  # so that all hit the same blocks
+            decode.finish(name)
+            # So that all hit the same blocks.
+            decode.pool.free_blocks(decode.half.prefills.release(job.attempt))
         await decode.network()
     assert offered == [[], [], [], [0, 1, 2]]
 
@@ -118,9 +123,9 @@ async def test_nothing_is_written_before_the_window_of_a_model_that_forgets(deco
 async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
     decode.admit(prompt("r1", 17), 12)
     attempt = (job := await decode.job_of_step()).attempt
-    assert await decode.claim(attempt) == Granted()
+    assert await decode.claim(attempt) == HELD
     decode.finish("r1")
-    decode.half.build_step()
+    await decode.step()
     held = {block.block_id for block in decode.half.prefills.held()[attempt]}
     assert held == {*job.prefix_block_ids, *job.block_ids} and len(job.prefix_block_ids) == 3
     await decode.done(attempt, "abandoned")
@@ -193,6 +198,7 @@ async def test_a_prompt_is_decided_once(decode: Decode, received: bool):
 
 async def test_received_kv_commits_the_prefill(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
+    assert decode.half.build_step().claims == {attempt: CLAIM}
     await decode.done(attempt)
     decode.output("r1")
     assert decode.counted("remote/committed") == 1
@@ -201,43 +207,54 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     assert stages == {
         f"stage/{s}" for s in ("decide", "publish", "pull", "claim", "fill", "resume")
     }
-    assert decode.half.build_step() == DecodeStep()
+    assert decode.half.build_step().give_up == []
+    await decode.step()
     assert not decode.half.busy
     decode.finish_last("r1")
     await decode.done(attempt)
+    await decode.step()
     decode.assert_clean()
 
 
 async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
     attempt = await decode.ask("r1")
-    decode.clock.now += TIMEOUT_S - 0.1
+    decode.pass_s(TIMEOUT_S - 0.1)
     assert decode.half.build_step().give_up == []
-    decode.clock.now += 0.2
+    decode.pass_s(0.2)
     step = decode.half.build_step()
     assert step.give_up == [(attempt, "r1")]
     assert decode.half.prefills.held() == {}
     await decode.network()
     assert (await decode.queue.depth()).total == 0
     assert decode.counted("remote/deadline") == 1
-    assert await decode.claim(attempt) == ClaimRefused(reason="unknown or ended attempt")
+    assert await decode.claim(attempt) == Refused(reason="unknown or ended attempt")
     decode.output(failed=["r1"])
     decode.finish_last("r1")
     assert decode.counted("remote/committed") == 0
 
 
-async def test_a_claimed_job_keeps_its_blocks_until_its_writer_is_done(decode: Decode):
+@pytest.mark.parametrize("how", ["its word", "died, and its claim runs out"])
+async def test_a_claimed_job_keeps_its_blocks_until_its_writer_cannot_write(
+    decode: Decode, how: str
+):
     attempt = await decode.ask("r1", claimed=True)
-    decode.clock.now += TIMEOUT_S
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    await decode.cancels(attempt)
-    assert decode.cancelled == [CancelAttempt(attempt=attempt, engine_id=ENGINE)]
     assert [block.ref_cnt for block in decode.taken["r1"]] == [2, 2, 2]
+    decode.pass_s(TIMEOUT_S)
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert await decode.claim(attempt) == Refused(reason="withdrawn")
     decode.output(failed=["r1"])
     decode.finish("r1")
     assert decode.pool.used == 3
     assert decode.half.busy
     assert decode.half.build_step().poll
-    await decode.done(attempt, "abandoned")
+    if how == "its word":
+        await decode.done(attempt, "abandoned")
+    else:
+        await decode.done(attempt, "died")
+        decode.pass_s(HELD.for_s + TTL_S - TIMEOUT_S - 0.1)
+        decode.half.build_step()
+        assert decode.pool.used == 3
+        decode.pass_s(0.2)
     assert decode.half.busy
     assert decode.pool.used == 3
     assert decode.half.build_step().poll, "what has arrived is taken before the blocks' reuse"
@@ -249,10 +266,10 @@ async def test_a_claimed_job_keeps_its_blocks_until_its_writer_is_done(decode: D
 async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
     decode.admit(prompt("r1", 10))
     decode.finish("r1")
+    expected = list(decode.half.build_step().expect.items())
     await decode.network()
     assert (await decode.queue.depth()).total == 0
-    step = decode.half.build_step()
-    assert list(step.expect.items()) == step.give_up
+    assert decode.half.build_step().give_up == expected
     decode.assert_clean()
 
 
@@ -285,8 +302,8 @@ async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble
 async def change(decode: Decode, *, joined: int | None = None, left: int | None = None) -> None:
     here = frozenset() if joined is None else frozenset({joined})
     gone = frozenset() if left is None else frozenset({left})
-    async with decode.net.events.running():
-        decode.writer_events.on_members(here, gone)
+    decode.net._on_members(here, gone)
+    await decode.network()
 
 
 async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
@@ -305,29 +322,41 @@ async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(
     attempt = await decode.ask("r1")
     decode.writers.ails = {WRITER: "the engine is stuck"}
     refused = await decode.claim(attempt)
-    assert refused == ClaimRefused(reason="not able to work: the engine is stuck", elsewhere=True)
-    assert await decode.claim(attempt, 0xB) == Granted()
+    assert refused == Refused(reason="not able to work: the engine is stuck")
+    assert await decode.claim(attempt, 0xB) == HELD
     assert decode.writers.alive == [WRITER, 0xB]
 
 
 async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
-    """Its end would never be noticed, and its blocks stay in quarantine for ever."""
+    """Its end would be noticed late."""
     attempt = await decode.ask("r1")
-    refused = ClaimRefused(reason="no such prefill worker", elsewhere=True)
+    refused = Refused(reason="no such prefill worker")
     assert await decode.claim(attempt, 0xBAD) == refused
     assert decode.counted("dropped/claim") == 1
-    assert await decode.claim(attempt) == Granted()
+    assert await decode.claim(attempt) == HELD
 
 
-async def test_the_word_of_another_writer_is_dropped(decode: Decode):
+async def test_the_word_of_another_claim_is_dropped(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
-    with pytest.raises(ProtocolError, match="is held by another writer than bad"):
-        await decode.done(attempt, "abandoned", writer=0xBAD)
-    assert await decode.stays(attempt, 0xBAD) == StayRefused(reason="claimed by a")
-    assert decode.counted("dropped/writer_stays") == 1
+    with pytest.raises(ProtocolError, match="is held under another claim"):
+        await decode.done(attempt, "abandoned", claim=CLAIM + 1)
+    refused = Refused(reason="claimed by another writer")
+    assert await decode.claim(attempt, claim=CLAIM + 1) == refused
+    assert decode.counted("dropped/claim") == 1
     assert decode.half.build_step().give_up == []
     await decode.done(attempt, "abandoned")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
+
+
+async def test_a_writer_that_renews_its_claim_is_waited_for_after_its_keys_are_gone(
+    decode: Decode,
+):
+    attempt, other = await decode.ask("r1", claimed=True), await decode.ask("r2", claimed=True)
+    await change(decode, left=WRITER)
+    assert await decode.claim(attempt) == HELD
+    decode.pass_s(0.6)
+    assert decode.half.build_step().give_up == [(other, "r2")]
+    assert decode.counted("remote/writer_lost") == 1
 
 
 async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Decode):
@@ -382,6 +411,7 @@ async def test_an_engine_describes_itself(decode: Decode):
     await decode.ask("r1", claimed=True)
     await decode.ask("r2", claimed=True)
     decode.finish("r2")
+    await decode.step()
     decode.sees(jobs=2, tokens=30)
     status = await decode.describe()
     assert status is not None
