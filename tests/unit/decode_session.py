@@ -9,13 +9,13 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
-from dynamo_lite.protocol.prefill import Granted
 from dynamo_lite.protocol.queue import QueueReading
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.tasks import running
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
 from tests.twins.queue import MemoryQueue
 from tests.twins.servers import MemoryStore
-from tests.unit.decode_engine import Decode, prompt
+from tests.unit.decode_engine import HELD, Decode, prompt
 
 OTHER = 0xB
 
@@ -65,6 +65,8 @@ class Scene:
         self.decode.clients.servers = Twins(self.decode, self.store)
         self.verdicts: dict[int, tuple[bool, str]] = {}
         self.beats: dict[int, asyncio.Task[None]] = {}
+        #: The attempts that each writer holds, and renews while it beats.
+        self.held: dict[int, set[str]] = {}
         self.given_up: dict[str, str] = {}
 
     @contextlib.asynccontextmanager
@@ -72,6 +74,7 @@ class Scene:
         for writer in writers:
             await self.join(writer)
         async with self.decode.net.session():
+            self.decode.events = self.decode.net.attempts
             steps = asyncio.create_task(self._step())
             await asyncio.sleep(2.0)
             try:
@@ -110,7 +113,15 @@ class Scene:
             lease_id=writer,
             verdict=lambda: self.verdicts[writer],
         )
-        self.beats[writer] = asyncio.create_task(beat.run())
+        self.beats[writer] = asyncio.create_task(self._live(writer, beat))
+
+    async def _live(self, writer: int, beat: HeartbeatPublisher) -> None:
+        async with running(beat.run(), name="beat"):
+            while True:
+                await asyncio.sleep(HELD.for_s / 3)
+                for attempt in list(self.held.get(writer, ())):
+                    if await self.decode.claim(attempt, writer) != HELD:
+                        self.held[writer].discard(attempt)
 
     async def leave(self, writer: int) -> None:
         key = names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", writer)
@@ -126,7 +137,8 @@ class Scene:
         attempt = self.decode.attempt_of(request_id)
         await asyncio.sleep(0.1)
         if claimed_by is not None:
-            assert await self.decode.claim(attempt, claimed_by) == Granted()
+            assert await self.decode.claim(attempt, claimed_by) == HELD
+            self.held.setdefault(claimed_by, set()).add(attempt)
         return attempt
 
     async def given_up_within(self, seconds: float, *attempts: str) -> float:

@@ -96,18 +96,14 @@ async def test_cached_is_what_no_engine_computes(decode: Decode):
 async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(clock: ManualClock):
     decode, offered = Decode(clock, overlapping_steps=2), []
     async with decode.queue:
-        for name, filling in (("r1", [2]), ("r2", []), ("r3", []), ("r4", [])):
+        # The prompts have blocks 0 to 4, 5 to 9, and so on.
+        for name, filling in (("r1", [2, 7]), ("r2", []), ("r3", []), ("r4", [])):
             decode.admit(prompt(name, 17), 12)
-            if name == "r3":
-                decode.pool.blocks[0].is_null = True
+            decode.pool.blocks[10].is_null = name == "r3"
             decode.half.build_step(filling)
-            offered.append((job := await decode.job()).prefix_block_ids)
-            decode.pool.blocks[0].is_null = False
-            decode.finish(name)
-            # So that all hit the same blocks.
-            decode.pool.free_blocks(decode.half.prefills.release(job.attempt))
+            offered.append((await decode.job()).prefix_block_ids)
         await decode.network()
-    assert offered == [[], [], [], [0, 1, 2]]
+    assert offered == [[], [], [], [15, 16, 17]]
 
 
 async def test_nothing_is_written_before_the_window_of_a_model_that_forgets(decode: Decode):
