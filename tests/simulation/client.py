@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dynamo_lite.disagg.attempts.attempt import AttemptState
+from dynamo_lite.disagg.attempts.ledger import AttemptState
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import decode_cancel_attempt
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migration import SamplingFacts, plan
@@ -234,15 +233,15 @@ class CancelWatch:
                 continue
             attempt, state = halves.stage(request)
             self.counts[f"abort {_place(request, state)}"] += 1
-            if state is AttemptState.CLAIMED and attempt is not None and halves.writes(attempt):
+            if state is AttemptState.HELD and attempt is not None and halves.writes(attempt):
                 self.counts["cancels sent to writers"] += 1
                 began = self.began_at(request)
                 self._under_way[attempt] = self.now() if began is None else began
 
-    def heard(self, payload: bytes) -> float | None:
-        """A prefill worker has received a cancel. Returns how long it took, None if it is a
-        repetition."""
-        began = self._under_way.pop(decode_cancel_attempt(payload).attempt, None)
+    def ended(self, attempt: str) -> float | None:
+        """The renewal of the attempt's claim was refused, or its writer is done. Returns how long
+        that took; None if it was not cancelled, or has ended before."""
+        began = self._under_way.pop(attempt, None)
         if began is None:
             return None
         took_s = self.now() - began

@@ -47,7 +47,6 @@ def draw(seed: int) -> Scenario:
         num_blocks=rng.choice((40, 64, 96, 128)),
         lease_ttl_s=lease_ttl_s,
         remote_prefill_timeout_s=rng.uniform(1.0, 6.0),
-        ack_wait_s=rng.uniform(1.0, 3.0),
         max_jobs=rng.choice((2, 8, 64)),
         slowest_write_s=rng.choice((0.01, 0.1, 0.8)),
         token_s=rng.choice((0.0002, 0.001, 0.004, 0.01)),

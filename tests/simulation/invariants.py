@@ -1,8 +1,8 @@
 """The invariants of a run, and when each is checked. `client.py` has those of requests.
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
-attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every job
-ends, and its decode engine gets a report. No prefill worker holds more jobs than it may. No process
+attempt. Neither comes before the attempt was claimed. Every block is freed. Every job is delivered
+once and ends, and its decode engine gets a report. No prefill worker holds more jobs than it may. No process
 relies on a lease that etcd has ended. No task outlives its owner.
 """
 
@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from typing import Any
 
+from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.queue.base import Job
-from dynamo_lite.protocol.errors import BadGrant
-from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
+from dynamo_lite.protocol.prefill import Refused, decode_claim, decode_claim_reply, decode_done, decode_job
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
-from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.client import CancelWatch, RequestJudge
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves, PrefillHalves
@@ -24,8 +24,9 @@ from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import Landing, SimMover
 from tests.simulation.loop.loop import START_S, VirtualLoop
 
-#: How long a cancel may take to a prefill worker in a run without faults.
-_CANCEL_S = 1.0
+#: How long a cancel may take to a prefill worker in a run without faults: until the next renewal of
+#: its claim.
+_CANCEL_S = CLAIM_S / 3 + 0.2
 #: Jobs that a prefill worker may hold at a time.
 _MOST_JOBS = PrefillWorkerConfig().most_jobs
 #: Violations beyond these are only counted.
@@ -44,7 +45,7 @@ class Judge:
         #: Events by name; they show whether a run reached the states to be tested.
         self.counts: Counter[str] = Counter()
         self._engines: dict[SimMover, SimEngineProcess] = {}
-        self._deliveries: dict[str, int] = {}
+        self._pulled: set[str] = set()
         self._told: set[SimRequest] = set()
         self._ends_told: set[str] = set()
         self.requests = RequestJudge(self.now, self.violate, self.counts, only_broker_fails)
@@ -90,10 +91,10 @@ class Judge:
             self.counts[f"writes landed {owned}"] += 1
 
     def reading(self, reader: SimMover, landing: Landing) -> None:
-        """While a copy is read: a reader with a live lease reads only blocks that are kept for
+        """While a copy is read: a reader whose claim holds reads only blocks that are kept for
         its attempt."""
         engine, own = self._engines.get(landing.target), self._engines.get(reader)
-        if engine is None or own is None or not own.setup.alive():
+        if engine is None or own is None or not own.holds(landing.attempt):
             return
         self.counts["reads landed"] += 1
         for block in _blocks(engine, landing):
@@ -136,13 +137,11 @@ class Judge:
 
     # Jobs
 
-    def broker_started(self) -> None:
-        """Its queue is empty: the jobs of the former broker are lost."""
-        self._deliveries.clear()
-
     def pulled(self, job: Job) -> None:
         attempt = decode_job(job.payload).attempt
-        self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))
+        if attempt in self._pulled:
+            self.violate(f"the job of attempt {attempt} was delivered twice")
+        self._pulled.add(attempt)
 
     def jobs_held(self, number: int, lease_id: int) -> None:
         """A worker has pulled one job more."""
@@ -151,11 +150,15 @@ class Judge:
 
     def said(self, subject: str, payload: bytes) -> None:
         """A component has published something."""
-        if subject.endswith(".writer_done"):
-            done = decode_writer_done(payload)
+        if subject.endswith(".done"):
+            done = decode_done(payload)
             self._ends_told.add(done.attempt)
-            if done.detail.startswith(BadGrant.SAYS):
-                self.counts["jobs without a grant that holds"] += 1
+            self._cancel_ended(done.attempt)
+
+    def answered(self, subject: str, payload: bytes, reply: bytes) -> None:
+        """A component's request got this reply."""
+        if subject.endswith(".claim") and isinstance(decode_claim_reply(reply), Refused):
+            self._cancel_ended(decode_claim(payload).attempt)
 
     def job_ended(self, job: Job, lease_id: int) -> None:
         """A worker removes a job from the queue. No other worker gets it, so its engine must not
@@ -170,18 +173,6 @@ class Judge:
                 f"{lease_id:x} took the job of attempt {request.attempt} off the queue, and"
                 f" {engine.setup.address} still waits for a claim"
             )
-
-    def prefill_worker_died(self, worker: PrefillWorker, lease_id: int, queued: set[str]) -> None:
-        """Its jobs that were delivered only once must still be on the queue."""
-        if worker._jobs is None:
-            return
-        for attempt, job in worker._jobs.working.items():
-            engine = self._engine(job.engine_id)
-            if engine is None or attempt in queued or self._deliveries.get(attempt) != 1:
-                continue
-            assert isinstance(engine.halves, DecodeHalves)
-            if engine.halves.waits_for(attempt, lease_id):
-                self.violate(f"the job of attempt {attempt} was lost with its worker")
 
     def unsettled(self) -> str | None:
         """The first engine with unfinished work, and which; None if there is none."""
@@ -202,11 +193,8 @@ class Judge:
 
     # Cancels
 
-    def heard(self, subject: str, payload: bytes) -> None:
-        """A message for a component has arrived."""
-        if not subject.endswith(".cancel"):
-            return
-        took_s = self.cancels.heard(payload)
+    def _cancel_ended(self, attempt: str) -> None:
+        took_s = self.cancels.ended(attempt)
         if took_s is not None and took_s > _CANCEL_S and self._faultless:
             self.violate(f"a cancel reached its writer after {took_s:.3f} s")
 
@@ -239,12 +227,14 @@ def _ownership(
     halves = engine.halves
     if not isinstance(halves, DecodeHalves) or attempt not in halves.asked:
         return None
-    request, blocks, prefix = halves.asked[attempt]
-    if any(held.block_id == block for held in halves.held(attempt)):
-        return "in quarantine"
-    if halves.queued(attempt) or not engine.core.scheduler.parked(request):
+    _, blocks, prefix = halves.asked[attempt]
+    held = {kept.block_id for kept in halves.held(attempt)}
+    if halves.queued(attempt) or block not in held & (prefix if read else blocks):
         return None
-    return "in time" if block in (prefix if read else blocks) else None
+    outcome = halves.outcome(attempt)
+    if outcome in (Outcome.COMMITTED, Outcome.CORRUPT):
+        return None
+    return "in time" if outcome is None else "in quarantine"
 
 
 def _blocks(engine: SimEngineProcess, landing: Landing) -> list[int]:

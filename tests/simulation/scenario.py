@@ -144,7 +144,6 @@ class Scenario:
     num_blocks: int = 256
     lease_ttl_s: float = 5.0
     remote_prefill_timeout_s: float = 6.0
-    ack_wait_s: float = 2.0
     max_jobs: int = 8
     #: Longest time that a write is in flight; below a lease's time-to-live.
     slowest_write_s: float = 0.05
@@ -162,11 +161,6 @@ class Scenario:
     asks: tuple[Ask, ...] = field(default=(), repr=False)
     #: None: without a planner.
     planner: PlannerScenario | None = None
-
-    @property
-    def max_deliver(self) -> int:
-        """In one run of three a job is used up after one delivery."""
-        return 1 + self.seed // 3 % 3
 
     @property
     def only_broker_fails(self) -> bool:

@@ -275,7 +275,6 @@ def build_engine(
         return core.scheduler.requests[job].block_ids
 
     if decodes:
-        grants = random.Random(f"grants/{setup.engine_config.engine_id}")
         scheduler = parts.decode_scheduler(
             setup.engine_config,
             config.block_size,
@@ -284,9 +283,8 @@ def build_engine(
             open_bridge=TaskBridge,
             cache=cache,
             clock=setup.clock,
-            ledger=parts.ledger(writer_grace_s=setup.engine_config.lease_ttl_s),
+            ledger=parts.ledger(landing_s=setup.engine_config.lease_ttl_s),
             new_attempt=lambda: f"{rng.getrandbits(64):016x}",
-            new_grant=lambda: grants.getrandbits(63) or 1,
             hash_block_size=config.block_size,
         )
         rank = parts.decode_rank(mover, metadata.ranks[0])

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
-from dynamo_lite.disagg.attempts.attempt import AttemptState
+from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import AttemptState
 from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.rank import DecodeRank
@@ -101,42 +102,39 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
         self.asked: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
 
     def held(self, attempt: str) -> Sequence[Block]:
-        """The blocks that are held because the attempt's writer may still write."""
+        """The blocks that are held because a writer of the attempt may write."""
         return self.scheduler.prefills.held().get(attempt, ())
 
-    def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
-        """Whether the attempt is wanted, and no writer but this one can have claimed it."""
-        ledger = self.scheduler._book.ledger
-        state = ledger.state(attempt)
-        if state is AttemptState.QUEUED:
-            return True
-        return state is AttemptState.CLAIMED and ledger.writer(attempt) == writer_lease_id
+    def outcome(self, attempt: str) -> Outcome | None:
+        """How the attempt ended for its request, while its blocks are held; None: not yet."""
+        record = self.scheduler.prefills._by_attempt.get(attempt)
+        return None if record is None else record.outcome
 
     def queued(self, attempt: str) -> bool:
         """Whether no writer has claimed the attempt, which is still wanted."""
-        return self.scheduler._book.ledger.state(attempt) is AttemptState.QUEUED
+        return self.scheduler._ledger.state(attempt) is AttemptState.QUEUED
 
     def awaits_claim(self, attempt: str, now: float) -> bool:
         """Whether the attempt is wanted, and may still be claimed."""
-        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        entry = self.scheduler._ledger._attempts.get(attempt)
         return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
 
     def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
-        ledger = self.scheduler._book.ledger
+        ledger = self.scheduler._ledger
         for attempt, (asker, _, _) in reversed(self.asked.items()):
             if asker is request and (state := ledger.state(attempt)) is not None:
                 return attempt, state
         return None, None
 
     def writes(self, attempt: str) -> bool:
-        """Whether it was claimed by a writer that has not sent `WriterDone`."""
-        entry = self.scheduler._book.ledger._attempts.get(attempt)
-        return entry is not None and entry.writer is not None and not entry.writer_done
+        """Whether it was claimed by a writer that has not sent `Done`."""
+        entry = self.scheduler._ledger._attempts.get(attempt)
+        return entry is not None and bool(entry.claim) and not entry.done
 
     def writers(self) -> frozenset[int]:
         """Leases of the workers that may write into its blocks."""
-        return self.scheduler._book.ledger.writers
+        return self.scheduler._ledger.writers
 
     def unsettled(self) -> str | None:
         """What the halves still wait for, as text; None when nothing is left."""
