@@ -1,4 +1,4 @@
-"""The environment of the shipped components in a simulation: options, fences, engines, clients."""
+"""The environment of the shipped components in a simulation: options, claim cells, engines, clients."""
 
 import asyncio
 import random
@@ -16,20 +16,12 @@ from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
+from dynamo_lite.runtime.claim_cells import ClaimCells, Until
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
-from dynamo_lite.runtime.fence import Fence
-from dynamo_lite.runtime.messaging import Handler, Messaging
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.overview.compose import WANTED
-from dynamo_lite.runtime.permits import (
-    CELLS_OF_PERMIT,
-    Permit,
-    Permits,
-    PermitVerdict,
-    grant_of,
-    verdict,
-)
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
@@ -80,37 +72,8 @@ def prefill_options(scenario: Scenario) -> dict[str, Any]:
 def _queue_options(scenario: Scenario) -> QueueOptions:
     return QueueOptions(
         max_jobs=scenario.max_jobs,
-        ack_wait_s=scenario.ack_wait_s,
-        max_deliver=scenario.max_deliver,
         short_length=_SHORT_TOKENS,
     )
-
-
-class MemoryFence:
-    """Implements Fence, and is read by `open` and `verdict`. now: a clock in seconds, as
-    `boottime`. permits: how many may be open at a time."""
-
-    def __init__(self, now: Callable[[], float], permits: int):
-        self._now = now
-        self._cells = [0] * (CELLS_OF_PERMIT * permits)
-        self.permits = Permits(self._cells)
-        self._deadline = 0.0
-
-    def open_until(self, deadline: float) -> None:
-        self._deadline = deadline
-
-    def open(self) -> bool:
-        return self._now() < self._deadline
-
-    def verdict(self, permit: Permit) -> PermitVerdict:
-        return verdict(self._cells, permit)
-
-    def grant_of(self, permit: Permit) -> int:
-        return grant_of(self._cells, permit)
-
-    def close(self) -> None:
-        self._deadline = 0.0
-        self.permits.close()
 
 
 #: How long a component's imports take.
@@ -171,21 +134,13 @@ class _Pulls:
             yield queue
 
     def _watch(self, job: Any) -> None:
-        ack, nak, term = job.ack, job.nak, job.term
+        ack = job.ack
 
         async def watched_ack() -> None:
             self._ended(job)
             await ack()
 
-        async def watched_nak(*, delay_s: float = 0.0) -> None:
-            self._held.discard(job)
-            await nak(delay_s=delay_s)
-
-        async def watched_term() -> None:
-            self._ended(job)
-            await term()
-
-        job.ack, job.nak, job.term = watched_ack, watched_nak, watched_term
+        job.ack = watched_ack
 
     def _ended(self, job: Job) -> None:
         self._held.discard(job)
@@ -204,8 +159,8 @@ class SimParts:
     async def prepare(self) -> None:
         await asyncio.sleep(_IMPORTS_S)
 
-    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> MemoryFence:
-        return MemoryFence(self.process.clock.boottime, config.most_jobs)
+    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
+        return ClaimCells.for_claims(config.most_jobs)
 
     def open_queue(
         self, host: Host, options: QueueOptions
@@ -217,16 +172,16 @@ class SimParts:
         return self._engine(host, decode_role(config, host.spec.component))
 
     def open_prefill_engine(
-        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+        self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
     ) -> SimEngine:
-        assert isinstance(fence, MemoryFence)
-        role = prefill_role(config, fence_path="")
-        return self._engine(
-            host, role, alive=fence.open, verdict=fence.verdict, grant_of=fence.grant_of
-        )
+        role = prefill_role(config, cells_path="")
+        return self._engine(host, role, until=cells.read)
 
     def _engine(
-        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, **fence: Any
+        self,
+        host: Host,
+        role: DecodeEngineConfig | PrefillEngineConfig,
+        until: Until = lambda cell: 0.0,
     ) -> SimEngine:
         spec = host.spec
         engine_config = EngineConfig(
@@ -246,7 +201,7 @@ class SimParts:
             address=self.slot.name,
             clock=self.process.clock,
             rng=self.rng,
-            **fence,
+            until=until,
         )
         # A planner reads them.
         metrics = RemotePrefillMetrics(host.registry) if self.world.model.tells_load else None
@@ -266,34 +221,22 @@ class SimParts:
 
 
 class _HeardMessaging(NatsMessaging):
-    """Tells the judge of each message before its handler, and after it was published. An intruder
-    may answer requests first."""
+    """Tells the judge, and an intruder, what was published, asked and answered."""
 
     def __init__(self, url: str, world: "World", on_drop: OnDrop):
         super().__init__(url, on_drop=on_drop)
         self._world = world
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        intruder = self._world.intruder
-        if intruder is not None and (answer := intruder.answer(subject)) is not None:
-            return answer
         reply = await super().request(subject, payload, timeout_s=timeout_s)
-        if intruder is not None:
-            intruder.answered(subject, payload, reply)
+        self._world.judge.answered(subject, payload, reply)
+        if self._world.intruder is not None:
+            self._world.intruder.answered(subject, payload, reply)
         return reply
 
     async def publish(self, subject: str, payload: bytes) -> None:
         await super().publish(subject, payload)
         self._world.judge.said(subject, payload)
-
-    @asynccontextmanager
-    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
-        async def heard(payload: bytes) -> bytes | None:
-            self._world.judge.heard(subject, payload)
-            return await handler(payload)
-
-        async with super().serve(subject, heard):
-            yield
 
 
 class SimStatus:

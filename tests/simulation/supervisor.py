@@ -304,11 +304,6 @@ class Nats:
     def start(self, *, wiped: bool = True) -> None:
         self.process = self._world.loop.add_process("nats")
         self.server = NatsServer(self._world.network, self.process)
-        self._world.judge.broker_started()
-
-    def attempts(self) -> set[str]:
-        """The attempts with a job on the queue, waiting or pulled."""
-        return {decode_job(payload).attempt for payload in self.jobs()}
 
     def jobs(self) -> list[bytes]:
         """Those on the prefill queue, waiting or pulled."""

@@ -313,7 +313,4 @@ class World:
             self.judge.requests.client_died(name)
             if client.client is not None:
                 self.judge.counts["requests migrated"] += client.client.stats.moved.total()
-        worker = self.prefill.pop(name, None)
-        host = self.slots[name].host if name in self.slots else None
-        if worker is not None and host is not None and not self.nats.process.dead:
-            self.judge.prefill_worker_died(worker, host.lease.id, self.nats.attempts())
+        self.prefill.pop(name, None)

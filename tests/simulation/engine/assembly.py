@@ -18,7 +18,7 @@ from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.permits import Permit, PermitVerdict, always_granted, no_grant
+from dynamo_lite.runtime.claim_cells import Until
 from tests.simulation.engine.halves import DecodeHalves, PrefillHalves, TaskBridge, rank_clock
 from tests.simulation.engine.model import BlockPool, SimKvMemory, SimRequest, SimRequestStatus
 from tests.simulation.engine.mover import Fabric, SimMover
@@ -217,8 +217,8 @@ _BASE, _SHIFTS = 1 << 20, 4
 class EngineSetup:
     """What one incarnation of an engine is made from.
 
-    clients: the engine process's own. alive, verdict, grant_of: a prefill engine's fence,
-    the verdicts on its permits, and their grants. address: its host on the fabric.
+    clients: the engine process's own. until: until when a prefill engine's claims hold. address:
+    its host on the fabric.
     """
 
     config: SimModelConfig
@@ -228,9 +228,7 @@ class EngineSetup:
     address: str
     clock: Clock
     rng: random.Random
-    alive: Callable[[], bool] = lambda: True
-    verdict: Callable[[Permit], PermitVerdict] = always_granted
-    grant_of: Callable[[Permit], int] = no_grant
+    until: Until = lambda cell: 0.0
 
 
 @dataclass
@@ -243,6 +241,11 @@ class SimEngineProcess:
     mover: SimMover
     metadata: EngineMetadata
     ready: bool = False
+
+    def holds(self, attempt: str) -> bool:
+        """Whether the claim holds under which it writes and reads this attempt."""
+        cell = self.mover.cells.get(attempt)
+        return cell is not None and self.setup.clock.boottime() < self.setup.until(cell)
 
     async def main(self, on_ready: Callable[[], None]) -> None:
         """The process: loads, then runs until the core is stopped."""

@@ -26,16 +26,11 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import (
-    EngineStatus,
-    FirstToken,
-    FirstTokenSampling,
-    RemotePrefillRequest,
-    decode_engine_status,
-)
+from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from tests.simulation.engine.assembly import EngineSetup, Outputs, SimEngineProcess, build_engine
 from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, sampling_from_bytes
 from tests.simulation.shipped import Shipped
@@ -169,7 +164,7 @@ class SimEngine:
         self,
         job: RemotePrefillRequest,
         target: EngineMetadata,
-        permit: Permit,
+        cell: Cell,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         self.check_peer(target)
@@ -180,7 +175,7 @@ class SimEngine:
             sampling = Sampling(max_tokens=1, temperature=drawn.temperature, seed=drawn.seed)
         self._check_prompt(prompt)
         left, self._left = self._left, []
-        transfer = pack(PrefillJobParams.of(job, target, left, permit))
+        transfer = pack(PrefillJobParams.of(job, target, left, cell))
         with self._attempts.open(job.attempt) as attempt:
             self._add(job.attempt, job, prompt, sampling, 1, transfer)
             if wanted is not None and (first := await attempt.first_token()) is not None:

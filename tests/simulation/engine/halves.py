@@ -184,6 +184,7 @@ def watch(rank: PrefillRank, mover: SimMover) -> None:
 
     def read(read: PrefixRead) -> None:
         mover.attempt = read.attempt
+        mover.cells[read.attempt] = read.cell
         start_read(read)
 
     rank._writes._write, rank._reads.start = write, read

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.transfer.block_map import Descriptors
 from tests.simulation.engine.model import SimKvMemory
 
@@ -252,6 +253,8 @@ class SimMover(LocalMover):
         self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
         super().__init__(fabric.agents)
         self.attempt = ""
+        #: Of the claims under which attempts are read.
+        self.cells: dict[str, Cell] = {}
         self.dead = False
         fabric.agents[self.metadata()] = self
 
