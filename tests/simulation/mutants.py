@@ -10,11 +10,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.disagg.attempts.attempt import Attempt, AttemptState, Refusal, Terms
-from dynamo_lite.disagg.attempts.grants import GrantWanted
-from dynamo_lite.disagg.attempts.instructions import Hold, Instruction, Outcome
-from dynamo_lite.disagg.attempts.ledger import Ledger
-from dynamo_lite.disagg.decode.engine_events import EngineEvents
+from dynamo_lite.disagg.attempts.instructions import Instruction, Outcome
+from dynamo_lite.disagg.attempts.ledger import Attempt, AttemptState, Ledger
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
@@ -27,8 +24,7 @@ from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.disagg.queue.puller import JetStreamJob
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.grant import Grant
-from dynamo_lite.protocol.prefill import decode_job, decode_notice
+from dynamo_lite.protocol.prefill import decode_job, decode_written
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
@@ -51,61 +47,57 @@ from tests.simulation.shipped import Mutant, Shipped
 class _NoClaim(Ledger):
     """A writer's claim is granted and not recorded."""
 
-    def claim(
-        self, attempt: str, writer_lease_id: int, now: float, number: int = 0, grant: int = 0
-    ) -> Refusal | None:
+    def claim(self, attempt: str, claim: int, writer: int, now: float) -> str | None:
         return None
-
-    def granted(self, attempt: str, now: float) -> Terms:
-        entry = self._attempts.get(attempt)
-        return Terms(1, b"" if entry is None else entry.offered, 60.0)
 
 
 class _NoQuarantine(Ledger):
     """Blocks of a withdrawn attempt are free at once, although its writer may still write."""
 
     def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
-        entry.writer_done = True
+        entry.done = True
         return super()._withdraw(entry, outcome, detail)
 
 
-class _NoPrefixHoldEvents(EngineEvents):
-    def _carry_out_here(self, instructions: Iterable[Instruction]) -> None:
-        super()._carry_out_here([self._less(one) for one in instructions])
+class _NoLandingTime(Ledger):
+    """Blocks of a withdrawn attempt are free at the end of its writer's claim."""
 
-    def _less(self, instruction: Instruction) -> Instruction:
-        if not isinstance(instruction, Hold):
-            return instruction
-        blocks = [self._pool.blocks[i] for i in instruction.block_ids]
-        return Hold(instruction.attempt, tuple(b.block_id for b in blocks if b.key is None))
+    def __init__(self, landing_s: float):
+        super().__init__(landing_s=0.0)
 
 
 class _NoPrefixHold(DecodeScheduler):
-    """The blocks of a withdrawn attempt that its writer may only read are free at once."""
+    """The blocks of an attempt that its writer may only read are not kept for it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._events.__class__ = _NoPrefixHoldEvents
+        hold, pool = self.prefills.hold, self._pool
+
+        def hold_less(attempt: str, blocks: Sequence[Any]) -> None:
+            pool.free_blocks([block for block in blocks if block.key is not None])
+            hold(attempt, [block for block in blocks if block.key is None])
+
+        self.prefills.hold = hold_less
 
 
 class _TakesBackClaimed(Ledger):
     """An engine also takes back what a writer has claimed, as if it were queued."""
 
     def tick(self, now: float) -> list[Instruction]:
-        for entry in self._by_request.values():
-            if now - entry.queued_at >= entry.max_queue_wait_s:
+        for entry in self._attempts.values():
+            if entry.state is AttemptState.HELD and now >= entry.queued_at + entry.max_queue_wait_s:
                 entry.state = AttemptState.QUEUED
         return super().tick(now)
 
 
-class _UngrantedCommits(DecodeRank):
-    """A decode engine accepts each commit, whatever grant it names."""
+class _ForeignCommits(DecodeRank):
+    """A decode engine accepts each commit, whatever claim it names."""
 
     def _add_notice(self, payload: bytes) -> None:
-        notice = decode_notice(payload)
+        notice = decode_written(payload)
         awaited = self._awaited.get(notice.attempt)
-        if awaited is not None and awaited.notices.grant is not None:
-            notice = msgspec.structs.replace(notice, grant=awaited.notices.grant)
+        if awaited is not None and awaited.notices.claim:
+            notice = msgspec.structs.replace(notice, claim=awaited.notices.claim)
         super()._add_notice(encode_sealed(notice))
 
 
@@ -113,7 +105,7 @@ class _NoAttemptId(DecodeScheduler):
     """A remote prefill has the caller's request id, also when the request is retried."""
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
-        self._prompts._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
+        self._prompts._new_attempt = lambda: request.request_id.partition("~")[0]
         super().state_after_alloc(request, block_ids, external)
 
 
@@ -121,14 +113,9 @@ class _NoDeadline(Ledger):
     """A decode engine waits for remote KV without a timeout."""
 
     def allocated(
-        self,
-        request_id: str,
-        attempt: str,
-        block_ids: tuple[int, ...],
-        deadline: float,
-        **limits: float,
-    ) -> None:
-        super().allocated(request_id, attempt, block_ids, math.inf, **limits)
+        self, request_id: str, attempt: str, deadline: float, **limits: float
+    ) -> list[Instruction]:
+        return super().allocated(request_id, attempt, math.inf, **limits)
 
 
 class _FirstTokenTwice(FirstTokens):
@@ -324,9 +311,10 @@ _UNCLAIMED = "still waits for a claim"
 MUTANTS: dict[str, Mutant] = {
     "no-claim": Mutant(_ASTRAY, Shipped(ledger=_NoClaim)),
     "no-quarantine": Mutant(_ASTRAY, Shipped(ledger=_NoQuarantine)),
+    "no-landing-time": Mutant(_ASTRAY, Shipped(ledger=_NoLandingTime)),
     "no-prefix-hold": Mutant("which is not kept for", Shipped(decode_scheduler=_NoPrefixHold)),
     "takes-back-claimed": Mutant(_ASTRAY, Shipped(ledger=_TakesBackClaimed)),
-    "ungranted-commits": Mutant("is wrong", Shipped(decode_rank=_UngrantedCommits)),
+    "foreign-commits": Mutant("is wrong", Shipped(decode_rank=_ForeignCommits)),
     "no-attempt-id": Mutant("are taken", Shipped(decode_scheduler=_NoAttemptId)),
     "no-deadline": Mutant("still waits for remote KV", Shipped(ledger=_NoDeadline)),
     "first-token-twice": Mutant("tokens instead of", Shipped(first_tokens=_FirstTokenTwice)),
