@@ -35,8 +35,8 @@ class DecodeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PrefillEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prefill engine."""
 
-    #: The file of the lease's fence (`runtime/fence.py`).
-    fence_path: str
+    #: The file of the claim cells (`runtime/claim_cells.py`).
+    cells_path: str
     min_prefix_read_length: int
     queue: QueueConfig
 

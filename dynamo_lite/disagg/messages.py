@@ -90,10 +90,10 @@ class PrefillStep:
     own: bytes = b""
     #: Engines that have left.
     forget: list[str] = field(default_factory=list)
-    #: Attempt, request id and completeness of requests that finished. A request that was
-    #: stopped early is not complete.
-    ended: list[tuple[str, str, bool]] = field(default_factory=list)
-    #: Attempts whose blocks are about to be reused.
+    #: Request id and completeness of requests that finished. A request that was stopped early is
+    #: not complete.
+    ended: list[tuple[str, bool]] = field(default_factory=list)
+    #: Requests whose blocks are about to be reused.
     preempted: list[str] = field(default_factory=list)
 
 
@@ -113,7 +113,7 @@ class RankResults:
 class WorkerReport:
     """From the ranks to the scheduler half."""
 
-    #: Why writing failed, by attempt.
+    #: Why writing failed, by request.
     failures: dict[str, str] = field(default_factory=dict)
     #: Blocks that have arrived of a lost request's attempt, from the first one on, by request.
     landed: dict[str, int] = field(default_factory=dict)

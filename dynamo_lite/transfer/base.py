@@ -5,7 +5,9 @@ in-process twin. All pass `tests/contract/test_mover.py`. Calls come from an eng
 they are synchronous and do not block.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.transfer.block_map import Descriptors
@@ -14,6 +16,11 @@ from dynamo_lite.transfer.block_map import Descriptors
 class Transfer(Protocol):
     """A write or read."""
 
+    @property
+    def over(self) -> bool:
+        """Whether it is known to have ended. Does not poll."""
+        ...
+
     def done(self) -> bool:
         """Polls; returns whether it has ended. Raises TransferError if it failed.
 
@@ -21,6 +28,14 @@ class Transfer(Protocol):
         a failed read none after its peer is removed.
         """
         ...
+
+
+@dataclass
+class PollLimit:
+    """Until when the transfers of a mover may be polled, in seconds of CLOCK_BOOTTIME: polling
+    moves their data on. Any thread may read it."""
+
+    until: float = math.inf
 
 
 class Mover(Protocol):

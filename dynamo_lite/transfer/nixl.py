@@ -49,6 +49,10 @@ class NixlTransfer:
         self._failure: str | None = None
         self._settle(status)
 
+    @property
+    def over(self) -> bool:
+        return self._handle is None
+
     def done(self) -> bool:
         if self._failure is not None:
             raise TransferError(self._peer, self._failure)

@@ -4,8 +4,8 @@ UCX makes progress only inside calls of NIXL. A large write of VRAM needs many c
 send queue is limited, and later calls post the rest. Without this thread there are only a
 few calls in each step of the engine.
 
-NIXL's own progress thread ignores the fence and never sleeps. This thread checks the fence
-before each call, and sleeps while nothing is in flight.
+NIXL's own progress thread knows no limit and never sleeps. This thread looks at the limit
+(`PollLimit`) before each call, and sleeps while nothing is in flight.
 
 All calls of the wrapped mover are made under one lock, by two threads: the owner's and this
 one.
@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.transfer.base import Mover, Transfer
+from dynamo_lite.runtime.clock import boottime
+from dynamo_lite.transfer.base import Mover, PollLimit, Transfer
 from dynamo_lite.transfer.block_map import Descriptors
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ INTERVAL_S = 150e-6
 #: How long the thread reads notifications after the owner's last call of `notices`. The owner
 #: calls it in each step while it expects any, so this covers steps of up to this length.
 LISTEN_S = 1.0
-#: Pause between two checks of a closed fence.
-_FENCED_S = 0.005
+#: Pause between two looks at a limit that has passed.
+_PAUSED_S = 0.005
 #: How long `close` waits for the thread.
 CLOSE_S = 5.0
 
@@ -74,7 +75,7 @@ class PolledTransfer:
 class PolledMover:
     """Implements Mover. inner: must not be used elsewhere.
 
-    alive: whether the fence is open; while it is closed the thread makes no call.
+    limit: behind it the thread makes no call.
     listen_s: how long after a call of `notices` the thread reads notifications; 0: never.
     enter: called first in the thread, e.g. to choose a GPU.
 
@@ -86,11 +87,11 @@ class PolledMover:
         self,
         inner: Mover,
         *,
-        alive: Callable[[], bool] = lambda: True,
+        limit: PollLimit | None = None,
         listen_s: float = LISTEN_S,
         enter: Callable[[], None] = lambda: None,
     ):
-        self._inner, self._alive, self._enter = inner, alive, enter
+        self._inner, self._limit, self._enter = inner, limit or PollLimit(), enter
         self._listen_s, self._listen_until = listen_s, 0.0
         self._lock = threading.Lock()
         self._in_flight: set[PolledTransfer] = set()
@@ -207,7 +208,7 @@ class PolledMover:
                 elif self._round():
                     time.sleep(INTERVAL_S)
                 else:
-                    time.sleep(_FENCED_S)
+                    time.sleep(_PAUSED_S)
         except Exception as exc:
             self.broken = f"the KV transfer thread of this rank has died: {exc!r}"
             logger.exception("the KV transfer thread has died: new transfers are refused")
@@ -222,18 +223,18 @@ class PolledMover:
             self._wake.wait()
 
     def _round(self) -> bool:
-        """Polls everything once. Returns False if the fence is closed."""
+        """Polls everything once. Returns False behind the limit."""
         with self._lock:
             transfers = tuple(self._in_flight)
         for transfer in transfers:
             # One at a time, so that the owner waits for one call at most.
             with self._lock:
-                if not self._alive():
+                if boottime() >= self._limit.until:
                     return False
                 self._poll(transfer)
         if time.monotonic() < self._listen_until:
             with self._lock:
-                if not self._alive():
+                if boottime() >= self._limit.until:
                     return False
                 self._inbox.extend(self._inner.notices())
         return True

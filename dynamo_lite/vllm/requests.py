@@ -24,7 +24,7 @@ from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillReques
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.request_plane.migration import MigrationPlan
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.first_token import first_token_params
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
@@ -166,7 +166,7 @@ def prefill(
     job: RemotePrefillRequest,
     target: EngineMetadata,
     forget: list[str],
-    permit: Permit,
+    cell: Cell,
     model: ModelConfig,
     *,
     first_token: bool = False,
@@ -174,7 +174,7 @@ def prefill(
     """Converts a job to a one-token request with parameters for the connector.
 
     forget: decode engines that have left. first_token: the request samples the first token of the
-    answer, as the job asks; otherwise its token is ignored. permit: see `PrefillJobParams`. Raises
+    answer, as the job asks; otherwise its token is ignored. cell: see `PrefillJobParams`. Raises
     Refused.
     """
     prompt, wanted = job.prompt_token_ids, job.first_token if first_token else None
@@ -188,7 +188,7 @@ def prefill(
         except (VLLMError, ValueError) as exc:
             raise Refused(f"sampling of the first token: {exc}", elsewhere=False) from exc
     _check_prompt(prompt, model)
-    transfer = pack(PrefillJobParams.of(job, target, forget, permit))
+    transfer = pack(PrefillJobParams.of(job, target, forget, cell))
     sampling.extra_args = {KV_TRANSFER_PARAMS: transfer}
     return EngineCoreRequest(
         request_id=job.attempt,

@@ -3,26 +3,27 @@
 It writes the blocks of an attempt as they complete, into every rank of the decode engine
 that needs a part of them; each write carries a notification. The last write into each rank
 is the commit. Writes are not ordered, so it starts only when all earlier ones have ended.
-Writes are started and polled only while the fence is open. They are started only after the
-attempt's claim was granted, since the prompt is computed while the claim is on its way.
+Writes start only while the attempt's claim holds. Those in flight are polled for `move_s` more:
+polling moves data, and the decode engine keeps the blocks for a limited time.
 `staging.py` converts blocks for peers with other blocks.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, Counters
-from dynamo_lite.disagg.messages import NOT_GRANTED, BlockWrite
+from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
 from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, split
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Committed, Landed
-from dynamo_lite.runtime.permits import Permit, PermitVerdict
-from dynamo_lite.transfer.base import Mover, Transfer
+from dynamo_lite.protocol.prefill import Written
+from dynamo_lite.runtime.claim_cells import Cell, Until
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.transfer.base import Mover, PollLimit, Transfer
 
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
@@ -32,9 +33,9 @@ _COMMIT_POLL_S = 0.002
 
 
 class BlockWrites:
-    """memory: kind of the rank's memory. rank: its index. alive: whether the fence is open.
-    verdict: whether the claim of an attempt was granted, by its permit. grant_of: then, the id of
-    the grant. now: monotonic."""
+    """memory: kind of the rank's memory. rank: its index. until: until when claims hold. move_s:
+    for how long after that the writes in flight are polled. limit: until when that is, for all
+    transfers of the mover."""
 
     def __init__(
         self,
@@ -45,15 +46,17 @@ class BlockWrites:
         staging: Staging,
         stats: Counters,
         *,
-        alive: Callable[[], bool],
-        verdict: Callable[[Permit], PermitVerdict],
-        grant_of: Callable[[Permit], int],
-        now: Callable[[], float],
+        until: Until,
+        move_s: float,
+        limit: PollLimit,
+        clock: Clock,
     ):
         self._mover, self._memory, self._rank = mover, memory, rank
         self._peers, self._staging = peers, staging
         self._stats, self._times = stats, WriteTimes(stats, rank)
-        self._alive, self._verdict, self._grant_of, self._now = alive, verdict, grant_of, now
+        self._until, self._move_s, self._limit = until, move_s, limit
+        self._now, self._boottime = clock.monotonic, clock.boottime
+        #: By request.
         self._attempts: dict[str, OutgoingAttempt] = {}
 
     def __bool__(self) -> bool:
@@ -70,10 +73,27 @@ class BlockWrites:
         """The engines with writes in flight."""
         return {attempt.target for attempt in self._attempts.values() if attempt.in_flight}
 
+    def check_limit(self) -> None:
+        """To be called before any call of the mover that makes progress: it moves the data of all
+        transfers. Raises TransferError if one is in flight that must not arrive any more."""
+        limit = math.inf
+        for attempt in self._attempts.values():
+            if all(flight.write.over for flight in attempt.in_flight):
+                continue
+            attempt.until = max(attempt.until, self._until(attempt.cell))
+            limit = min(limit, attempt.until + self._move_s)
+            if self._boottime() >= attempt.until + self._move_s:
+                # This ends the engine, which might else write into another request's blocks.
+                raise TransferError(
+                    attempt.target,
+                    f"a write is in flight {self._move_s:g} s after the end of its claim",
+                )
+        self._limit.until = limit
+
     def add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started by `pump` as soon as it may start."""
         attempt = self._attempts.setdefault(
-            write.attempt, OutgoingAttempt(write.target_engine, write.permit)
+            write.request_id, OutgoingAttempt(write.target_engine, write.cell)
         )
         if attempt.failure is None:
             attempt.failure = self._peers.ensure_connected(write.target_engine)
@@ -82,30 +102,35 @@ class BlockWrites:
         attempt.queue += [(part, ready) for part in parts]
 
     def pump(self) -> None:
-        """Starts what can start, and sees what has ended."""
+        """Starts what can start, and sees what has ended. Raises TransferError, see
+        `check_limit`."""
+        self.check_limit()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):
                 pass
             self._poll(attempt)
 
-    def stop(self, attempt_id: str) -> None:
-        """Starts no write of the attempt any more."""
-        if (attempt := self._attempts.get(attempt_id)) is not None:
+    def end(self, request_id: str, *, complete: bool) -> None:
+        """The request has finished: no write is added any more. Unless it is complete, none starts
+        any more, either."""
+        attempt = self._attempts.setdefault(request_id, OutgoingAttempt("", Cell()))
+        attempt.ended = True
+        if not complete:
             self._clear(attempt)
 
-    def unfinished(self, attempt_id: str) -> bool:
-        """Whether any of its writes is in flight or waits."""
-        attempt = self._attempts.get(attempt_id)
-        return attempt is not None and bool(attempt.in_flight or attempt.queue)
-
-    def close(self, attempt_id: str) -> str | None:
-        """Forgets an attempt whose writes have all ended. Returns why not all was written."""
-        attempt = self._attempts.pop(attempt_id, None)
-        return None if attempt is None else attempt.failure
+    def take_ended(self) -> dict[str, str | None]:
+        """Forgets the finished requests whose writes have all ended. Returns why not all was
+        written, by request."""
+        over = [
+            request_id
+            for request_id, attempt in self._attempts.items()
+            if attempt.ended and not (attempt.in_flight or attempt.queue)
+        ]
+        return {request_id: self._attempts.pop(request_id).failure for request_id in over}
 
     def drain(self, preempted: Sequence[str]) -> None:
-        """Ends all writes from blocks of these attempts, which are about to be overwritten.
+        """Ends all writes from blocks of these requests, which are about to be overwritten.
 
         Waits for writes in flight, except those from staging slots: a commit of overwritten
         data must not arrive. A write to a dead peer ends in an error by itself. Raises
@@ -125,13 +150,15 @@ class BlockWrites:
                         attempt.target,
                         f"a write of a preempted job does not end within {_PREEMPTION_DRAIN_S:g} s",
                     )
+                self.check_limit()
                 self._poll(attempt)
 
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now; returns whether it was taken."""
         write, ready = attempt.queue[0]
-        if attempt.failure is None and not self._is_granted(attempt):
-            return False
+        if attempt.failure is None and not self._holds(attempt):
+            self._clear(attempt)
+            return True
         alone = write.last or attempt.again
         if attempt.failure is None and (not ready() or (alone and attempt.in_flight)):
             return False
@@ -147,15 +174,15 @@ class BlockWrites:
         self._release_slot(attempt)
         return True
 
-    def _is_granted(self, attempt: OutgoingAttempt) -> bool:
-        """Whether the attempt's claim was granted. If it was refused, nothing is written."""
-        verdict = self._verdict(attempt.permit)
-        if verdict is PermitVerdict.REFUSED:
-            attempt.failure = NOT_GRANTED
-            self._clear(attempt)
-        if verdict is PermitVerdict.GRANTED and not attempt.grant:
-            attempt.grant = self._grant_of(attempt.permit)
-        return verdict is PermitVerdict.GRANTED
+    def _holds(self, attempt: OutgoingAttempt) -> bool:
+        """Whether its claim holds; if not, nothing more is written."""
+        until = self._until(attempt.cell)
+        if self._boottime() < until:
+            attempt.until = max(attempt.until, until)
+            return True
+        attempt.failure = NOT_HELD
+        self._stats.add(FENCED)
+        return False
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
         """Whether the write's bytes can be read. If they need staging, starts that first."""
@@ -169,13 +196,10 @@ class BlockWrites:
     def _start(self, attempt: OutgoingAttempt, write: BlockWrite) -> None:
         started = self._now()
         self._times.started(attempt, write, started)
+        self._limit.until = min(self._limit.until, attempt.until + self._move_s)
         peers = self._peers.of(write.target_engine)
         for peer in peers:
-            if not self._alive():
-                attempt.failure = (
-                    "this worker's lease is not certain to be alive: nothing is written"
-                )
-                self._stats.add(FENCED)
+            if not self._holds(attempt):
                 break
             last = write.last and peer is peers[-1]
             transfer = self._write(attempt, write, peer)
@@ -216,22 +240,21 @@ class BlockWrites:
 
     def _notice(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> bytes:
         """The notification that the write carries."""
-        share: dict[str, Any] = {
-            "attempt": write.attempt,
-            "rank": self._rank,
-            "writers": peer.writers,
-            "parts": peer.parts,
-            "grant": attempt.grant,
-        }
-        if write.last:
-            share["cached_tokens"] = write.cached_tokens
-            return encode_sealed(Committed(num_blocks=write.num_blocks, **share))
-        return encode_sealed(Landed(first=write.first, num_blocks=len(write.remote_ids), **share))
+        return encode_sealed(
+            Written(
+                attempt=write.attempt,
+                claim=attempt.cell.claim,
+                rank=self._rank,
+                first=0 if write.last else write.first,
+                num_blocks=write.num_blocks if write.last else len(write.remote_ids),
+                writers=peer.writers,
+                parts=peer.parts,
+                last=write.last,
+                cached_tokens=write.cached_tokens if write.last else 0,
+            )
+        )
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
-        if not self._alive():
-            # In some transports polling moves data.
-            return
         still: list[InFlightWrite] = []
         for flight in attempt.in_flight:
             try:

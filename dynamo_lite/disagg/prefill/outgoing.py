@@ -8,7 +8,7 @@ from dynamo_lite.disagg.counters import SECONDS, Counters
 from dynamo_lite.disagg.messages import BlockWrite
 from dynamo_lite.disagg.prefill.staging import StagingSlot
 from dynamo_lite.disagg.span_notes import note_child
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.transfer.base import Transfer
 
 #: Returns whether the step that fills the blocks has ended (work on a GPU is queued).
@@ -35,10 +35,12 @@ class OutgoingAttempt:
 
     #: Engine id of the decode engine.
     target: str
-    #: Says whether the attempt's claim was granted.
-    permit: Permit
-    #: Id of the claim's grant; 0 until the permit is granted.
-    grant: int = 0
+    #: Of its claim.
+    cell: Cell
+    #: The latest end of the claim that was seen, in seconds of CLOCK_BOOTTIME.
+    until: float = 0.0
+    #: Whether its request has finished, so that no write is added any more.
+    ended: bool = False
     #: Writes that were not started.
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     in_flight: list[InFlightWrite] = field(default_factory=list)

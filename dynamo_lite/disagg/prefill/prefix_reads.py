@@ -1,9 +1,8 @@
 """Prefixes that a prefill rank reads from a decode engine's blocks.
 
-The decode engine keeps these blocks unchanged until this worker has reported the end of the
-attempt, or has been dead for long. A reader that was suspended beyond that may have read
-newer content: so the fence is checked again after the read, and if it is closed the read
-counts as failed.
+The decode engine keeps these blocks unchanged while the attempt's claim holds. A reader that was
+suspended beyond that may have read newer content: so the claim is checked again after the read,
+and if it has ended the read counts as failed.
 """
 
 import logging
@@ -11,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dynamo_lite.disagg.counters import PREFIX_BYTES, PREFIX_READ, Counters
-from dynamo_lite.disagg.messages import NOT_GRANTED, PrefixRead, RankResults
+from dynamo_lite.disagg.messages import NOT_HELD, PrefixRead, RankResults
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRanks, Source
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.runtime.permits import Permit, PermitVerdict
+from dynamo_lite.runtime.claim_cells import Until
 from dynamo_lite.transfer.base import Mover, Transfer
 
 logger = logging.getLogger(__name__)
@@ -29,20 +28,19 @@ class _Reading:
 
 
 class PrefixReads:
-    """own: this rank's memory. verdict: whether the claim of an attempt was granted, by its permit.
-    alive: whether the fence is open."""
+    """own: this rank's memory. until: until when claims hold. boottime: see `Clock`."""
 
     def __init__(
         self,
         mover: Mover,
         own: RankMetadata,
         peers: RemoteRanks,
-        verdict: Callable[[Permit], PermitVerdict],
-        alive: Callable[[], bool],
+        until: Until,
+        boottime: Callable[[], float],
         stats: Counters,
     ):
-        self._mover, self._own, self._peers, self._alive = mover, own, peers, alive
-        self._verdict, self._stats = verdict, stats
+        self._mover, self._own, self._peers = mover, own, peers
+        self._until, self._boottime, self._stats = until, boottime, stats
         self._open: list[_Reading] = []
         self._results = RankResults()
 
@@ -61,14 +59,10 @@ class PrefixReads:
         return {reading.read.target_engine for reading in self._open if reading.in_flight}
 
     def start(self, read: PrefixRead) -> None:
-        """Must not be called before the verdict. If the claim was refused, the read fails."""
         reading = _Reading(read)
         self._open.append(reading)
-        if self._verdict(read.permit) is not PermitVerdict.GRANTED:
-            reading.failure = NOT_GRANTED
-            return
-        if not self._alive():
-            reading.failure = "this worker's lease is not certain to be alive"
+        if not self._holds(read):
+            reading.failure = NOT_HELD
             return
         try:
             for source in self._peers.sources(read.target_engine):
@@ -78,9 +72,6 @@ class PrefixReads:
 
     def poll(self) -> None:
         for reading in self._open:
-            if reading.in_flight and not self._alive():
-                # In some transports polling also drives writes of the same agent.
-                continue
             still: list[Transfer] = []
             for transfer in reading.in_flight:
                 try:
@@ -104,18 +95,19 @@ class PrefixReads:
         settled, self._results = self._results, RankResults()
         return settled
 
+    def _holds(self, read: PrefixRead) -> bool:
+        return self._boottime() < self._until(read.cell)
+
     def _read(self, read: PrefixRead, source: Source) -> Transfer:
         there, here = source.blocks.descriptors(read.remote_ids, read.local_ids)
         self._stats.add(PREFIX_BYTES, int(here[:, 1].sum()))
         return self._mover.read(source.name, here, there, memory=(self._own.memory, source.memory))
 
     def _end(self, reading: _Reading) -> None:
-        if reading.failure is None and not self._alive():
-            reading.failure = (
-                "this worker's lease was not certain to be alive at the end of the read"
-            )
+        if reading.failure is None and not self._holds(reading.read):
+            reading.failure = NOT_HELD
         request_id = reading.read.request_id
-        if reading.failure == NOT_GRANTED:
+        if reading.failure == NOT_HELD:
             self._results.lost.add(request_id)
             return
         if reading.failure is None:

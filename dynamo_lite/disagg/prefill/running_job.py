@@ -1,15 +1,23 @@
 """A job that a prefill engine runs: which of its blocks are written, and which come next."""
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.disagg.messages import BlockWrite, PrefixRead
+from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite, PrefixRead
 from dynamo_lite.disagg.transfer_params import PrefillJobParams
-from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.protocol.trace import TraceContext, traced
 
 #: Returns the blocks of a request, by request id, in the order of its tokens.
 BlockIds = Callable[[str], Sequence[int]]
+
+
+class JobState(enum.Enum):
+    ARRIVED = "arrived"  # before its first step
+    RUNNING = "running"  # computed, or its prefix is read
+    STOPPED = "stopped"  # its request has finished with a read in flight
+    ENDING = "ending"  # its request has finished, and its ranks may have writes in flight
 
 
 @dataclass
@@ -20,12 +28,11 @@ class RunningJob:
     request: Prompt
     #: Tokens per block of this engine.
     block_size: int
-    #: Number of the first block to write, in the decode engine's blocks.
-    first: int
+    state: JobState = JobState.ARRIVED
     #: Number of the first block that no write covers yet.
-    written: int
+    written: int = 0
     #: Monotonic time of the job's first step.
-    scheduled: float
+    scheduled: float = 0.0
     trace: TraceContext | None = None
     #: Prompt tokens that were in this engine's prefix cache.
     cached_tokens: int = 0
@@ -35,10 +42,29 @@ class RunningJob:
     reading: bool = False
     #: Whether the last write is scheduled.
     complete: bool = False
+    #: Why not all was written; the first reason that a rank has reported.
+    failure: str | None = None
 
     @property
     def attempt(self) -> str:
         return self.params.attempt
+
+    @property
+    def first(self) -> int:
+        """Number of the first block to write, in the decode engine's blocks."""
+        return self.params.num_computed_tokens // self.params.block_size
+
+    def begin(self, now: float, cached: int) -> None:
+        """Its first step. cached: tokens of its prompt in this engine's prefix cache."""
+        self.state, self.scheduled, self.cached_tokens = JobState.RUNNING, now, cached
+        self.written, self.trace = self.first, traced(self.request.trace_headers)
+
+    @property
+    def outcome(self) -> str:
+        """Of a job whose writes have ended."""
+        if self.failure is not None:
+            return "abandoned" if self.failure == NOT_HELD else "failed"
+        return "written" if self.complete else "abandoned"
 
     def preempted(self) -> None:
         """vLLM has preempted it: it is computed and written again from its first block."""
@@ -55,7 +81,7 @@ class RunningJob:
             target_engine=self.params.engine_id,
             local_ids=list(block_ids[start : len(prefix)]),
             remote_ids=list(prefix[start:]),
-            permit=self.params.permit,
+            cell=self.params.cell,
         )
 
     def write(self, done_tokens: int, block_ids: BlockIds, began: float) -> BlockWrite | None:
@@ -87,7 +113,7 @@ class RunningJob:
             cached_tokens=self.cached_tokens,
             began=began,
             trace=self.trace,
-            permit=self.params.permit,
+            cell=self.params.cell,
         )
         self.written, self.complete = end, last
         return write

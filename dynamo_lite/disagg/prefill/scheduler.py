@@ -14,21 +14,15 @@ from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
-from dynamo_lite.disagg.messages import (
-    NOT_GRANTED,
-    PrefillStep,
-    RankResults,
-    WorkerReport,
-)
-from dynamo_lite.disagg.prefill.running_job import BlockIds, RunningJob
+from dynamo_lite.disagg.messages import PrefillStep, RankResults, WorkerReport
+from dynamo_lite.disagg.prefill.running_job import BlockIds, JobState, RunningJob
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 
@@ -57,16 +51,8 @@ class PrefillScheduler:
         self._introduced: set[str] = set()
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
-        #: Jobs before their first step, by request id.
-        self._arrived: dict[str, PrefillJobParams] = {}
-        #: Jobs that the engine computes or reads a prefix for, by request id.
+        #: By request id, until nothing of the job is in flight in the ranks.
         self._jobs: dict[str, RunningJob] = {}
-        #: Finished requests with writes in flight, by request id.
-        self._ending: dict[str, RunningJob] = {}
-        #: Why the writes of an attempt failed, by attempt.
-        self._failures: dict[str, str] = {}
-        #: Finished requests with a read in flight, by request id.
-        self._stopped: dict[str, RunningJob] = {}
         self._step = PrefillStep()
         self._stepped_at = self._now()
 
@@ -77,10 +63,11 @@ class PrefillScheduler:
         A job reads only once: after a failed read or a preemption its prefix is computed.
         Raises ProtocolError if the job's parameters are malformed.
         """
-        if request.request_id in self._jobs or (params := self._arrive(request)) is None:
+        job = self._job(request)
+        if job is None or job.state is not JobState.ARRIVED:
             return 0, False
         # Prefix blocks are only offered if both engines' blocks have the same size.
-        held = len(params.prefix_block_ids) * self._block_size
+        held = len(job.params.prefix_block_ids) * self._block_size
         # A read costs a turn of the scheduler and a transfer, so a short prefix is computed.
         missing = held - cached
         return (missing, True) if missing >= self._role.min_prefix_read_length else (0, False)
@@ -98,25 +85,16 @@ class PrefillScheduler:
         queued_at: monotonic time of the job's arrival in the engine. cached: tokens of its prompt
         in this engine's prefix cache.
         """
-        if request.request_id in self._jobs or (params := self._arrive(request)) is None:
+        job = self._job(request)
+        if job is None or job.state is not JobState.ARRIVED:
             return
-        self._leave_arrived(request, params)
-        now, trace = self._now(), traced(request.trace_headers)
+        self._forget(job)
+        now = self._now()
+        job.begin(now, cached)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
-            if trace is not None:
-                note_child(self.stats, "wait", trace, queued_at, now)
-        first = params.num_computed_tokens // params.block_size
-        job = self._jobs[request.request_id] = RunningJob(
-            params=params,
-            request=request,
-            block_size=self._block_size,
-            first=first,
-            written=first,
-            scheduled=now,
-            trace=trace,
-            cached_tokens=cached,
-        )
+            if job.trace is not None:
+                note_child(self.stats, "wait", job.trace, queued_at, now)
         if external:
             self._announce(self._step, job)
             self._step.reads.append(job.read(block_ids, external))
@@ -128,7 +106,7 @@ class PrefillScheduler:
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.preempted()
-                step.preempted.append(job.attempt)
+                step.preempted.append(request_id)
         for request_id, tokens in scheduled.items():
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
                 self.stats.add(COMPUTED, tokens)
@@ -140,65 +118,61 @@ class PrefillScheduler:
 
     def request_finished(self, request: Prompt) -> bool:
         """Returns whether the blocks must stay reserved until the writes have ended."""
-        request_id = request.request_id
-        job = self._jobs.pop(request_id, None)
+        request_id, job = request.request_id, self._job(request)
         if job is None:
-            if (params := self._arrive(request)) is not None:  # stopped before its first step
-                self._leave_arrived(request, params)
-                self.stats.append(ENDED, [params.attempt, "abandoned", ""])
             return False
+        if job.state is JobState.ARRIVED:  # stopped before its first step
+            self._forget(job)
         if job.reading:
             # vLLM keeps its blocks until the read has ended; the attempt's end is reported then.
-            self._stopped[request_id] = job
+            job.state = JobState.STOPPED
             return False
         if not job.announced:
-            self._report_end(job, "abandoned")
+            self._end(request_id, "abandoned")
             return False
-        self._ending[request_id] = job
-        self._step.ended.append((job.attempt, request_id, job.complete))
+        job.state = JobState.ENDING
+        self._step.ended.append((request_id, job.complete))
         return True
 
     def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
         """Handles the reads and writes that have ended in the worker halves, with or without
         success."""
         if report is not None:
-            self._failures.update(report.failures)
+            for request_id, why in report.failures.items():
+                if (job := self._jobs.get(request_id)) is not None and job.failure is None:
+                    job.failure = why
             self._introduced -= report.unknown
             for engine_id, why in report.broken.items():
                 self.stats.append(BROKEN_LINK, [engine_id, why])
         for request_id in sorted(results.received | results.lost):
-            if (stopped := self._stopped.pop(request_id, None)) is not None:
-                self._report_end(stopped, "abandoned")
-            elif (job := self._jobs.get(request_id)) is not None:
-                if job.reading and job.trace is not None:
-                    note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
-                job.reading = False
+            if (job := self._jobs.get(request_id)) is None:
+                continue
+            if job.state is JobState.STOPPED:
+                self._end(request_id, "abandoned")
+            elif job.reading and job.trace is not None:
+                note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
+            job.reading = False
         for request_id in sorted(results.sent):
-            job = self._ending.pop(request_id)
-            failure = self._failures.pop(job.attempt, None)
-            if failure is not None:
-                outcome = "abandoned" if failure == NOT_GRANTED else "failed"
-                self._report_end(job, outcome, failure)
-            else:
-                self._report_end(job, "written" if job.complete else "abandoned")
+            job = self._jobs[request_id]
+            self._end(request_id, job.outcome, job.failure or "")
 
     @property
     def busy(self) -> bool:
         """Whether the engine must make steps, even with nothing to compute."""
-        return bool(self._ending or self._stopped)
+        over = (JobState.ENDING, JobState.STOPPED)
+        return any(job.state in over for job in self._jobs.values())
 
-    def _arrive(self, request: Prompt) -> PrefillJobParams | None:
-        """The parameters of a job that has not begun, unpacked once; None for other requests."""
-        params = self._arrived.get(request.request_id)
-        if params is None and (params := unpack(request, PrefillJobParams)) is not None:
-            self._arrived[request.request_id] = params
-        return params
+    def _job(self, request: Prompt) -> RunningJob | None:
+        """The job of this request, whose parameters are unpacked once; None for other requests."""
+        job = self._jobs.get(request.request_id)
+        if job is None and (params := unpack(request, PrefillJobParams)) is not None:
+            job = self._jobs[request.request_id] = RunningJob(params, request, self._block_size)
+        return job
 
-    def _leave_arrived(self, request: Prompt, params: PrefillJobParams) -> None:
+    def _forget(self, job: RunningJob) -> None:
         """The job begins, or is stopped before: no other job names the engines to be forgotten."""
-        del self._arrived[request.request_id]
-        self._step.forget += params.forget
-        self._introduced.difference_update(params.forget)
+        self._step.forget += job.params.forget
+        self._introduced.difference_update(job.params.forget)
 
     def _announce(self, step: PrefillStep, job: RunningJob) -> None:
         """Before the ranks' first read or write of the job: sends them its engine if needed."""
@@ -213,7 +187,8 @@ class PrefillScheduler:
             if self.metadata is not None and len(self.metadata.ranks) > 1:
                 step.own = encode(self.metadata)
 
-    def _report_end(self, job: RunningJob, outcome: str, detail: str = "") -> None:
+    def _end(self, request_id: str, outcome: str, detail: str = "") -> None:
+        job = self._jobs.pop(request_id)
         self.stats.append(ENDED, [job.attempt, outcome, detail])
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a worker runs on: engine, queue and fence.
+"""What a worker runs on: engine, queue and claim cells.
 
 `VllmBackend` opens the real ones; a simulation passes its own to the components.
 """
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynamo_lite.disagg.engine import DecodeEngine, PrefillEngine
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueOptions
-from dynamo_lite.runtime.fence import Fence
+from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
@@ -18,7 +18,7 @@ class WorkerBackend(Protocol):
         """Everything that takes long and needs no other process."""
         ...
 
-    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> Fence: ...
+    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells: ...
 
     def open_queue(
         self, host: Host, options: QueueOptions
@@ -29,5 +29,5 @@ class WorkerBackend(Protocol):
     ) -> AbstractAsyncContextManager[DecodeEngine]: ...
 
     def open_prefill_engine(
-        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+        self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
     ) -> AbstractAsyncContextManager[PrefillEngine]: ...

@@ -9,19 +9,16 @@ import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
-from dynamo_lite.disagg.grant_seals import GrantSeals
-from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import until_listed
-from dynamo_lite.runtime.tasks import first_of
+from dynamo_lite.runtime.tasks import all_of
 from dynamo_lite.serve.services.backend import WorkerBackend
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
@@ -48,20 +45,17 @@ class PrefillWorker:
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._jobs: PrefillJobs | None = None
-        self._fence: FenceUpdater | None = None
         self._probe: EngineProbe | None = None
         self._links: PeerLinks | None = None
         self._heartbeat: HeartbeatPublisher | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
-        fence = self._parts.open_fence(host, self._config)
-        self._stack.callback(fence.close)
-        self._fence = updater = FenceUpdater(host, fence)
-        host.spawn(updater.keep(), "lease-fence")
+        cells = self._parts.open_cells(host, self._config)
+        self._stack.callback(cells.close)
         host.progress("loading the model")
         enter = self._stack.enter_async_context
-        engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
+        engine = await enter(self._parts.open_prefill_engine(host, self._config, cells))
         directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
         self._links = links = PeerLinks(host, engine, directory)
         prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
@@ -72,33 +66,26 @@ class PrefillWorker:
             engine,
             host.messaging,
             host.clock,
-            busy=lambda: bool(updater.jobs and updater.jobs.working),
+            busy=lambda: bool(self._jobs and self._jobs.working),
             step_timeout_s=self._config.step_timeout_s,
             on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
-        self._jobs = updater.jobs = jobs = PrefillJobs(
+        self._jobs = jobs = PrefillJobs(
             namespace=self._spec.namespace,
             lease_id=host.lease.id,
-            ack_wait_s=self._config.queue.ack_wait_s,
             queue=queue,
             engine=engine,
-            permits=fence.permits,
+            cells=cells,
             directory=directory,
             messaging=host.messaging,
             registry=host.registry,
             fit=lambda: probe.verdict()[0] and not links.hopeless,
             links=links,
-            seals=GrantSeals(host.secret),
             clock=host.clock,
             on_drop=host.drops,
             tracer=host.tracer,
         )
-        cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
-        on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
-        await enter(host.messaging.serve(cancel, on_cancel))
-        alive = names.alive_subject(self._spec.namespace, host.lease.id)
-        await enter(host.messaging.serve(alive, _on_alive))
         # So that decode engines that do not fit know it from the start.
         host.spawn(links.run(), "links")
         await until_listed(links.listed, "decode engines")
@@ -113,14 +100,12 @@ class PrefillWorker:
 
     async def drain(self, grace_s: float) -> None:
         """Stops pulling, and finishes the pulled jobs with their writes."""
-        if self._fence is None or self._jobs is None:
+        if self._jobs is None:
             return
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        self._fence.leaving.set()
         await self._jobs.stop()
-        # Behind a closed fence no write starts or continues, so no job can succeed any more.
-        await first_of(self._jobs.idle.wait(), self._fence.closed.wait(), timeout_s=grace_s)
+        await all_of([self._jobs.idle], timeout_s=grace_s)
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -136,10 +121,6 @@ class PrefillWorker:
             return NOT_LOADED
         jobs, unfit = len(self._jobs.working), self._links.misfit
         return {**self._probe.facts(), "jobs": jobs, "unfit": unfit}
-
-
-async def _on_alive(_payload: bytes) -> bytes:
-    return b""
 
 
 async def _watch_depth(host: Host, queue: PrefillQueue) -> None:

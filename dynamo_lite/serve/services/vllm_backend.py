@@ -1,4 +1,4 @@
-"""The real parts of a worker: stock vLLM, JetStream, a mapped fence."""
+"""The real parts of a worker: stock vLLM, JetStream, claim cells in a mapped file."""
 
 import uuid
 from pathlib import Path
@@ -12,7 +12,7 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol.options import DisaggOptions, subset
-from dynamo_lite.runtime.fence import Fence, FenceHolder
+from dynamo_lite.runtime.claim_cells import ClaimCells, MappedClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
@@ -35,8 +35,8 @@ class VllmBackend:
     async def prepare(self) -> None:
         await import_in_thread("dynamo_lite.vllm.engine.core")
 
-    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> FenceHolder:
-        return FenceHolder(_engine_file(self._spec, "fence"), permits=config.most_jobs)
+    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> MappedClaimCells:
+        return MappedClaimCells(_engine_file(self._spec, "claims"), config.most_jobs)
 
     def open_queue(self, host: Host, options: QueueOptions) -> PrefillQueue:
         spec, config = self._spec, QueueConfig.of(options)
@@ -58,12 +58,12 @@ class VllmBackend:
         )
 
     def open_prefill_engine(
-        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+        self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
     ) -> "VllmPrefillEngine":
         from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 
-        assert isinstance(fence, FenceHolder)
-        role = prefill_role(config, fence_path=str(fence.path))
+        assert isinstance(cells, MappedClaimCells)
+        role = prefill_role(config, cells_path=str(cells.path))
         return VllmPrefillEngine(self._context(host, self._engine_config(host, role)))
 
     def _engine_config(
@@ -104,9 +104,9 @@ def decode_role(config: VllmWorkerConfig, component: str) -> DecodeEngineConfig:
     )
 
 
-def prefill_role(config: PrefillWorkerConfig, *, fence_path: str) -> PrefillEngineConfig:
+def prefill_role(config: PrefillWorkerConfig, *, cells_path: str) -> PrefillEngineConfig:
     return PrefillEngineConfig(
-        fence_path=fence_path,
+        cells_path=cells_path,
         min_prefix_read_length=config.min_prefix_read_length,
         queue=QueueConfig.of(config.queue),
     )

@@ -1,6 +1,6 @@
 """A rank with its mover and registered memory: what is open once vLLM has made the KV caches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,9 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.runtime.claim_cells import CellReader
 from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.base import Mover, PollLimit
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.vllm.engine.connector_types import RankHandshake
@@ -26,6 +26,13 @@ from dynamo_lite.vllm.engine.supported import refusal_recorded
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+#: For how long after the end of its claim a write in flight is polled, as a part of the lease's
+#: time-to-live. What it has given to the kernel by then takes up to `UCX_TCP_USER_TIMEOUT`
+#: (`serve/child_environment.py`); together less than one time-to-live, after which the decode
+#: engine releases the blocks.
+_MOVE = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,22 +63,20 @@ def open_rank(
     """
     index, role = rank_index(vllm_config), config.role
     device = next(iter(kv_caches.values())).device
-    fence = FenceReader(Path(role.fence_path)) if isinstance(role, PrefillEngineConfig) else None
-    alive = (lambda: True) if fence is None else fence.open
+    limit = PollLimit()
     with ExitStack() as on_failure:
-        mover = open_mover(config, index, device, alive)
+        mover = open_mover(config, index, device, limit)
         on_failure.callback(mover.close)
         with refusal_recorded(config_file):
             kv = register(kv_caches, mover, vllm_config, kv_cache_config)
         if isinstance(role, PrefillEngineConfig):
-            assert fence is not None
             rank = PrefillRank(
                 mover,
                 kv.rank,
                 index,
-                alive,
-                verdict=fence.verdict,
-                grant_of=fence.grant_of,
+                CellReader(Path(role.cells_path)).until,
+                move_s=_MOVE * config.lease_ttl_s,
+                limit=limit,
                 open_transposer=kv.open_transposer,
             )
         else:
@@ -80,12 +85,10 @@ def open_rank(
     return OpenedRank(rank, RankHandshake(encode(kv.rank), kv.orders, kv.packings), mover)
 
 
-def open_mover(
-    config: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
-) -> Mover:
+def open_mover(config: EngineConfig, rank: int, device: torch.device, limit: PollLimit) -> Mover:
     """Opens NIXL, with a polling thread where the KV is on a GPU.
 
-    rank: this process's index. device: where its KV is. alive: whether the fence is open.
+    rank: this process's index. device: where its KV is. limit: until when transfers are polled.
 
     A write to shared memory is over when it was posted: a thread would only take time from the
     engine.
@@ -96,7 +99,7 @@ def open_mover(
         return mover
     return PolledMover(
         mover,
-        alive=alive,
+        limit=limit,
         # A prefill rank gets no notifications: polling its own transfers is enough.
         listen_s=LISTEN_S if isinstance(config.role, DecodeEngineConfig) else 0.0,
         # UCX's CUDA transports work in the calling thread's context. torch alone would make none in

@@ -10,7 +10,7 @@ from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
 from dynamo_lite.protocol.errors import EngineDied
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.engine.fingerprint import check_peer
@@ -50,7 +50,7 @@ class VllmPrefillEngine(VllmEngine):
         self,
         job: RemotePrefillRequest,
         target: EngineMetadata,
-        permit: Permit,
+        cell: Cell,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         """Runs one attempt; `run_prefills` must be running.
@@ -63,7 +63,7 @@ class VllmPrefillEngine(VllmEngine):
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         sampled = self._samples(job)
         model = self.config.model_config
-        request = requests.prefill(job, target, self._left, permit, model, first_token=sampled)
+        request = requests.prefill(job, target, self._left, cell, model, first_token=sampled)
         self._left = []  # not before: a refused job carries nothing to the engine
         with self._attempts.open(job.attempt) as attempt:
             await self._add(request)

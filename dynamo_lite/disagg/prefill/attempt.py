@@ -1,0 +1,269 @@
+"""One prefill job at its component: claim, compute and write beside the claim's renewals, done.
+
+The claim is a lease on the attempt, which the decode engine extends with each answer. Until when
+it holds is in the attempt's cell, which the engine's ranks read. A refusal ends the work: that is
+how a decode engine cancels. So does the end of the claim, if no answer comes.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import Histogram
+
+from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
+from dynamo_lite.disagg.prefill.job_trace import JobTrace
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
+from dynamo_lite.protocol.prefill import (
+    Claim,
+    Done,
+    FirstToken,
+    Held,
+    Refused,
+    RemotePrefillRequest,
+    decode_claim_reply,
+)
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.versions import unsupported
+from dynamo_lite.runtime.claim_cells import ClaimCells, OpenCell
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.drops import OnDrop
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import running
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+logger = logging.getLogger(__name__)
+
+#: How long a first claim is sent again without an answer, and while nobody listens.
+_FIRST_S, _ABSENT_S = 3.0, 0.5
+#: How long one try waits for its answer. An engine in a long step answers late.
+_TRY_S = 1.0
+#: Between two tries while nobody listens.
+_PAUSE_S = 0.05
+#: How long the report of an end waits for the broker.
+_REPORT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterParts:
+    """What all jobs of a prefill worker need. new_claim: returns a random id, above 0."""
+
+    namespace: str
+    lease_id: int
+    engine: PrefillEngine
+    cells: ClaimCells
+    directory: MetadataDirectory
+    messaging: Messaging
+    #: None if all links count as usable.
+    links: PeerLinks | None
+    #: Set when the worker begins to leave.
+    leaving: asyncio.Event
+    #: Durations of the stages of a job.
+    stages: Histogram
+    new_claim: Callable[[], int]
+    clock: Clock
+    on_drop: OnDrop
+
+
+class JobAttempt:
+    """The attempt of one pulled job, of which nothing is in the engine before and after `run`."""
+
+    def __init__(self, parts: WriterParts, request: RemotePrefillRequest, trace: JobTrace | None):
+        self._parts, self.request, self._trace = parts, request, trace
+        self._claim = parts.new_claim()
+        self._now, self._boottime = parts.clock.monotonic, parts.clock.boottime
+        self._pulled = self._now()
+        #: Until when the claim holds, by CLOCK_BOOTTIME, and for how long each answer extends it.
+        self._until = self._for_s = 0.0
+
+    async def run(self) -> str:
+        """Returns the outcome, as the counter shows it. The decode engine knows it by then: it has
+        refused the claim, or the outcome was reported to it."""
+        request, parts = self.request, self._parts
+        if parts.leaving.is_set():
+            return await self._give_back("abandoned", "this worker leaves", "abandoned")
+        if request.wire_version != WIRE_VERSION:
+            return await self._give_back("failed", unsupported(request.wire_version), "malformed")
+        try:
+            target = await parts.directory.get(request.engine_id)
+            if target is None:
+                # The engine's process has ended, or the store has lost its record.
+                why = "the store has no record of this engine"
+                return await self._give_back("abandoned", why, "engine_gone")
+            if parts.links is not None and (trouble := parts.links.trouble(target)):
+                why = f"it cannot be written into: {trouble}"
+                return await self._give_back("failed", why, "unusable")
+            _check_blocks(request, target)
+        except ProtocolError as exc:  # the engine's record, or the job
+            return await self._give_back("failed", str(exc), "malformed")
+        except DynamoLiteError as exc:
+            return await self._give_back("abandoned", str(exc), "abandoned")
+        cell = parts.cells.open(self._claim)
+        try:
+            answer = await self._ask(cell, self._boottime() + _FIRST_S, absent_s=_ABSENT_S)
+            if isinstance(answer, Refused):
+                self._log("refused", answer.reason)
+                return "refused"
+            if answer is None:
+                # It may hold, and would block others: give it back.
+                ended = AttemptOutcome(request.attempt, "abandoned", "its claim was not answered")
+            else:
+                ended = await self._compute(cell, target)
+        finally:
+            # Nothing is in flight, or the engine's process is dead or about to end.
+            cell.free()
+        await self._report(ended.outcome, ended.detail, self._claim)
+        return ended.outcome
+
+    async def _compute(self, cell: OpenCell, target: EngineMetadata) -> AttemptOutcome:
+        """The claim holds: has the job computed and written, and renews the claim meanwhile."""
+        request, parts, claimed = self.request, self._parts, self._now()
+        parts.stages.labels("claim").observe(claimed - self._pulled)
+        if self._trace is not None:
+            self._trace.claimed(claimed)
+        job = request if self._trace is None else self._trace.request
+        try:
+            async with running(self._renew(cell), name=f"claim {request.attempt}"):
+                ended = await parts.engine.prefill(job, target, cell.cell, self._first_token)
+        except DynamoLiteError as exc:
+            return AttemptOutcome(request.attempt, "failed", str(exc))
+        parts.stages.labels("engine").observe(self._now() - claimed)
+        if parts.links is not None and ended.outcome == "written":
+            parts.links.worked(request.engine_id)
+        return ended
+
+    async def _renew(self, cell: OpenCell) -> None:
+        """Repeats the claim until it is refused or has ended. Then no write starts any more, and
+        the engine stops its work on the job.
+
+        When this worker begins to leave, it renews the claim at once, and more often: the decode
+        engine notices that its keys are gone before or after that, and waits for a renewal.
+        """
+        leaving, left = self._parts.leaving, False
+        while True:
+            if left:
+                await asyncio.sleep(self._for_s / 12)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._for_s / 3):
+                        await leaving.wait()
+                left = leaving.is_set()
+            answer = await self._ask(cell, self._until)
+            if not isinstance(answer, Held):
+                cell.hold_until(self._boottime())
+                self._log("abandoned", "no answer" if answer is None else answer.reason)
+                await self._parts.engine.abandon(self.request.attempt)
+                return
+
+    async def _ask(
+        self, cell: OpenCell, until: float, absent_s: float | None = None
+    ) -> Held | Refused | None:
+        """Sends the claim until it is answered, until `until`, by CLOCK_BOOTTIME. None: it was not.
+        absent_s: for how long while nobody listens."""
+        parts, request = self._parts, self.request
+        subject = names.claim_subject(parts.namespace, request.engine_id)
+        absent_until = until if absent_s is None else self._boottime() + absent_s
+        while (left_s := until - (asked_at := self._boottime())) > 0:
+            claim = Claim(
+                attempt=request.attempt,
+                claim=self._claim,
+                writer_lease_id=parts.lease_id,
+                held_s=self._now() - self._pulled,
+            )
+            timeout_s = min(_TRY_S, left_s)
+            try:
+                reply = await parts.messaging.request(
+                    subject, encode_sealed(claim), timeout_s=timeout_s
+                )
+                answer = decode_claim_reply(reply)
+            except Unavailable:  # nobody listens, or NATS is away
+                if self._boottime() >= absent_until:
+                    return None
+                await asyncio.sleep(min(_PAUSE_S, left_s))
+                continue
+            except ProtocolError as exc:
+                parts.on_drop("claim_reply")
+                return Refused(reason=str(exc))
+            except DynamoLiteError:
+                continue
+            if isinstance(answer, Held):
+                self._for_s, self._until = answer.for_s, asked_at + answer.for_s
+                cell.hold_until(self._until)
+            return answer
+        return None
+
+    async def _first_token(self, token_id: int, cached: int) -> None:
+        """Sends the first token of the answer to the decode worker. If it gets lost, the decode
+        engine's is sent to the client. cached: prompt tokens in this engine's prefix cache."""
+        request, parts = self.request, self._parts
+        if request.first_token is None:
+            return
+        first = FirstToken(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            token_id=token_id,
+            cached_tokens=request.first_token.cached_tokens,
+            writer_cached_tokens=cached,
+        )
+        subject = names.first_token_subject(parts.namespace, request.engine_id)
+        try:
+            await parts.messaging.publish(subject, encode_sealed(first))
+        except Unavailable as exc:
+            self._log("first token not sent", str(exc))
+
+    async def _give_back(
+        self, outcome: Literal["failed", "abandoned"], why: str, counted: str
+    ) -> str:
+        """Ends a job that this worker has not claimed. counted: the outcome for the counter."""
+        await self._report(outcome, why, 0)
+        return counted
+
+    async def _report(self, outcome: str, detail: str, claim: int) -> None:
+        """Tells the decode engine that this worker writes nothing more of the attempt. If that gets
+        lost, the engine waits for the end of the claim."""
+        request, parts = self.request, self._parts
+        if outcome != "written":
+            self._log(outcome, detail)
+        done = Done(
+            attempt=request.attempt,
+            claim=claim,
+            outcome=outcome,  # type: ignore[arg-type]
+            detail=detail,
+            writer_lease_id=parts.lease_id,
+        )
+        subject = names.done_subject(parts.namespace, request.engine_id)
+        try:
+            await parts.messaging.wait_connected(_REPORT_S)
+            await parts.messaging.publish(subject, encode_sealed(done))
+        except Unavailable as exc:
+            self._log("its end could not be reported", str(exc))
+
+    def _log(self, what: str, why: str) -> None:
+        ids = self.request.request_id, self.request.attempt
+        logger.info("request %s: attempt %s: %s: %s", *ids, what, why)
+
+
+def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:
+    """Raises ProtocolError unless a job's blocks cover its tokens and are in the pool."""
+    size = target.block_size_tokens
+    first, rest = divmod(request.num_computed_tokens, size)
+    wanted = -(-len(request.prompt_token_ids) // size) - first
+    if rest or wanted <= 0 or len(request.block_ids) != wanted:
+        raise ProtocolError(
+            f"{len(request.block_ids)} blocks of {size} tokens for tokens"
+            f" {request.num_computed_tokens} to {len(request.prompt_token_ids)}"
+        )
+    if len(request.prefix_block_ids) not in (0, first):
+        raise ProtocolError(
+            f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
+            f" {request.num_computed_tokens} tokens"
+        )
+    highest = max(request.block_ids + request.prefix_block_ids)
+    if highest >= target.num_blocks:
+        raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")
