@@ -115,7 +115,7 @@ def rank_metadata(agent: bytes = b"") -> RankMetadata:
     return RankMetadata(agent=agent, memory="DRAM", device=0, regions=(region,))
 
 
-PREFILL_ROLE = PrefillEngineConfig(fence_path="", min_prefix_read_length=8, queue=QueueConfig())
+PREFILL_ROLE = PrefillEngineConfig(cells_path="", min_prefix_read_length=8, queue=QueueConfig())
 DECODE_ROLE = DecodeEngineConfig(
     options=DisaggOptions(), prefill_component="PrefillWorker", queue=QueueConfig()
 )

@@ -11,6 +11,8 @@ _ROUTING = ("Frontend.kv-router", "Router.kv-router", "Forwarder.routing")
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "Common.queue.ack-wait-s": "nothing: a claim holds for 3 s, and its writer renews it",
+        "Common.queue.max-deliver": "`max-remote-prefills`: the decode worker owns every retry",
         "Forwarder.body-timeout-s": "nothing: a body may take 60 s to arrive",
         "Forwarder.connect-timeout-s": "nothing: a connection to an engine may take 2 s",
         "Forwarder.engines.insecure-skip-verify": "`ca-file`: the authority of its certificate",

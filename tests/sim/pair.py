@@ -144,7 +144,7 @@ class Pair:
         assert self.decode.metadata is not None
         key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
         await store.put(key, encode_engine(self.decode.metadata))
-        role = PrefillEngineConfig(fence_path="", min_prefix_read_length=4, queue=QUEUE)
+        role = PrefillEngineConfig(cells_path="", min_prefix_read_length=4, queue=QUEUE)
         self.prefill = await self.engine("prefill", role)
         self.jobs = PrefillJobs(
             namespace="t",

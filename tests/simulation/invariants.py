@@ -2,8 +2,8 @@
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
 attempt. Neither comes before the attempt was claimed. Every block is freed. Every job is delivered
-once and ends, and its decode engine gets a report. No prefill worker holds more jobs than it may. No process
-relies on a lease that etcd has ended. No task outlives its owner.
+once and ends, and its decode engine gets a report. No prefill worker holds more jobs than it may.
+No process relies on a lease that etcd has ended. No task outlives its owner.
 """
 
 from collections import Counter
@@ -15,7 +15,13 @@ from dynamo_lite.disagg.attempts.ledger import CLAIM_S
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.queue.base import Job
-from dynamo_lite.protocol.prefill import Refused, decode_claim, decode_claim_reply, decode_done, decode_job
+from dynamo_lite.protocol.prefill import (
+    Refused,
+    decode_claim,
+    decode_claim_reply,
+    decode_done,
+    decode_job,
+)
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from tests.simulation.client import CancelWatch, RequestJudge
 from tests.simulation.engine.assembly import SimEngineProcess

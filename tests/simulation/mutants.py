@@ -4,27 +4,33 @@ can fail, and run nowhere else.
 """
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from dynamo_lite.disagg.attempts.instructions import Instruction, Outcome
-from dynamo_lite.disagg.attempts.ledger import Attempt, AttemptState, Ledger
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Attempt, AttemptState, Ledger
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.disagg.prefill.claims import HeldGrant
-from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.disagg.queue.puller import JetStreamJob
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import decode_job, decode_written
+from dynamo_lite.protocol.prefill import (
+    Held,
+    decode_claim,
+    decode_claim_reply,
+    decode_done,
+    decode_job,
+    decode_written,
+)
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
@@ -34,7 +40,6 @@ from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.permits import always_granted
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
@@ -140,29 +145,56 @@ async def _by_wall_clock(job: Job) -> Job | None:
     return None
 
 
-class _NoFence(PrefillRank):
-    """A writer does not check whether its lease is alive."""
+class _NoCell(PrefillRank):
+    """A writer does not look until when its claims hold."""
 
-    def __init__(self, mover: Any, own: Any, rank: int, alive: Any, *more: Any, **named: Any):
-        super().__init__(mover, own, rank, lambda: True, *more, **named)
-
-
-class _NoPermit(PrefillRank):
-    """A writer does not wait for the grant of its claim, but writes what it has computed."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs | {"verdict": always_granted})
+    def __init__(self, mover: Any, own: Any, rank: int, until: Any, *more: Any, **named: Any):
+        super().__init__(mover, own, rank, lambda cell: math.inf, *more, **named)
 
 
-def _no_grant_check(worker: PrefillWorker, host: Host) -> None:
-    """A writer takes each grant for its own."""
+def _use(worker: PrefillWorker, **changes: Any) -> None:
+    """Its jobs get other parts."""
     assert worker._jobs is not None
+    worker._jobs._parts = dataclasses.replace(worker._jobs._parts, **changes)
 
-    def unchecked(grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
-        assert grant is not None and wanted
-        return HeldGrant(grant.id, grant.for_s - elapsed_s)
 
-    worker._jobs._claims._checked = unchecked
+class _OtherMessaging:
+    """The messaging of a worker's jobs. Everything else is that of `inner`."""
+
+    def __init__(self, inner: Messaging):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _HeldForEver(_OtherMessaging):
+    def __init__(self, inner: Messaging):
+        super().__init__(inner)
+        self._held: set[str] = set()
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        reply = await self._inner.request(subject, payload, timeout_s=timeout_s)
+        attempt = decode_claim(payload).attempt
+        if isinstance(decode_claim_reply(reply), Held):
+            self._held.add(attempt)
+        return encode(Held(for_s=CLAIM_S)) if attempt in self._held else reply
+
+
+def _refusal_ignored(worker: PrefillWorker, host: Host) -> None:
+    """A writer whose renewal was refused goes on."""
+    _use(worker, messaging=_HeldForEver(host.messaging))
+
+
+class _SilentlyDropped(_OtherMessaging):
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if not subject.endswith(".done") or decode_done(payload).claim:
+            await self._inner.publish(subject, payload)
+
+
+def _silently_dropped(worker: PrefillWorker, host: Host) -> None:
+    """A job that is not claimed is dropped without a report to its engine."""
+    _use(worker, messaging=_SilentlyDropped(host.messaging))
 
 
 class _ByAddress(MetadataDirectory):
@@ -182,22 +214,7 @@ class _ByAddress(MetadataDirectory):
 
 def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
     """The memory layout of a decode engine is kept by its address, not by its incarnation."""
-    assert worker._jobs is not None
-    worker._jobs._runner._directory = _ByAddress(host.store, host.spec.namespace)
-
-
-def _silently_used_up(worker: PrefillWorker, host: Host) -> None:
-    """A job that was delivered too often is dropped without a report to its engine."""
-    assert worker._jobs is not None
-    runner = worker._jobs._runner
-    hand_back = runner._hand_back
-
-    async def hand_back_others(request: Any, outcome: Any, why: str, counted: str) -> JobEnd:
-        if counted == "used_up":
-            return JobEnd("used_up", why)
-        return await hand_back(request, outcome, why, counted)
-
-    runner._hand_back = hand_back_others
+    _use(worker, directory=_ByAddress(host.store, host.spec.namespace))
 
 
 def _hold_too_many(worker: PrefillWorker, host: Host) -> None:
@@ -219,20 +236,19 @@ def _worker(violates: str, change: Callable[[PrefillWorker, Host], None]) -> Mut
     return Mutant(violates, Shipped(prefill_worker=Changed))
 
 
-class _RedeliveryLost(JetStreamQueue):
-    """After a reconnect the client of a worker's queue drops redelivered jobs."""
+class _DeliversTwice(JetStreamQueue):
+    """The queue delivers some jobs again."""
 
-    _reconnected = False
-
-    def _on_connection(self, connected: bool) -> None:
-        super()._on_connection(connected)
-        self._reconnected = self._reconnected or connected
+    _last: JetStreamJob | None = None
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
     ) -> JetStreamJob | None:
-        job = await super().pull(timeout_s=timeout_s, lanes=lanes)
-        return None if job is not None and self._reconnected and job.deliveries > 1 else job
+        job, self._last = self._last, None
+        if job is None:
+            job = await super().pull(timeout_s=timeout_s, lanes=lanes)
+            self._last = job if job is not None and job.sequence % 4 == 0 else None
+        return job
 
 
 class _LateResume(EtcdStore):
@@ -319,14 +335,13 @@ MUTANTS: dict[str, Mutant] = {
     "no-deadline": Mutant("still waits for remote KV", Shipped(ledger=_NoDeadline)),
     "first-token-twice": Mutant("tokens instead of", Shipped(first_tokens=_FirstTokenTwice)),
     "ack-on-dequeue": Mutant(_UNCLAIMED, Shipped(pulled=_ack_on_dequeue)),
-    "no-fence": Mutant(_ASTRAY, Shipped(prefill_rank=_NoFence)),
-    "no-permit": Mutant(_ASTRAY, Shipped(prefill_rank=_NoPermit)),
-    "no-grant-check": _worker(_ASTRAY, _no_grant_check),
+    "no-cell": Mutant(_ASTRAY, Shipped(prefill_rank=_NoCell)),
+    "refusal-ignored": _worker(_ASTRAY, _refusal_ignored),
     "metadata-by-address": _worker(_ASTRAY, _metadata_by_address),
-    "silently-used-up": _worker(_UNCLAIMED, _silently_used_up),
+    "silently-dropped": _worker(_UNCLAIMED, _silently_dropped),
     "wall-clock-deadline": Mutant(_UNCLAIMED, Shipped(pulled=_by_wall_clock)),
     "holds-too-many-jobs": _worker("jobs at a time", _hold_too_many),
-    "redelivery-lost": Mutant("jobs on the queue", Shipped(queue=_RedeliveryLost)),
+    "delivers-twice": Mutant("was delivered twice", Shipped(queue=_DeliversTwice)),
     "late-resume": Mutant("the watch on", Shipped(store=_LateResume)),
     "lease-from-answer": Mutant("etcd has given up lease", Shipped(store=_LeaseFromAnswer)),
     "waits-for-broker": Mutant(

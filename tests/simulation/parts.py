@@ -1,4 +1,4 @@
-"""The environment of the shipped components in a simulation: options, claim cells, engines, clients."""
+"""The environment of the shipped components in a simulation: options, engines, clients."""
 
 import asyncio
 import random

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host
 from tests.simulation.engine.assembly import SimEngineProcess

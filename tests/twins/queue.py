@@ -1,7 +1,6 @@
 """The prefill queue's in-process twin: a broker in memory, with outages on demand."""
 
 import asyncio
-import contextvars
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,32 +15,21 @@ from dynamo_lite.protocol.queue import Lane
 
 @dataclass
 class Entry:
-    """A pulled job. timer: delivers it again when its holder neither answers nor extends."""
+    """A job."""
 
     sequence: int
     payload: bytes
     lane: Lane
     expires_at: float
-    deliveries: int = 0
     waiting: bool = True
-    timer: asyncio.TimerHandle | None = None
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
 
 class MemoryStream:
-    """All state of one queue, shared by its users. number: how often it was made.
+    """All state of one queue, shared by its users. number: how often it was made."""
 
-    context: in which its timers run, independent of the caller.
-    """
-
-    def __init__(self, config: QueueConfig, context: contextvars.Context):
+    def __init__(self, config: QueueConfig):
         self.config = config
         self.number = 1
-        self._context = context
         self.entries: dict[int, Entry] = {}
         self.order: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
         self.message_ids: dict[str, int] = {}
@@ -56,10 +44,7 @@ class MemoryStream:
             self.remove(entry.sequence)
 
     def remove(self, sequence: int) -> bool:
-        entry = self.entries.pop(sequence, None)
-        if entry is not None:
-            entry.stop_timer()
-        return entry is not None
+        return self.entries.pop(sequence, None) is not None
 
     def lose(self) -> None:
         """Loses all jobs, and all facts about earlier jobs. Sequences continue."""
@@ -69,20 +54,6 @@ class MemoryStream:
             order.clear()
         self.message_ids.clear()
         self.number += 1
-
-    def wait_again(self, entry: Entry) -> None:
-        """Redeliveries come before new jobs."""
-        entry.stop_timer()
-        if self.entries.get(entry.sequence) is entry and not entry.waiting:
-            entry.waiting = True
-            self.order[entry.lane].appendleft(entry.sequence)
-            self.changed.set()
-
-    def hold(self, entry: Entry, seconds: float) -> None:
-        entry.stop_timer()
-        entry.timer = asyncio.get_running_loop().call_later(
-            seconds, self.wait_again, entry, context=self._context
-        )
 
     def take(self, lanes: Sequence[Lane]) -> Entry | None:
         """The first job of the first lane that has any."""
@@ -96,8 +67,6 @@ class MemoryStream:
             if entry is None:
                 continue
             entry.waiting = False
-            entry.deliveries += 1
-            self.hold(entry, self.config.ack_wait_s)
             return entry
         return None
 
@@ -107,7 +76,6 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self.connected = True
-        self._context = contextvars.copy_context()
         self._streams: dict[str, MemoryStream] = {}
         self.users: list[MemoryQueue] = []
 
@@ -135,7 +103,7 @@ class MemoryBroker:
 
     def stream(self, name: str, config: QueueConfig) -> MemoryStream:
         """Raises StartupError when the stream has another configuration."""
-        stream = self._streams.setdefault(name, MemoryStream(config, self._context))
+        stream = self._streams.setdefault(name, MemoryStream(config))
         if _shared(stream.config) != _shared(config):
             raise StartupError(
                 f"the queue {name} exists with another configuration: "
@@ -149,55 +117,15 @@ def _shared(config: QueueConfig) -> QueueConfig:
 
 
 class MemoryJob:
-    """Implements Job. answered: its holder is done with it, even if the broker did not get the
-    answer."""
+    """Implements Job."""
 
     def __init__(self, broker: MemoryBroker, stream: MemoryStream, entry: Entry):
-        self._broker = broker
-        self._stream = stream
-        self._entry = entry
-        self.payload = entry.payload
-        self.sequence = entry.sequence
-        self.deliveries = entry.deliveries
-        self.deliveries_left = stream.config.max_deliver - entry.deliveries
-        self.ended = self.answered = False
+        self._broker, self._stream = broker, stream
+        self.payload, self.sequence = entry.payload, entry.sequence
 
     async def ack(self) -> None:
-        # As with JetStream, an ack is no fence: a former holder's counts too.
-        if self._end():
-            self._stream.remove(self.sequence)
-
-    async def nak(self, *, delay_s: float = 0.0) -> None:
-        if self._end() and self._is_current():
-            if delay_s > 0:
-                self._stream.hold(self._entry, delay_s)
-            else:
-                self._stream.wait_again(self._entry)
-
-    async def term(self) -> None:
-        await self.ack()
-
-    async def extend(self) -> None:
         self._broker.check_connected()
-        if not self.ended and self._is_current():
-            self._stream.hold(self._entry, self._stream.config.ack_wait_s)
-
-    def _end(self) -> bool:
-        """Whether this call is the one that ends the job."""
-        if self.ended:
-            return False
-        self.answered = True
-        self._broker.check_connected()
-        self.ended = True
-        return True
-
-    def _is_current(self) -> bool:
-        entry = self._entry
-        return (
-            self._stream.entries.get(self.sequence) is entry
-            and not entry.waiting
-            and entry.deliveries == self.deliveries
-        )
+        self._stream.remove(self.sequence)
 
 
 class MemoryQueue:
@@ -214,10 +142,9 @@ class MemoryQueue:
         self._broker = broker
         self._name = stream
         self._config = config or QueueConfig()
-        self._stream = MemoryStream(self._config, contextvars.copy_context())
+        self._stream = MemoryStream(self._config)
         self._incarnations = Incarnations()
         self._turns = LaneTurns()
-        self._held: list[MemoryJob] = []
         self._stopped = False
 
     async def __aenter__(self) -> Self:
@@ -230,10 +157,6 @@ class MemoryQueue:
         if self in self._broker.users:
             self._broker.users.remove(self)
         await self.stop_pulling()
-        if self._broker.connected:
-            for job in self._held:
-                if not job.answered:
-                    await job.nak()
 
     @property
     def incarnation(self) -> int:
@@ -288,7 +211,7 @@ class MemoryQueue:
                 while not self._stopped:
                     if self._broker.connected and (entry := self._stream.take(order)) is not None:
                         self._turns.took(entry.lane, order)
-                        return self._hold(entry)
+                        return MemoryJob(self._broker, self._stream, entry)
                     self._stream.changed.clear()
                     await self._stream.changed.wait()
         except TimeoutError:
@@ -298,9 +221,3 @@ class MemoryQueue:
     async def stop_pulling(self) -> None:
         self._stopped = True
         self._stream.changed.set()
-
-    def _hold(self, entry: Entry) -> MemoryJob:
-        self._held = [job for job in self._held if not job.answered]
-        job = MemoryJob(self._broker, self._stream, entry)
-        self._held.append(job)
-        return job

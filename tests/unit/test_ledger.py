@@ -184,27 +184,25 @@ def test_a_claim_has_one_writer(held):
     assert held.claim("a", 71, WRITER, now=5.0) == "withdrawn"
 
 
-def test_what_was_received_is_released_and_its_job_deleted_unless_its_writer_says_it_is_done(held):
-    assert held.received("a") == [Release("a")]
-    assert counts(held) == (0, 0)
-    assert held.claim("a", 71, WRITER, now=2.0) == "written already"
-    assert held.received("a") == held.finished("a") == []
-    assert held.tick(1.0 + CLAIM + LANDING - 0.001) == []
-    assert held.tick(1.0 + CLAIM + LANDING) == [DeleteJob(9)]
+def test_what_was_received_is_over(held):
+    assert held.received("a") == [Release("a"), DeleteJob(9)]
     assert repr(held) == "<Ledger empty>"
+    assert held.claim("a", 71, WRITER, now=2.0) == "unknown or ended attempt"
+    assert held.received("a") == held.finished("a") == held.writer_done("a", 71, None) == []
 
 
-def test_the_word_of_a_writer_before_the_kv_and_after_it(held):
+def test_a_writer_that_has_written_is_not_waited_for(held):
     assert held.writer_done("a", 71, None) == []
     assert held.tick(50.0) == [], "the ranks will report it soon"
     assert held.claim("a", 71, WRITER, now=50.0) == "written already"
-    assert held.received("a") == [Release("a")]
-    assert repr(held) == "<Ledger empty>"
-    held.allocated("s", "b", 100.0)
-    held.claim("b", 72, WRITER, now=1.0)
-    held.received("b")
-    assert held.writer_done("b", 72, None) == []
-    assert repr(held) == "<Ledger empty>"
+    assert held.received("a") == [Release("a"), DeleteJob(9)]
+
+
+def test_a_job_that_is_confirmed_late_is_deleted(empty):
+    empty.allocated("r", "a", 100.0)
+    empty.claim("a", 71, WRITER, now=1.0)
+    assert empty.received("a") == [Release("a")]
+    assert empty.published("a", 9, Lane.LONG) == [DeleteJob(9)]
 
 
 def test_a_writer_that_failed_leaves_nothing_to_hold(held):

@@ -3,7 +3,7 @@
 There is one entry per attempt, from the allocation of its blocks until no process can write into
 them, or read the blocks of its prefix, any more.
 
-    QUEUED ──claim──► HELD ──received──► WRITTEN ──done, or its claim has run out──► (gone)
+    QUEUED ──claim──► HELD ──received───────────────────────────────► (gone)
       │                 │
       │ withdraw        │ withdraw
       ▼                 ▼
@@ -50,7 +50,6 @@ class AttemptState(enum.Enum):
     QUEUED = "queued"
     HELD = "held"
     EXPIRING = "expiring"
-    WRITTEN = "written"
 
 
 @dataclass
@@ -166,7 +165,7 @@ class Ledger:
             return "unknown or ended attempt"
         if entry.state is AttemptState.EXPIRING:
             return "withdrawn"
-        if entry.done or entry.state is AttemptState.WRITTEN:
+        if entry.done:
             return "written already"
         if now >= entry.deadline:
             return "past its deadline"
@@ -182,11 +181,8 @@ class Ledger:
         entry = self._attempts.get(attempt)
         if entry is None or entry.state is not AttemptState.HELD:
             return []
-        if entry.done:
-            del self._attempts[attempt]
-        else:
-            entry.state = AttemptState.WRITTEN
-        return [Release(attempt)]
+        del self._attempts[attempt]
+        return [Release(attempt), *_job_of(entry)]
 
     def finished(self, attempt: str) -> list[Instruction]:
         """The request ended (cancelled) before its KV arrived."""
@@ -213,7 +209,7 @@ class Ledger:
             return []
         if entry.state is not AttemptState.HELD:
             del self._attempts[attempt]
-            return [Release(attempt)] if entry.state is AttemptState.EXPIRING else []
+            return [Release(attempt)]
         entry.done = True
         return [] if outcome is None else self._withdraw(entry, outcome, detail)
 
@@ -250,10 +246,7 @@ class Ledger:
         for entry in [each for each in self._attempts.values() if now >= self._due(each)]:
             if not _waits(entry):
                 del self._attempts[entry.id]
-                if entry.state is AttemptState.EXPIRING:
-                    out.append(Release(entry.id))
-                elif entry.sequence is not None:  # its writer was lost before it acknowledged
-                    out.append(DeleteJob(entry.sequence))
+                out.append(Release(entry.id))
             elif now >= entry.deadline:
                 out += self._withdraw(entry, Outcome.DEADLINE)
             elif entry.state is AttemptState.HELD or now >= entry.passed_at + PASSED_S:
@@ -290,15 +283,19 @@ class Ledger:
         return [entry for entry in held if entry.writer == writer]
 
     def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
-        out: list[Instruction] = [Ended(entry.request_id, entry.id, outcome, detail)]
-        if entry.sequence is not None:
-            out.append(DeleteJob(entry.sequence))
+        ended = Ended(entry.request_id, entry.id, outcome, detail)
+        out: list[Instruction] = [ended, *_job_of(entry)]
         if entry.state is AttemptState.HELD and not entry.done:
             entry.state = AttemptState.EXPIRING
         else:
             del self._attempts[entry.id]
             out.append(Release(entry.id))
         return out
+
+
+def _job_of(entry: Attempt) -> list[Instruction]:
+    """Deletes the entry's job. Its writer acknowledges it, too, but may be lost before."""
+    return [] if entry.sequence is None else [DeleteJob(entry.sequence)]
 
 
 def _waits(entry: Attempt) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from dynamo_lite.disagg.decision.lanes import lane_of
-from dynamo_lite.protocol.options import NaturalOption, PositiveOption, SecondsOption
+from dynamo_lite.protocol.options import NaturalOption, PositiveOption
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.listeners import Listeners
 
@@ -21,10 +21,6 @@ class QueueOptions:
 
     #: Hard cap on jobs, waiting and in flight together; the broker enforces it.
     max_jobs: PositiveOption = 64
-    #: A job that is neither acknowledged nor extended for this long is delivered again.
-    ack_wait_s: SecondsOption = 10.0
-    #: Deliveries before a job is used up; see `Job.deliveries_left`.
-    max_deliver: PositiveOption = 3
     #: A job with at most this many tokens to compute is short, and goes before others
     #: (`disagg/decision/lanes.py`).
     short_length: NaturalOption = 2048
@@ -80,11 +76,7 @@ class QueueDepth:
 
 
 class Job(Protocol):
-    """A pulled job. The first of ack, nak, term ends it; later ones do nothing.
-
-    All raise BrokerUnavailable and nothing else. Then the broker may not have received the
-    reply, and delivers the job again after ack_wait (unless it has lost the job).
-    """
+    """A pulled job. No worker gets it again."""
 
     @property
     def payload(self) -> bytes: ...
@@ -92,40 +84,17 @@ class Job(Protocol):
     @property
     def sequence(self) -> int: ...
 
-    @property
-    def deliveries(self) -> int:
-        """How often the job was delivered: 1 at the first delivery."""
-        ...
-
-    @property
-    def deliveries_left(self) -> int:
-        """How many deliveries may follow this one.
-
-        Below 0 the job is used up: the worker that pulls it does not run it, but reports its end
-        to the decode engine, and terminates it. Until it is terminated, the job is delivered
-        again.
-        """
-        ...
-
     async def ack(self) -> None:
-        """The job is done: removes it from the queue."""
-        ...
+        """The job is over: removes it from the queue. Later calls do nothing.
 
-    async def nak(self, *, delay_s: float = 0.0) -> None:
-        """The job is not done: the broker delivers it again, to any worker."""
-        ...
-
-    async def term(self) -> None:
-        """Removes the job; it is not delivered again."""
-        ...
-
-    async def extend(self) -> None:
-        """The job is still running: restarts ack_wait."""
+        Raises BrokerUnavailable and nothing else. Then the job may stay on the queue, where it
+        counts, until its decode engine deletes it, or for `max_age_s`.
+        """
         ...
 
 
 class PrefillQueue(Protocol):
-    """An async context manager; leaving it naks the pulled jobs that were not answered.
+    """An async context manager.
 
     Entering raises StartupError when the broker cannot be used, or has the queue with another
     configuration. Sequences are never reused, even when the broker has lost the queue.
@@ -187,7 +156,8 @@ class PrefillQueue(Protocol):
         ...
 
     async def stop_pulling(self) -> None:
-        """Pulls no further job; a waiting `pull` returns None."""
+        """Pulls no further job. `pull` returns those that the broker has delivered to this user
+        already, as no other user gets them, and then None."""
         ...
 
 

@@ -203,8 +203,8 @@ class JetStreamQueue:
             job = await self._puller.pull(max(0.0, until - loop_time()), lanes)
             if job is None or self._opened(job):
                 return job
-            with contextlib.suppress(BrokerUnavailable):  # it is delivered again
-                await job.term()
+            with contextlib.suppress(BrokerUnavailable):
+                await job.ack()
 
     async def stop_pulling(self) -> None:
         if self._puller is not None:

@@ -1,4 +1,4 @@
-"""Pulls from JetStream consumers, earlier lanes first, without losing jobs.
+"""Pulls from JetStream consumers, earlier lanes first. Each job is delivered once.
 
 A pull first checks one lane after the other for a waiting job, then waits for all of them. A
 lane with an unanswered pull request is empty.
@@ -35,74 +35,31 @@ _REQUEST_S = 5.0
 #: How much later than its timeout a pull request may be answered.
 GRACE_S = 0.25
 _CLOSE_TIMEOUT_S = 1.0
-#: How long the answer to a job waits for the broker's confirmation.
-_CONFIRM_S = 1.0
 
 
 class JetStreamJob:
-    """Implements Job.
+    """Implements Job."""
 
-    max_deliver: see `QueueConfig`. on_end: called after ack, nak or term, also if the broker did
-    not get it.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        message: Msg,
-        max_deliver: int,
-        on_end: "Callable[[JetStreamJob], None]",
-    ):
-        self._client = client
-        self._reply = message.reply
-        self._on_end = on_end
-        self._ended = False
-        self.arrived_at = loop_time()
+    def __init__(self, client: Client, message: Msg):
+        self._client, self._reply = client, message.reply
+        self._acked = False
         self.payload = message.data
         self.sequence: int = message.metadata.sequence.stream
-        self.deliveries: int = message.metadata.num_delivered or 1
-        self.deliveries_left = max_deliver - self.deliveries
 
     def __repr__(self) -> str:
-        state = "ended" if self._ended else "held"
-        return f"<JetStreamJob {state} sequence={self.sequence} deliveries={self.deliveries}>"
+        return f"<JetStreamJob sequence={self.sequence}>"
 
     async def ack(self) -> None:
-        await self._end(b"+ACK", confirmed=True)
-
-    async def nak(self, *, delay_s: float = 0.0) -> None:
-        delay = msgspec.json.encode({"delay": int(delay_s * 1e9)}) if delay_s > 0 else b""
-        await self._end(b"-NAK " + delay if delay else b"-NAK", confirmed=False)
-
-    async def term(self) -> None:
-        await self._end(b"+TERM", confirmed=True)
-
-    async def extend(self) -> None:
-        if not self._ended:
-            await self._send(b"+WPI", confirmed=False)
-
-    async def _end(self, verdict: bytes, *, confirmed: bool) -> None:
-        if self._ended:
+        if self._acked:
             return
-        try:
-            await self._send(verdict, confirmed=confirmed)
-        except BrokerUnavailable:
-            self._on_end(self)
-            raise
-        self._ended = True
-        self._on_end(self)
-
-    async def _send(self, text: bytes, *, confirmed: bool) -> None:
         if not self._client.is_connected:
             raise BrokerUnavailable(f"job {self.sequence}: NATS is disconnected")
         try:
-            if confirmed:
-                await self._client.request(self._reply, text, timeout=_CONFIRM_S)
-            else:
-                await self._client.publish(self._reply, text)
+            await self._client.publish(self._reply, b"+ACK")
         except (errors.Error, OSError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"job {self.sequence}: {reason}") from exc
+        self._acked = True
 
 
 @dataclass(eq=False)
@@ -118,7 +75,6 @@ class LanePull:
 
     def __init__(self, client: Client, topology: Topology, lane: Lane, owner: "Puller"):
         self._client, self._owner = client, owner
-        self._max_deliver = topology.config.max_deliver
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{topology.stream}.{consumer_name(lane)}"
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
@@ -131,19 +87,15 @@ class LanePull:
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
 
     async def close(self) -> None:
-        """Unsubscribes, and naks the jobs that no `pull` has returned. Idempotent."""
+        """Unsubscribes. Jobs that the server had sent before have arrived then. Idempotent."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             with contextlib.suppress(errors.Error, OSError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     if self._client.is_connected:
-                        # Jobs that the server has sent before it unsubscribes still arrive.
                         await subscription.drain()
                     else:
                         await subscription.unsubscribe()
-        while self.arrived:
-            await give_back(self.arrived.popleft())
-
     async def ask(self, timeout_s: float) -> PullRequest | None:
         """Requests one job from the broker, with a timeout. None: the broker is unavailable."""
         life_s = min(timeout_s, _REQUEST_S)
@@ -181,7 +133,7 @@ class LanePull:
 
     def _add_job(self, message: Msg) -> None:
         try:
-            job = JetStreamJob(self._client, message, self._max_deliver, self._owner.on_end)
+            job = JetStreamJob(self._client, message)
         except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
             logger.warning("dropped an unexpected message on the pull inbox: %r", exc)
             self._owner.on_drop("job")
@@ -190,7 +142,7 @@ class LanePull:
 
 
 class Puller:
-    """Async context manager; leaving it naks the pulled jobs that were not answered.
+    """Async context manager.
 
     on_missing: called when the broker reports that a consumer is gone.
     """
@@ -198,13 +150,12 @@ class Puller:
     def __init__(
         self, client: Client, topology: Topology, on_missing: Callable[[], None], on_drop: OnDrop
     ):
-        self._ack_wait_s = topology.config.ack_wait_s
         self._on_missing, self.on_drop = on_missing, on_drop
-        self._held: dict[JetStreamJob, None] = {}  # pulled, not answered, oldest first
         self._lanes = {lane: LanePull(client, topology, lane, self) for lane in Lane}
         self._turns = LaneTurns()
+        #: Whether jobs are requested.
         self._ready = True
-        self._stopped = False
+        self._stopping = self._stopped = False
         self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -214,9 +165,6 @@ class Puller:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-        for job in list(self._held):
-            await give_back(job)
-        self._held.clear()
 
     async def pull(self, timeout_s: float, lanes: Sequence[Lane]) -> JetStreamJob | None:
         """lanes: the lanes to pull from."""
@@ -281,19 +229,17 @@ class Puller:
         self.notify()
 
     def resume(self) -> None:
-        self._ready = True
+        self._ready = not self._stopping
         self.notify()
 
     async def stop(self) -> None:
-        """Ends every `pull`, and naks the jobs that none has returned. Idempotent."""
-        self._stopped = True
-        self.notify()
+        """Requests no job any more. Every `pull` ends when what was sent before has arrived, and
+        been pulled. Idempotent."""
+        self._stopping, self._ready = True, False
         for asking in self._lanes.values():
             await asking.close()
-
-    def on_end(self, job: JetStreamJob) -> None:
-        """See `JetStreamJob`."""
-        self._held.pop(job, None)
+        self._stopped = True
+        self.notify()
 
     def on_gone(self) -> None:
         """A lane's consumer is gone, or the broker unavailable."""
@@ -301,15 +247,8 @@ class Puller:
         self._on_missing()
 
     def _pop_arrived(self, chosen: Iterable[LanePull]) -> JetStreamJob | None:
-        """Removes and returns the oldest delivered job whose ack_wait has not ended."""
-        for asking in chosen:
-            while asking.arrived:
-                job = asking.arrived.popleft()
-                if loop_time() - job.arrived_at >= self._ack_wait_s:
-                    continue  # the broker has delivered it to another worker
-                self._held[job] = None
-                return job
-        return None
+        """Removes and returns the oldest delivered job."""
+        return next((asking.arrived.popleft() for asking in chosen if asking.arrived), None)
 
     def notify(self) -> None:
         """Something has changed that a `pull` may wait for."""
@@ -320,8 +259,3 @@ class Puller:
 
 def loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def give_back(job: JetStreamJob) -> None:
-    with contextlib.suppress(BrokerUnavailable):
-        await job.nak()

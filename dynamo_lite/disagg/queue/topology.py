@@ -308,11 +308,9 @@ class Topology:
             filter_subject=self.subject_of(lane),
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=self.config.ack_wait_s,
-            # With a limit the broker would keep a used-up job in the stream, where it counts
-            # against the cap. So it is delivered until a worker has reported its end to the
-            # decode engine and terminated it.
-            max_deliver=-1,
+            # Jobs are delivered once, and count until they are acknowledged or deleted.
+            ack_wait=self.config.max_age_s,
+            max_deliver=1,
             max_ack_pending=-1,
         )
 
@@ -352,8 +350,7 @@ def shared_settings(config: QueueConfig) -> dict[str, str]:
     the others."""
     return {
         "max_depth": str(config.max_jobs),
-        "ack_wait_s": f"{config.ack_wait_s:g}",
-        "max_deliver": str(config.max_deliver),
+        "max_deliver": "1",
         "max_age_s": f"{config.max_age_s:g}",
         # How its lanes are served: a queue of another release may have a single one.
         "order": "short-first",

@@ -17,8 +17,8 @@ from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
-from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.claim_cells import Until
+from dynamo_lite.runtime.clock import Clock
 from tests.simulation.engine.halves import DecodeHalves, PrefillHalves, TaskBridge, rank_clock
 from tests.simulation.engine.model import BlockPool, SimKvMemory, SimRequest, SimRequestStatus
 from tests.simulation.engine.mover import Fabric, SimMover
@@ -209,6 +209,8 @@ class SimCore:
                 self.scheduler.finish(request)
 
 
+#: As in `vllm/engine/opened_rank.py`.
+_MOVE = 0.2
 #: An incarnation's memory begins at most this many blocks after this address.
 _BASE, _SHIFTS = 1 << 20, 4
 
@@ -306,10 +308,9 @@ def build_engine(
             mover,
             metadata.ranks[0],
             0,
-            setup.alive,
+            setup.until,
             rank_clock(setup.clock),
-            verdict=setup.verdict,
-            grant_of=setup.grant_of,
+            move_s=_MOVE * setup.engine_config.lease_ttl_s,
         )
         halves = PrefillHalves(scheduler, rank, mover)
     scheduler.metadata = metadata

@@ -29,8 +29,8 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.claim_cells import Cell
+from dynamo_lite.runtime.messaging import Messaging
 from tests.simulation.engine.assembly import EngineSetup, Outputs, SimEngineProcess, build_engine
 from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, sampling_from_bytes
 from tests.simulation.shipped import Shipped

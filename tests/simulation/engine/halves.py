@@ -222,4 +222,8 @@ class PrefillHalves(_Halves[PrefillScheduler, PrefillRank]):
 def rank_clock(clock: Clock) -> Clock:
     """`clock`, where each reading takes a little time: a rank's busy loops end in virtual time."""
     looks = itertools.count()
-    return Clock(monotonic=lambda: clock.monotonic() + next(looks) * 1e-4, wall=clock.wall)
+    return Clock(
+        monotonic=lambda: clock.monotonic() + next(looks) * 1e-4,
+        wall=clock.wall,
+        boottime=clock.boottime,
+    )
