@@ -68,6 +68,11 @@ class AttemptEvents:
                     self._timer.cancel()
             await tasks.join()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the session ends, or has not begun."""
+        return self._tasks is None
+
     def apply(self, event: LedgerEvent, about: str, *ids: object) -> None:
         """about: what the event concerns, for the log, a format for `ids`."""
         try:
@@ -163,7 +168,7 @@ class AttemptEvents:
                 return
             except DynamoLiteError as exc:
                 failure = exc
-            if self._tasks is None:  # the session ends
+            if self.closed:
                 break
             await asyncio.sleep(_DELETE_PAUSE_S)
         logger.warning("job %d was not deleted: %s", sequence, failure)
