@@ -12,14 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from prometheus_client import Histogram
 
 from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
-from dynamo_lite.disagg.prefill.job_trace import JobTrace
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
-from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    DynamoLiteError,
+    ProtocolError,
+    Unavailable,
+)
 from dynamo_lite.protocol.prefill import (
     Claim,
     Done,
@@ -30,12 +35,14 @@ from dynamo_lite.protocol.prefill import (
     decode_claim_reply,
 )
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.claim_cells import ClaimCells, OpenCell
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
@@ -69,22 +76,30 @@ class WriterParts:
     new_claim: Callable[[], int]
     clock: Clock
     on_drop: OnDrop
+    #: None without tracing.
+    tracer: Tracer | None
 
 
 class JobAttempt:
     """The attempt of one pulled job, of which nothing is in the engine before and after `run`."""
 
-    def __init__(self, parts: WriterParts, request: RemotePrefillRequest, trace: JobTrace | None):
-        self._parts, self.request, self._trace = parts, request, trace
-        self._claim = parts.new_claim()
+    def __init__(self, parts: WriterParts, request: RemotePrefillRequest):
+        self._parts, self.request, self._claim = parts, request, parts.new_claim()
         self._now, self._boottime = parts.clock.monotonic, parts.clock.boottime
         self._pulled = self._now()
+        self._trace = _trace_of(parts.tracer, request, self._pulled)
         #: Until when the claim holds, by CLOCK_BOOTTIME, and for how long each answer extends it.
         self._until = self._for_s = 0.0
 
     async def run(self) -> str:
-        """Returns the outcome, as the counter shows it. The decode engine knows it by then: it has
-        refused the claim, or the outcome was reported to it."""
+        """Returns the outcome, as the counter shows it, when it was reported to the decode
+        engine."""
+        outcome = await self._run()
+        if self._trace is not None:
+            self._trace.ended(outcome, self._now())
+        return outcome
+
+    async def _run(self) -> str:
         request, parts = self.request, self._parts
         if parts.leaving.is_set():
             return await self._give_back("abandoned", "this worker leaves", "abandoned")
@@ -107,19 +122,17 @@ class JobAttempt:
         cell = parts.cells.open(self._claim)
         try:
             answer = await self._ask(cell, self._boottime() + _FIRST_S, absent_s=_ABSENT_S)
-            if isinstance(answer, Refused):
-                self._log("refused", answer.reason)
-                return "refused"
-            if answer is None:
-                # It may hold, and would block others: give it back.
-                ended = AttemptOutcome(request.attempt, "abandoned", "its claim was not answered")
-            else:
+            if isinstance(answer, Held):
                 ended = await self._compute(cell, target)
+            else:
+                why = "not answered" if answer is None else f"refused: {answer.reason}"
+                ended = AttemptOutcome(request.attempt, "abandoned", f"its claim was {why}")
         finally:
             # Nothing is in flight, or the engine's process is dead or about to end.
             cell.free()
+        # Also after a refusal: an earlier answer may have been lost, and the claim would hold.
         await self._report(ended.outcome, ended.detail, self._claim)
-        return ended.outcome
+        return "refused" if isinstance(answer, Refused) else ended.outcome
 
     async def _compute(self, cell: OpenCell, target: EngineMetadata) -> AttemptOutcome:
         """The claim holds: has the job computed and written, and renews the claim meanwhile."""
@@ -156,8 +169,8 @@ class JobAttempt:
                 left = leaving.is_set()
             answer = await self._ask(cell, self._until)
             if not isinstance(answer, Held):
-                cell.hold_until(self._boottime())
-                self._log("abandoned", "no answer" if answer is None else answer.reason)
+                cell.hold_until(0.0)
+                self._log("stopped", "no answer" if answer is None else answer.reason)
                 await self._parts.engine.abandon(self.request.attempt)
                 return
 
@@ -190,7 +203,7 @@ class JobAttempt:
             except ProtocolError as exc:
                 parts.on_drop("claim_reply")
                 return Refused(reason=str(exc))
-            except DynamoLiteError:
+            except DeadlineExceeded:
                 continue
             if isinstance(answer, Held):
                 self._for_s, self._until = answer.for_s, asked_at + answer.for_s
@@ -267,3 +280,49 @@ def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None
     highest = max(request.block_ids + request.prefix_block_ids)
     if highest >= target.num_blocks:
         raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")
+
+
+@dataclass(frozen=True)
+class _JobTrace:
+    """The spans of a traced job, in the trace of its request."""
+
+    tracer: Tracer
+    #: The job for the engine: its trace headers name this job's span as the parent.
+    request: RemotePrefillRequest
+    context: TraceContext
+    #: Id of the decode engine's span.
+    parent: str
+    #: Monotonic time of the pull.
+    pulled: float
+
+    def claimed(self, now: float) -> None:
+        record_child(self.tracer, "claim", self.context, self.pulled, now)
+
+    def ended(self, outcome: str, now: float) -> None:
+        job = self.request
+        self.tracer.record(
+            "prefill job",
+            self.context,
+            self.parent,
+            self.pulled,
+            now,
+            kind="consumer",
+            attributes={
+                "dynamo_lite.attempt": job.attempt,
+                "dynamo_lite.outcome": outcome,
+                "dynamo_lite.prompt_tokens": len(job.prompt_token_ids),
+                "dynamo_lite.cached_tokens": job.num_computed_tokens,
+                "gen_ai.request.id": job.request_id,
+            },
+            error="" if outcome == "written" else outcome,
+        )
+
+
+def _trace_of(tracer: Tracer | None, job: RemotePrefillRequest, pulled: float) -> _JobTrace | None:
+    """None if the job is not traced."""
+    asked = traced(job.trace_headers)
+    if tracer is None or asked is None:
+        return None
+    context = asked.child()
+    job = msgspec.structs.replace(job, trace_headers=context.headers())
+    return _JobTrace(tracer, job, context, asked.span_id, pulled)

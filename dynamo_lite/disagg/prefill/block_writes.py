@@ -9,15 +9,17 @@ polling moves data, and the decode engine keeps the blocks for a limited time.
 """
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, Counters
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, SECONDS, Counters
 from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
-from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
-from dynamo_lite.disagg.prefill.staging import Staging, split
+from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
+from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Written
@@ -30,6 +32,48 @@ _PREEMPTION_DRAIN_S = 30.0
 
 #: How long a step may wait for its commit to be sent.
 _COMMIT_POLL_S = 0.002
+
+#: Returns whether the step that fills the blocks has ended (work on a GPU is queued).
+Ready = Callable[[], bool]
+
+
+@dataclass
+class _InFlightWrite:
+    """A write in flight."""
+
+    write: Transfer
+    #: Monotonic time of the start.
+    started: float
+    #: Whether it is the last write of the attempt.
+    last: bool
+    #: The staging slot that it reads from; None if it reads blocks.
+    slot: StagingSlot | None
+    of: BlockWrite
+
+
+@dataclass
+class OutgoingAttempt:
+    """`BlockWrites` writes the fields, except where a field says otherwise."""
+
+    #: Engine id of the decode engine.
+    target: str
+    #: Of its claim.
+    cell: Cell
+    #: The latest end of the claim that was seen, in seconds of CLOCK_BOOTTIME.
+    until: float = 0.0
+    #: Whether its request has finished, so that no write is added any more.
+    ended: bool = False
+    #: Writes that were not started.
+    queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
+    in_flight: list[_InFlightWrite] = field(default_factory=list)
+    #: The staging slot of the first write in `queue`, if it has one.
+    slot: StagingSlot | None = None
+    #: The next write repeats blocks of earlier writes, and must start after they have ended.
+    again: bool = False
+    #: `BlockWrite.began` of the last step that has a span; written by `WriteTimes`.
+    began: float = -1.0
+    #: Why nothing more of the attempt is written.
+    failure: str | None = None
 
 
 class BlockWrites:
@@ -53,7 +97,7 @@ class BlockWrites:
     ):
         self._mover, self._memory, self._rank = mover, memory, rank
         self._peers, self._staging = peers, staging
-        self._stats, self._times = stats, WriteTimes(stats, rank)
+        self._stats, self._times = stats, _WriteTimes(stats, rank)
         self._until, self._move_s, self._limit = until, move_s, limit
         self._now, self._boottime = clock.monotonic, clock.boottime
         #: By request.
@@ -203,7 +247,7 @@ class BlockWrites:
                 break
             last = write.last and peer is peers[-1]
             transfer = self._write(attempt, write, peer)
-            attempt.in_flight.append(InFlightWrite(transfer, started, last, attempt.slot, write))
+            attempt.in_flight.append(_InFlightWrite(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
         if write.last:
@@ -255,7 +299,7 @@ class BlockWrites:
         )
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
-        still: list[InFlightWrite] = []
+        still: list[_InFlightWrite] = []
         for flight in attempt.in_flight:
             try:
                 if not flight.write.done():
@@ -274,3 +318,42 @@ class BlockWrites:
         self._clear(attempt)
         if isinstance(why, TransferError):
             self._peers.failed(attempt.target, why)
+
+
+class _WriteTimes:
+    """Counts how long the writes of a rank take, and notes spans of traced jobs.
+
+    rank: index of the writing rank. Only the first rank, which is on the scheduler's host,
+    reports stages and spans.
+    """
+
+    def __init__(self, stats: Counters, rank: int):
+        self._stats, self._reports = stats, rank == 0
+
+    def started(self, attempt: OutgoingAttempt, write: BlockWrite, at: float) -> None:
+        """The write starts: its blocks have been computed."""
+        if not self._reports:
+            return
+        if write.last:
+            self._stats.add_stage("compute", at - write.scheduled)
+        # One span for each step, at the first of its writes.
+        if write.trace is not None and write.began != attempt.began:
+            attempt.began = write.began
+            note_child(
+                self._stats, "prefill chunk", write.trace, write.began, at, _attributes(write)
+            )
+
+    def ended(self, flight: _InFlightWrite, at: float) -> None:
+        self._stats.append(SECONDS, at - flight.started)
+        if not self._reports:
+            return
+        if flight.last:
+            self._stats.add_stage("write", at - flight.started)
+        if flight.of.trace is not None:
+            note_child(
+                self._stats, "transfer", flight.of.trace, flight.started, at, _attributes(flight.of)
+            )
+
+
+def _attributes(write: BlockWrite) -> dict[str, int | bool]:
+    return {"dynamo_lite.blocks": len(write.remote_ids), "dynamo_lite.last": write.last}

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.disagg.prefill.attempt import JobAttempt, WriterParts
-from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
@@ -57,8 +56,8 @@ class PrefillJobs:
         tracer: Tracer | None = None,
         new_claim: Callable[[], int] = lambda: secrets.randbits(63) or 1,
     ):
-        self._tracer, self._now = tracer, clock.monotonic
-        self._queue, self._fit, self._on_drop = queue, fit, on_drop
+        self._now, self._on_drop = clock.monotonic, on_drop
+        self._queue, self._fit = queue, fit
         self._ended = Counter(
             "dynamo_lite_prefill_jobs",
             "Prefill jobs pulled, by how they ended",
@@ -98,9 +97,10 @@ class PrefillJobs:
             new_claim=new_claim,
             clock=clock,
             on_drop=on_drop,
+            tracer=tracer,
         )
-        #: Jobs that were pulled and are not over, by attempt.
-        self.working: dict[str, JobAttempt] = {}
+        #: Jobs that were pulled and are not over.
+        self.working: set[JobAttempt] = set()
         #: Until when `_busy_s` is counted.
         self._busy_until = 0.0
         #: Set while `working` is empty.
@@ -141,30 +141,27 @@ class PrefillJobs:
             self._ended.labels("malformed").inc()
             await _ack(job)
             return
-        trace = None if self._tracer is None else trace_job(self._tracer, request, self._now())
-        self._begin(attempt := JobAttempt(self._parts, request, trace))
+        self._begin(attempt := JobAttempt(self._parts, request))
         try:
             outcome = await attempt.run()
         finally:
-            self._end(request.attempt)
+            self._end(attempt)
         self._ended.labels(outcome).inc()
         if outcome == "written":
             self._written_tokens.inc(request.tokens_to_compute)
-        if trace is not None:
-            trace.ended(outcome, self._now())
         await _ack(job)
 
     def _begin(self, attempt: JobAttempt) -> None:
         if not self.working:
             self._busy_until = self._now()
-        self.working[attempt.request.attempt] = attempt
+        self.working.add(attempt)
         self.idle.clear()
 
-    def _end(self, attempt: str) -> None:
+    def _end(self, attempt: JobAttempt) -> None:
         now = self._now()
         self._busy_s.inc(now - self._busy_until)
         self._busy_until = now
-        del self.working[attempt]
+        self.working.remove(attempt)
         if not self.working:
             self.idle.set()
 

@@ -61,11 +61,11 @@ class PrefixReads:
     def start(self, read: PrefixRead) -> None:
         reading = _Reading(read)
         self._open.append(reading)
-        if not self._holds(read):
-            reading.failure = NOT_HELD
-            return
         try:
             for source in self._peers.sources(read.target_engine):
+                if not self._holds(read):
+                    reading.failure = NOT_HELD
+                    return
                 reading.in_flight.append(self._read(read, source))
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(reading, exc)

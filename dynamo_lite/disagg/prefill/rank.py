@@ -8,8 +8,7 @@ import math
 
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.messages import PrefillStep, RankResults, WorkerReport
-from dynamo_lite.disagg.prefill.block_writes import BlockWrites
-from dynamo_lite.disagg.prefill.outgoing import Ready
+from dynamo_lite.disagg.prefill.block_writes import BlockWrites, Ready
 from dynamo_lite.disagg.prefill.prefix_reads import PrefixReads
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRanks
 from dynamo_lite.disagg.prefill.staging import OpenTransposer, Staging

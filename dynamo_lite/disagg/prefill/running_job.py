@@ -15,7 +15,8 @@ BlockIds = Callable[[str], Sequence[int]]
 
 class JobState(enum.Enum):
     ARRIVED = "arrived"  # before its first step
-    RUNNING = "running"  # computed, or its prefix is read
+    READING = "reading"  # its prefix is read from the decode engine
+    RUNNING = "running"
     STOPPED = "stopped"  # its request has finished with a read in flight
     ENDING = "ending"  # its request has finished, and its ranks may have writes in flight
 
@@ -38,8 +39,6 @@ class RunningJob:
     cached_tokens: int = 0
     #: Whether the ranks know the decode engine.
     announced: bool = False
-    #: Whether a read of the prefix is in flight.
-    reading: bool = False
     #: Whether the last write is scheduled.
     complete: bool = False
     #: Why not all was written; the first reason that a rank has reported.
@@ -74,7 +73,7 @@ class RunningJob:
         """Begins the read of the prefix's last `external` tokens into `block_ids`, its blocks."""
         prefix = self.params.prefix_block_ids
         start = len(prefix) - external // self.block_size
-        self.reading = True
+        self.state = JobState.READING
         return PrefixRead(
             attempt=self.attempt,
             request_id=self.request.request_id,

@@ -123,7 +123,7 @@ class PrefillScheduler:
             return False
         if job.state is JobState.ARRIVED:  # stopped before its first step
             self._forget(job)
-        if job.reading:
+        if job.state is JobState.READING:
             # vLLM keeps its blocks until the read has ended; the attempt's end is reported then.
             job.state = JobState.STOPPED
             return False
@@ -145,16 +145,21 @@ class PrefillScheduler:
             for engine_id, why in report.broken.items():
                 self.stats.append(BROKEN_LINK, [engine_id, why])
         for request_id in sorted(results.received | results.lost):
-            if (job := self._jobs.get(request_id)) is None:
-                continue
-            if job.state is JobState.STOPPED:
-                self._end(request_id, "abandoned")
-            elif job.reading and job.trace is not None:
-                note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
-            job.reading = False
+            self._read_ended(request_id)
         for request_id in sorted(results.sent):
             job = self._jobs[request_id]
             self._end(request_id, job.outcome, job.failure or "")
+
+    def _read_ended(self, request_id: str) -> None:
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        if job.state is JobState.STOPPED:
+            self._end(request_id, "abandoned")
+        elif job.state is JobState.READING:
+            job.state = JobState.RUNNING
+            if job.trace is not None:
+                note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
 
     @property
     def busy(self) -> bool:

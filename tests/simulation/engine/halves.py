@@ -15,7 +15,7 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Block
 from dynamo_lite.disagg.messages import BlockWrite, PrefixRead, RankResults, WorkerReport
-from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
+from dynamo_lite.disagg.prefill.block_writes import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.runtime.clock import Clock
