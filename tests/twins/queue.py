@@ -1,6 +1,7 @@
 """The prefill queue's in-process twin: a broker in memory, with outages on demand."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dynamo_lite.disagg.decision.lanes import LaneTurns
-from dynamo_lite.disagg.queue.base import Incarnations, QueueConfig, QueueDepth
+from dynamo_lite.disagg.queue.base import MAX_AGE_S, Incarnations, QueueConfig, QueueDepth
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.protocol.queue import Lane
 
@@ -38,9 +39,7 @@ class MemoryStream:
 
     def expire(self) -> None:
         now = asyncio.get_running_loop().time()
-        for entry in list(self.entries.values()):
-            if entry.expires_at > now:
-                break
+        for entry in [each for each in self.entries.values() if each.expires_at <= now]:
             self.remove(entry.sequence)
 
     def remove(self, sequence: int) -> bool:
@@ -169,7 +168,9 @@ class MemoryQueue:
         """Called when the broker is connected: checks whether the queue was lost."""
         self._incarnations.seen(self._stream.number)
 
-    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+    async def push(
+        self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG, life_s: float = MAX_AGE_S
+    ) -> int:
         self._broker.check_connected()
         stream = self._stream
         stream.expire()
@@ -179,7 +180,9 @@ class MemoryQueue:
             raise QueueFull(f"the queue holds {self._config.max_jobs} jobs")
         stream.last_sequence += 1
         sequence = stream.message_ids[message_id] = stream.last_sequence
-        expires_at = asyncio.get_running_loop().time() + self._config.max_age_s
+        expires_at = asyncio.get_running_loop().time() + min(
+            max(math.ceil(life_s), 1), self._config.max_age_s
+        )
         stream.entries[sequence] = Entry(sequence, payload, lane, expires_at)
         stream.order[lane].append(sequence)
         stream.changed.set()

@@ -3,7 +3,6 @@
 It runs on the bridge's event loop. `attempt_events.py` has the ledger, and answers writers.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,7 +28,6 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.health import EngineStatus, decode_leave
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.live_options import LiveOptions
@@ -37,10 +35,6 @@ from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
-
-#: How often, and how long apart, it is tried to undo a push. Together less than the time for which
-#: the queue knows its pushes.
-_UNDO_TRIES, _UNDO_PAUSE_S = 60, 1.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,8 @@ class ControlSession:
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._ledger, self._inbox = config, config.role, ledger, inbox
         self._status, self._explain, self._live = status, explain, live
-        self._clients, self._now, self._on_drop = clients, clock.monotonic, on_drop
+        self._clients, self._on_drop = clients, on_drop
+        self._now, self._wall = clock.monotonic, clock.wall
         self.workers = PrefillWorkers(config, on_drop)
         self.queue_watch = QueueWatch(config, self.workers, live, clock.monotonic, on_drop)
         #: None until the session is open: before that nothing is submitted to the bridge.
@@ -149,7 +144,9 @@ class ControlSession:
         lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
         payload = encode_sealed(job)
         try:
-            sequence = await self._queue.push(payload, message_id=attempt, lane=lane)
+            sequence = await self._queue.push(
+                payload, message_id=attempt, lane=lane, life_s=job.deadline - self._wall()
+            )
         except Exception as exc:
             if not isinstance(exc, QueueFull | BrokerUnavailable | PushAmbiguous):
                 logger.exception("request %s: queueing the job failed", job.request_id)
@@ -158,30 +155,10 @@ class ControlSession:
             if not isinstance(exc, QueueFull):
                 self.queue_watch.doubt()
             apply(lambda ledger: ledger.not_published(attempt), *about)
-            if isinstance(exc, PushAmbiguous):
-                self.attempts.start(self._undo(payload, attempt, lane), f"undo {attempt}")
         else:
             self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
             apply(lambda ledger: ledger.published(attempt, sequence, lane), *about)
-
-    async def _undo(self, payload: bytes, attempt: str, lane: Lane) -> None:
-        """Deletes the job of a push that was not confirmed. Pushed again, it is a repetition if the
-        queue has it; that the answer says its sequence is all that is wanted."""
-        assert self._queue is not None
-        for _ in range(_UNDO_TRIES):
-            await asyncio.sleep(_UNDO_PAUSE_S)
-            if self.attempts.closed:
-                return
-            try:
-                await self._queue.delete(
-                    await self._queue.push(payload, message_id=attempt, lane=lane)
-                )
-            except QueueFull:
-                return
-            except (BrokerUnavailable, PushAmbiguous):
-                continue
-            return
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()

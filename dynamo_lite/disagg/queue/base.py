@@ -14,6 +14,8 @@ from dynamo_lite.protocol.options import NaturalOption, PositiveOption
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.listeners import Listeners
 
+MAX_AGE_S = 600.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOptions:
@@ -39,7 +41,7 @@ class QueueConfig(QueueOptions):
     push_timeout_s: float = 0.5
     #: The broker drops older jobs, pulled or not. Otherwise jobs of dead engines, and jobs with an
     #: ambiguous push, would count against `max_jobs` forever.
-    max_age_s: float = 600.0
+    max_age_s: float = MAX_AGE_S
 
     @classmethod
     def of(cls, options: QueueOptions) -> Self:
@@ -115,8 +117,11 @@ class PrefillQueue(Protocol):
 
     async def __aexit__(self, *exc_info: object) -> None: ...
 
-    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
-        """Returns the job's sequence. A repeated `message_id` queues nothing new.
+    async def push(
+        self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG, life_s: float = MAX_AGE_S
+    ) -> int:
+        """Returns the job's sequence. A repeated `message_id` queues nothing new. life_s: how long
+        the broker keeps the job, pulled or not, in whole seconds.
 
         Raises QueueFull or BrokerUnavailable if it is certainly not queued, and PushAmbiguous
         if it may be queued.

@@ -6,6 +6,7 @@ Its jobs may be authenticated with the graph's secret.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,13 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
-from dynamo_lite.disagg.queue.base import Incarnations, QueueConfig, QueueDepth, QueueOptions
+from dynamo_lite.disagg.queue.base import (
+    MAX_AGE_S,
+    Incarnations,
+    QueueConfig,
+    QueueDepth,
+    QueueOptions,
+)
 from dynamo_lite.disagg.queue.puller import JetStreamJob, Puller, loop_time
 from dynamo_lite.disagg.queue.topology import (
     API_TIMEOUT_S,
@@ -111,20 +118,22 @@ class JetStreamQueue:
     async def __aexit__(self, *_: object) -> None:
         await self._resources.aclose()
 
-    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+    async def push(
+        self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG, life_s: float = MAX_AGE_S
+    ) -> int:
         subject = self._topology.subject_of(lane)
         if self._secret is not None:
             payload = self._secret.protect(self._context, payload)
         try:
-            return await self._publish(subject, payload, message_id)
+            return await self._publish(subject, payload, message_id, life_s)
         except NoStreamResponseError:
             await self._ensure()
         try:
-            return await self._publish(subject, payload, message_id)
+            return await self._publish(subject, payload, message_id, life_s)
         except NoStreamResponseError as exc:
             raise BrokerUnavailable(f"no stream accepts {subject}") from exc
 
-    async def _publish(self, subject: str, payload: bytes, message_id: str) -> int:
+    async def _publish(self, subject: str, payload: bytes, message_id: str, life_s: float) -> int:
         """As `push`, but raises NoStreamResponseError when no stream has the subject."""
         js = self._js()
         timeout_s, newest = self._config.push_timeout_s, self._newest
@@ -133,7 +142,7 @@ class JetStreamQueue:
                 subject,
                 payload,
                 timeout=timeout_s,
-                headers={"Nats-Msg-Id": message_id},
+                headers={"Nats-Msg-Id": message_id, "Nats-TTL": f"{max(math.ceil(life_s), 1)}s"},
             )
             if not isinstance(answer.seq, int):  # nats-py does not check
                 raise TypeError(f"the sequence {answer.seq!r}")

@@ -295,6 +295,7 @@ class Topology:
             discard=DiscardPolicy.NEW,
             max_msgs=config.max_jobs,
             max_age=config.max_age_s,
+            allow_msg_ttl=True,
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
             # A broker that lost its memory would count from 1 again, and the end of a lost job
             # would hit a new one. Others may have pushed since, or begun by a clock that is ahead.

@@ -6,6 +6,7 @@ requests for one message. `jetstream_api.py` reads the requests.
 """
 
 import datetime
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,15 +70,17 @@ class SimStream:
     def messages(self) -> Mapping[int, Message]:
         """By sequence; those that are not too old."""
         now = self._now()
-        while self._messages:
-            oldest = next(iter(self._messages.values()))
-            if oldest.expires_at > now:
-                break
-            self.remove(oldest.sequence)
+        for old in [each for each in self._messages.values() if each.expires_at <= now]:
+            self.remove(old.sequence)
         return self._messages
 
     def store(
-        self, subject: str, headers: bytes, payload: bytes, message_id: str | None
+        self,
+        subject: str,
+        headers: bytes,
+        payload: bytes,
+        message_id: str | None,
+        life_s: float | None,
     ) -> tuple[int, bool]:
         """The message's sequence, and whether it was there already. Raises StreamFull."""
         now = self._now()
@@ -88,7 +91,7 @@ class SimStream:
             raise StreamFull
         self.last_sequence += 1
         sequence = self.last_sequence
-        expires_at = now + (self._max_age_s or float("inf"))
+        expires_at = now + min(life_s or math.inf, self._max_age_s or math.inf)
         self._messages[sequence] = Message(sequence, subject, headers, payload, expires_at)
         if message_id is not None:
             self._ids[message_id] = sequence, now + self._window_s

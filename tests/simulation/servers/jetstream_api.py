@@ -85,8 +85,10 @@ class JetStream:
         self, stream: SimStream, subject: str, reply: str, headers: bytes, payload: bytes
     ) -> None:
         try:
+            life = (header(headers, "Nats-TTL") or "").removesuffix("s")
+            message_id = header(headers, "Nats-Msg-Id")
             sequence, duplicate = stream.store(
-                subject, headers, payload, header(headers, "Nats-Msg-Id")
+                subject, headers, payload, message_id, float(life) if life else None
             )
             answer: _Answer = {"stream": stream.name, "seq": sequence}
             if duplicate:
