@@ -71,6 +71,7 @@ class Judge:
         self._engines[engine.mover] = engine
         engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
         engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
+        engine.on_late_write = lambda: self.counts.update(["engines ended by a late write"])
 
     def engine_died(self, engine: SimEngineProcess) -> None:
         """Its memory is gone: writes to it and its blocks are not checked any more."""

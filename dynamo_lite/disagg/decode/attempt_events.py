@@ -25,6 +25,8 @@ from dynamo_lite.runtime.tasks import OnFailure, OwnedTasks, log_failure
 
 logger = logging.getLogger(__name__)
 
+#: How often, and how long apart, it is tried to delete a job.
+_DELETE_TRIES, _DELETE_PAUSE_S = 30, 1.0
 #: How many characters of a writer's failure message are kept for `explain`.
 _MAX_DETAIL = 500
 
@@ -65,6 +67,11 @@ class AttemptEvents:
                 if self._timer is not None:
                     self._timer.cancel()
             await tasks.join()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session ends, or has not begun."""
+        return self._tasks is None
 
     def apply(self, event: LedgerEvent, about: str, *ids: object) -> None:
         """about: what the event concerns, for the log, a format for `ids`."""
@@ -153,11 +160,18 @@ class AttemptEvents:
         return ""
 
     async def _delete(self, sequence: int) -> None:
-        """A lost message is safe, because no writer gets a claim for a withdrawn attempt."""
-        try:
-            await self._queue.delete(sequence)
-        except DynamoLiteError as exc:
-            logger.warning("job %d was not deleted: %s", sequence, exc)
+        """Tried again while the broker is away. A job that stays is safe, because no writer gets a
+        claim for an attempt that has ended, but it counts against the queue's cap."""
+        for _ in range(_DELETE_TRIES):
+            try:
+                await self._queue.delete(sequence)
+                return
+            except DynamoLiteError as exc:
+                failure = exc
+            if self.closed:
+                break
+            await asyncio.sleep(_DELETE_PAUSE_S)
+        logger.warning("job %d was not deleted: %s", sequence, failure)
 
     def _set_timer(self) -> None:
         """For the next time that passes in the ledger."""

@@ -3,6 +3,7 @@
 It runs on the bridge's event loop. `attempt_events.py` has the ledger, and answers writers.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,6 +29,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.health import EngineStatus, decode_leave
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.live_options import LiveOptions
@@ -35,6 +37,10 @@ from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
+
+#: How often, and how long apart, it is tried to undo a push. Together less than the time for which
+#: the queue knows its pushes.
+_UNDO_TRIES, _UNDO_PAUSE_S = 60, 1.0
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,8 @@ class ControlSession:
             apply(lambda ledger: ledger.not_published(attempt), *about)
             return
         lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
+        payload = encode_sealed(job)
         try:
-            payload = encode_sealed(job)
             sequence = await self._queue.push(payload, message_id=attempt, lane=lane)
         except Exception as exc:
             if not isinstance(exc, QueueFull | BrokerUnavailable | PushAmbiguous):
@@ -152,10 +158,30 @@ class ControlSession:
             if not isinstance(exc, QueueFull):
                 self.queue_watch.doubt()
             apply(lambda ledger: ledger.not_published(attempt), *about)
+            if isinstance(exc, PushAmbiguous):
+                self.attempts.start(self._undo(payload, attempt, lane), f"undo {attempt}")
         else:
             self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
             apply(lambda ledger: ledger.published(attempt, sequence, lane), *about)
+
+    async def _undo(self, payload: bytes, attempt: str, lane: Lane) -> None:
+        """Deletes the job of a push that was not confirmed. Pushed again, it is a repetition if the
+        queue has it; that the answer says its sequence is all that is wanted."""
+        assert self._queue is not None
+        for _ in range(_UNDO_TRIES):
+            await asyncio.sleep(_UNDO_PAUSE_S)
+            if self.attempts.closed:
+                return
+            try:
+                await self._queue.delete(
+                    await self._queue.push(payload, message_id=attempt, lane=lane)
+                )
+            except QueueFull:
+                return
+            except (BrokerUnavailable, PushAmbiguous):
+                continue
+            return
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()

@@ -245,8 +245,9 @@ class RemotePrefills:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an attempt has ended for its request, and its blocks are not released."""
-        return len(self._by_attempt) > self.jobs
+        """Whether an attempt of a request that does not wait any more has not ended, or its blocks
+        are not released."""
+        return any(not each.parked for each in self._by_attempt.values())
 
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""

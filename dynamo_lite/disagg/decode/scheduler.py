@@ -173,7 +173,7 @@ class DecodeScheduler:
     @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
-        return bool(self._message.give_up or self._events or self._inbox or self.prefills.unsettled)
+        return bool(self._message.give_up or self._events or self.prefills.unsettled)
 
     def _take_inbox(self) -> None:
         """Carries out what the bridge has left for this step."""

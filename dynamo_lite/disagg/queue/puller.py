@@ -96,6 +96,7 @@ class LanePull:
                         await subscription.drain()
                     else:
                         await subscription.unsubscribe()
+
     async def ask(self, timeout_s: float) -> PullRequest | None:
         """Requests one job from the broker, with a timeout. None: the broker is unavailable."""
         life_s = min(timeout_s, _REQUEST_S)

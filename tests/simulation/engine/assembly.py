@@ -15,6 +15,7 @@ from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
+from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.claim_cells import Until
@@ -243,6 +244,8 @@ class SimEngineProcess:
     mover: SimMover
     metadata: EngineMetadata
     ready: bool = False
+    #: Called when it ends because a write was in flight for too long.
+    on_late_write: Callable[[], None] = lambda: None
 
     def holds(self, attempt: str) -> bool:
         """Whether the claim holds under which it writes and reads this attempt."""
@@ -257,6 +260,9 @@ class SimEngineProcess:
                 self.ready = True
                 on_ready()
                 await self.core.run()
+        except TransferError:
+            # As in vLLM, where an exception of a rank ends the engine's processes.
+            self.on_late_write()
         finally:
             self.halves.rank.close()
 
