@@ -59,7 +59,7 @@ def registries() -> Iterator[CollectorRegistry]:
     RemotePrefillMetrics(decode)
     StatusGauges(decode, DECODE_GAUGES)
     PlannerMetrics(planner)
-    return iter((frontend, decode, planner, Rig(ack_wait_s=1, redeliver_s=1).registry))
+    return iter((frontend, decode, planner, Rig().registry))
 
 
 def known() -> dict[str, set[str]]:
