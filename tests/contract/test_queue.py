@@ -121,7 +121,6 @@ async def test_jobs_arrive_in_order_and_leave_at_their_ack(open_queue: Opener):
     second = await pull(prefill)
     assert [first.payload, second.payload] == [b"a", b"b"]
     assert [first.sequence, second.sequence] == sequences
-    assert first.deliveries == 1
     await until_depth(decode, waiting=0, in_flight=2)
     await first.ack()
     await second.ack()
@@ -234,10 +233,7 @@ async def test_lanes_share_the_cap_the_ids_and_the_end(open_queue: Opener):
     assert await queue.delete(sequence)
     held = await pull(queue)
     assert held.payload == b"c"
-    await held.nak()
-    again = await queue.pull(timeout_s=5, lanes=(Lane.URGENT,))
-    assert again is not None and (again.payload, again.deliveries) == (b"c", 2)
-    await again.ack()
+    await held.ack()
     await until_total(queue, 1)
 
 
@@ -276,68 +272,45 @@ async def test_a_repeated_message_id_queues_nothing(open_queue: Opener):
     await until_total(queue, 0)
 
 
-async def test_a_silent_holder_loses_its_job(open_queue: Opener):
-    queue = await open_queue(QueueConfig(ack_wait_s=0.2))
-    await push(queue, b"a")
-    lost = await pull(queue)
-    again = await pull(queue)
-    assert (again.sequence, again.deliveries) == (lost.sequence, 2)
-    await again.ack()
-    await lost.ack()
-    await until_total(queue, 0)
-
-
-async def test_extending_keeps_a_job(open_queue: Opener):
-    queue = await open_queue(QueueConfig(ack_wait_s=1.5))
-    await push(queue, b"a")
-    job = await pull(queue)
-    for _ in range(6):
-        assert await queue.pull(timeout_s=0.4) is None
-        await job.extend()
-    await job.ack()
-    assert await queue.pull(timeout_s=0.5) is None
-
-
-async def test_a_nak_gives_the_job_to_somebody_else_at_once_or_later(open_queue: Opener):
-    holder, other = await open_queue(), await open_queue()
+async def test_a_job_is_delivered_once(open_queue: Opener):
+    """Its decode engine owns every retry. It counts until it is over."""
+    holder, other = (
+        await open_queue(QueueConfig(max_jobs=2)),
+        await open_queue(QueueConfig(max_jobs=2)),
+    )
     await push(holder, b"a")
     job = await pull(holder)
-    pulling = asyncio.create_task(pull(other))
-    await job.nak()
-    again = await pulling
-    assert again.deliveries == 2
-    began = loop_time()
-    await again.nak(delay_s=0.4)
-    await until_total(holder, 1)
-    assert (await pull(holder)).deliveries == 3
-    assert loop_time() - began > 0.39
+    await holder.__aexit__(None, None, None)
+    assert await other.pull(timeout_s=0.5) is None
+    await until_depth(other, waiting=0, in_flight=1)
+    await push(other, b"b")
+    with pytest.raises(QueueFull):
+        await push(other, b"c")
+    assert await other.delete(job.sequence)
+    await until_depth(other, waiting=1, in_flight=0)
 
 
-async def test_only_the_first_end_of_a_job_counts(open_queue: Opener):
+async def test_a_second_end_of_a_job_does_nothing(open_queue: Opener):
     queue = await open_queue()
     await push(queue, b"a")
     job = await pull(queue)
-    await job.nak()
     await job.ack()
-    await job.term()
-    await job.extend()
-    assert (await pull(queue)).deliveries == 2
-
-
-async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Opener):
-    """The worker that gets it can report its end to the decode engine."""
-    queue = await open_queue(QueueConfig(max_jobs=1, max_deliver=2))
-    await push(queue, b"poison")
-    for delivery, left in ((1, 1), (2, 0), (3, -1), (4, -2)):
-        job = await pull(queue)
-        assert (job.payload, job.deliveries, job.deliveries_left) == (b"poison", delivery, left)
-        if left > -2:
-            await job.nak()
-    await job.term()
+    await job.ack()
     await until_total(queue, 0)
-    await push_when_there_is_room(queue, b"next")
-    job = await pull(queue)
-    assert (job.payload, job.deliveries_left) == (b"next", 1)
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+async def test_a_job_is_dropped_at_the_end_of_its_life(open_queue: Opener, pulled: bool):
+    queue = await open_queue()
+    sequence = await queue.push(b"a", message_id="short", life_s=0.3)
+    await push(queue, b"b")
+    job = await pull(queue) if pulled else None
+    await until_total(queue, 1)
+    assert not await queue.delete(sequence)
+    if job is not None:
+        await job.ack()
+    assert (await pull(queue)).payload == b"b"
+    await until_depth(queue, waiting=0, in_flight=1)
 
 
 async def test_an_old_job_is_dropped(open_queue: Opener):
@@ -359,7 +332,7 @@ async def test_deleting_a_waiting_job(open_queue: Opener):
 
 
 async def test_deleting_a_job_in_flight(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_jobs=1, ack_wait_s=0.3))
+    queue = await open_queue(QueueConfig(max_jobs=1))
     sequence = await push(queue, b"a")
     job = await pull(queue)
     assert await queue.delete(sequence)
@@ -367,7 +340,6 @@ async def test_deleting_a_job_in_flight(open_queue: Opener):
     await job.ack()
     assert (await pull(queue)).payload == b"b"
     await until_total(queue, 1)
-    assert (await pull(queue)).payload == b"b"
 
 
 async def test_stop_pulling_ends_a_waiting_pull_and_keeps_held_jobs(open_queue: Opener):
@@ -382,30 +354,34 @@ async def test_stop_pulling_ends_a_waiting_pull_and_keeps_held_jobs(open_queue: 
         assert await stopping.pull(timeout_s=30) is None
     await push(other, b"next")
     job = await pull(other)
-    assert (job.payload, job.deliveries) == (b"next", 1)
+    assert job.payload == b"next"
     await held.ack()
     await job.ack()
     await until_total(other, 0)
 
 
-async def test_leaving_naks_what_was_not_ended(open_queue: Opener):
-    other = await open_queue()
-    leaving = await open_queue()
-    await push(other, b"a")
-    await push(other, b"b")
-    ended, held = await pull(leaving), await pull(leaving)
-    await ended.ack()
-    await leaving.__aexit__(None, None, None)
-    again = await pull(other, 2.0)
-    assert (again.payload, again.deliveries) == (held.payload, 2)
+async def test_what_was_delivered_before_pulling_stopped_is_still_pulled(open_queue: Opener):
+    """Nobody else would get it."""
+    stopping = await open_queue()
+    pulling = asyncio.create_task(stopping.pull(timeout_s=30))
+    await asyncio.sleep(0.1)
+    pulling.cancel()  # its request stays at the server
+    await asyncio.gather(pulling, return_exceptions=True)
+    await push(stopping, b"a")
+    await push(stopping, b"b")
+    await asyncio.sleep(0.1)
+    await stopping.stop_pulling()
+    left: list[bytes] = []
+    while (job := await stopping.pull(timeout_s=30)) is not None:
+        left.append(job.payload)
+    assert left in ([b"a"], [])
+    await until_depth(stopping, waiting=2 - len(left), in_flight=len(left))
 
 
 @pytest.mark.parametrize(
     "other",
     [
         QueueConfig(max_jobs=8),
-        QueueConfig(ack_wait_s=1.5),
-        QueueConfig(max_deliver=9),
         QueueConfig(max_age_s=60.0),
         QueueConfig(short_length=7),
     ],
@@ -484,14 +460,13 @@ async def test_all_users_hear_that_the_broker_lost_the_queue(
                     told = {await heard.get(), await heard.get()}
                 assert told == {("decode", round_), ("prefill", round_)}
                 assert (await decode.depth()).total == 0
-                for end in (job.extend, job.ack):
-                    with contextlib.suppress(BrokerUnavailable):
-                        await end()
+                with contextlib.suppress(BrokerUnavailable):
+                    await job.ack()
                 new = await push(decode, b"new")
                 assert new > old
                 assert not await decode.delete(old)
                 job = await pull(prefill)
-                assert (job.sequence, job.payload, job.deliveries) == (new, b"new", 1)
+                assert (job.sequence, job.payload) == (new, b"new")
                 await job.ack()
                 await until_total(decode, 0)
         await rig.away()
@@ -548,18 +523,15 @@ async def test_the_queue_comes_back_after_the_broker_was_killed(
             with pytest.raises((BrokerUnavailable, PushAmbiguous)):
                 await push(decode, b"never")
             with pytest.raises(BrokerUnavailable):
-                await held.extend()
+                await held.ack()
             await nats_server.restart()
             async with asyncio.timeout(15):
                 new_sequence = await push_again(decode, b"new")
                 job = await pulling
             assert job.payload == b"new"
             assert new_sequence > old_sequence
-            for end in (held.extend, held.ack, held.nak):
-                try:
-                    await end()
-                except BrokerUnavailable:
-                    pass
+            with contextlib.suppress(BrokerUnavailable):
+                await held.ack()
             assert not await decode.delete(old_sequence)
             assert (await decode.depth()).total == 1
             await job.ack()
@@ -618,9 +590,8 @@ async def test_what_is_missing_is_looked_for_once_while_the_broker_is_away(
         assert (await pull(queue)).payload == b"a"
 
 
-@pytest.mark.parametrize("end", ["ack", "nak", "term"])
 async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
-    nats_server: PrivateServer, namespace: str, end: str
+    nats_server: PrivateServer, namespace: str
 ):
     async with jetstream(nats_server, namespace) as queue:
         await push(queue, b"a")
@@ -628,7 +599,7 @@ async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
         kept = weakref.ref(job)
         await nats_server.kill()
         with contextlib.suppress(BrokerUnavailable):
-            await getattr(job, end)()
+            await job.ack()
         del job
         gc.collect()
         assert kept() is None

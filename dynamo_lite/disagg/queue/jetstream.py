@@ -142,7 +142,7 @@ class JetStreamQueue:
                 subject,
                 payload,
                 timeout=timeout_s,
-                headers={"Nats-Msg-Id": message_id, "Nats-TTL": f"{max(math.ceil(life_s), 1)}s"},
+                headers={"Nats-Msg-Id": message_id, "Nats-TTL": self._ttl(life_s)},
             )
             if not isinstance(answer.seq, int):  # nats-py does not check
                 raise TypeError(f"the sequence {answer.seq!r}")
@@ -163,6 +163,10 @@ class JetStreamQueue:
             self._missing.set()
         self._newest = max(self._newest, answer.seq)
         return answer.seq
+
+    def _ttl(self, life_s: float) -> str:
+        """JetStream's is in whole seconds, and counts in place of the stream's `max_age`."""
+        return f"{max(math.ceil(min(life_s, self._config.max_age_s)), 1)}s"
 
     async def delete(self, sequence: int) -> bool:
         with self._errors("delete"):
