@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dynamo_lite.protocol.records import (
     KvRegion,
     RankMetadata,
 )
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.runtime.store import Lease, Store
@@ -28,8 +30,9 @@ from dynamo_lite.serve.run_state import write_private
 
 #: The default namespace and engine id here.
 NAMESPACE, ENGINE = "t", "e1"
-#: The claim of attempts whose claim does not matter.
+#: The claim of attempts whose claim does not matter, and its cell.
 CLAIM = 7
+HELD = Cell(0, CLAIM)
 
 
 async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> Any:
@@ -150,6 +153,11 @@ def prefill_job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
     return RemotePrefillRequest(attempt=attempt, **(fields | changes))
 
 
+def always_held(_cell: Cell) -> float:
+    """An `Until` of claims that never end."""
+    return math.inf
+
+
 def block_write(attempt: str, local: list[int], remote: list[int], **more: Any) -> BlockWrite:
     return BlockWrite(
         attempt=attempt,
@@ -157,7 +165,7 @@ def block_write(attempt: str, local: list[int], remote: list[int], **more: Any) 
         local_ids=local,
         remote_ids=remote,
         scheduled=0.0,
-        **more,
+        **({"cell": HELD} | more),
     )
 
 

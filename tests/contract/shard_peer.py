@@ -54,7 +54,7 @@ def write(
             first=first,
             skip_tokens=skip,
         )
-        ended = [("a1", "p-a1", True)] if last else []
+        ended = [("p-a1", True)] if last else []
         step = PrefillStep(writes=[block_write], targets={engine_id: target}, own=own, ended=ended)
         for rank in ranks:
             rank.step(step, lambda: True)

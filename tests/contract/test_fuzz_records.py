@@ -98,7 +98,7 @@ class Engines:
         written."""
         engine_id = target.engine_id
         write = block_write("a", [0, 1], [3, 4], target_engine=engine_id, last=True, num_blocks=2)
-        ended = [("a", "p-a", True)]
+        ended = [("p-a", True)]
         step = PrefillStep(writes=[write], targets={engine_id: encode(target)}, ended=ended)
         self.rank.step(step, lambda: True)
         assert self.rank.results().sent == {"p-a"}

@@ -146,4 +146,4 @@ def test_the_first_write_to_an_engine_that_has_left_breaks_the_link(peer):
     ((sent, failures, broken),) = peer.said.get(timeout=WAIT_S)["ended"]
     assert sent == ["p-a1"] and broken.keys() == {engine_id}
     assert broken[engine_id].startswith(f"KV transfer with engine {engine_id}")
-    assert broken[engine_id] in failures["a1"]
+    assert broken[engine_id] in failures["p-a1"]

@@ -432,11 +432,11 @@ def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet(half: Ha
 
 
 def test_a_rank_says_whom_it_does_not_know(prefill, decode):
-    prefill.step(blocks([1], [1], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(blocks([1], [1], last=True), ended=[("p-a1", True)])
     prefill.rank.results()
     report = prefill.rank.report()
     assert report is not None and report.unknown == {"e1"}
-    assert "this rank has no metadata of it" in report.failures["a1"]
+    assert "this rank has no metadata of it" in report.failures["p-a1"]
     assert prefill.rank.report() is None
 
 
@@ -448,9 +448,9 @@ def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, de
     prefill.step(targets=targets(decode))
     prefill.mover.hold = False
     prefill.mover.let_go()
-    prefill.step(ended=[("a1", "p-a1", False)])
+    prefill.step(ended=[("p-a1", False)])
     assert prefill.ended() == ({"p-a1"}, {})
-    prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
+    prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("p-a2", True)])
     assert prefill.ended() == ({"p-a2"}, {})
 
 

@@ -235,7 +235,7 @@ def test_a_failed_write_into_one_rank_fails_the_attempt():
     prefill.write(decode.metadata())
     sent, failures = prefill.ended()
     assert sent == [{"p-a1"}]
-    assert "engine d/1: connection reset" in failures["a1"]
+    assert "engine d/1: connection reset" in failures["p-a1"]
     prefill.movers[0].broken = frozenset()
     assert decode.settle() == [(set(), set())] * 2
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_mapped_is_refused_before_any_write():
     decode = Decode(fabric, Shape(tensor=2, heads_first=False, opaque=True))
     prefill.write(decode.metadata())
     _, failures = prefill.ended()
-    assert "peer not usable" in failures["a1"] and "cannot be cut" in failures["a1"]
+    assert "peer not usable" in failures["p-a1"] and "cannot be cut" in failures["p-a1"]
     assert all(not shard.blocks.any() for rank in decode.engine.shards for shard in rank)
 
 
@@ -290,7 +290,7 @@ class Lost:
         self.written[rank] += 1
         last = self.written[rank] == len(REMOTE)
         write = blocks("a1", LOCAL[at : at + 1], REMOTE[at : at + 1], first=at, last=last)
-        ended = [("a1", "p-a1", True)] if last else []
+        ended = [("p-a1", True)] if last else []
         step = PrefillStep(writes=[write], targets={"d": self.target}, own=self.own, ended=ended)
         self.prefill.ranks[rank].step(step, lambda: True)
 

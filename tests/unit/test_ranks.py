@@ -1,6 +1,7 @@
 """The two worker halves against each other, over the mover's in-process twin."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, LATE, MISMATCH, SECONDS
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
-    NOT_GRANTED,
+    NOT_HELD,
     BlockWrite,
     DecodeStep,
     PrefillStep,
@@ -20,22 +21,17 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Committed, decode_notice
+from dynamo_lite.protocol.prefill import Written, decode_written
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.permits import (
-    CELLS_OF_PERMIT,
-    Permit,
-    Permits,
-    PermitVerdict,
-    grant_of,
-    verdict,
-)
+from dynamo_lite.runtime.claim_cells import Cell, ClaimCells, OpenCell
+from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.nixl import NixlMover
-from tests.builders import block_write, expecting
+from tests.builders import CLAIM, HELD, block_write, expecting
 from tests.twins.mover import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES, WAIT_S = 32, 64, 20.0
+#: For how long writes go on after the end of their claim.
+MOVE_S = 6.0
 
 
 class Wire(MemoryMover):
@@ -98,7 +94,7 @@ class Decode:
 
     def settle(self, **step) -> tuple[set[str], set[str]]:
         """One engine step: (received, failed)."""
-        if "grants" in step:
+        if "claims" in step:
             self.rank.step(DecodeStep(poll=True, **step))
         else:
             self.rank.step(expecting(**{"expect": {}, "poll": True, **step}))
@@ -110,27 +106,36 @@ class Prefill:
     """A prefill engine of one rank; block i is filled with 100 + i. broken: the links that broke in
     the last step, with the reasons."""
 
-    def __init__(self, fabric: MemoryFabric, rank: int = 0, *, clock: Clock = SYSTEM_CLOCK):
+    def __init__(
+        self, fabric: MemoryFabric, rank: int = 0, *, monotonic: Callable[[], float] | None = None
+    ):
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
-        self.alive, self.broken = True, dict[str, str]()
-        #: The cells of two permits; a write without a permit counts as granted.
-        self.cells = [0] * (2 * CELLS_OF_PERMIT)
+        self.broken = dict[str, str]()
+        self.cells = ClaimCells.for_claims(8)
+        self.now = 5000.0
+        #: Until when the claim holds that a write is made under unless it names another one.
+        self.held_until = math.inf
+        clock = Clock(boottime=lambda: self.now)
         self.rank = PrefillRank(
             self.mover,
             self.memory.rank,
             rank,
-            lambda: self.alive,
-            clock,
-            verdict=lambda p: verdict(self.cells, p) if p.number else PermitVerdict.GRANTED,
-            grant_of=lambda p: grant_of(self.cells, p) if p.number else 0,
+            lambda cell: self.held_until if cell == HELD else self.cells.read(cell),
+            replace(clock, monotonic=monotonic) if monotonic else clock,
+            move_s=MOVE_S,
         )
+
+    def claim(self, claim: int = 1, for_s: float = 0.0) -> OpenCell:
+        opened = self.cells.open(claim)
+        opened.hold_until(self.now + for_s if for_s else 0.0)
+        return opened
 
     def step(self, *writes: BlockWrite, ready: Callable[[], bool] = lambda: True, **step) -> None:
         self.rank.step(PrefillStep(writes=list(writes), **step), ready)
 
     def ended(self) -> tuple[set[str], dict[str, str]]:
-        """One engine step: (requests whose writes have ended, failures by attempt)."""
+        """One engine step: (requests whose writes have ended, failures by request)."""
         sent = self.rank.results().sent
         report = self.rank.report() or WorkerReport()
         self.broken = report.broken
@@ -161,7 +166,7 @@ def blocks(
     engine: str = "e1",
     num_blocks: int = 4,
     first: int = 0,
-    permit: Permit | None = None,
+    cell: Cell = HELD,
 ) -> BlockWrite:
     return block_write(
         attempt,
@@ -171,7 +176,7 @@ def blocks(
         last=last,
         num_blocks=num_blocks,
         first=first,
-        permit=permit or Permit(),
+        cell=cell,
     )
 
 
@@ -179,8 +184,12 @@ def targets(*engines: Decode) -> dict[str, bytes]:
     return {engine.engine_id: engine.metadata() for engine in engines}
 
 
+def commit(attempt: str, num_blocks: int = 4, rank: int = 0) -> Written:
+    return Written(attempt=attempt, claim=CLAIM, rank=rank, num_blocks=num_blocks, last=True)
+
+
 def notice(attempt: str) -> bytes:
-    return encode_sealed(Committed(attempt=attempt, rank=0, num_blocks=4))
+    return encode_sealed(commit(attempt))
 
 
 # Writing
@@ -197,62 +206,65 @@ def test_blocks_stream_as_they_complete_and_the_last_one_commits(prefill, decode
     assert decode.rank.report() == WorkerReport(cached={"r1": 32})
     assert decode.settle() == (set(), set()) and decode.rank.report() is None
     assert prefill.ended() == (set(), {})
-    prefill.step(ended=[("a1", "p-a1", True)])
+    prefill.step(ended=[("p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})
     assert prefill.ended() == (set(), {})
 
 
-def test_nothing_is_written_before_the_claim_is_granted(prefill, decode):
+def test_all_that_is_written_says_its_claim(prefill, decode):
     decode.settle(expect={"a1": "r1"})
-    opened = Permits(prefill.cells).open()
-    prefill.step(blocks([3, 4], [10, 11], permit=opened.permit), targets=targets(decode))
-    prefill.step(blocks([7], [20], last=True, permit=opened.permit))
-    prefill.step(ended=[("a1", "p-a1", True)])
-    for _ in range(2):
-        assert prefill.ended() == (set(), {})
-    assert decode.memory.written() == {} and prefill.mover.started == []
-    # Attempts do not wait for each other's claims.
-    prefill.step(blocks([1], [2], attempt="a2"))
-    assert decode.memory.written() == {2: 101}
-    opened.grant(7)
-    # The last write starts when the others have ended.
-    assert prefill.ended() == (set(), {})
+    cell = prefill.claim(8, for_s=1.0).cell
+    prefill.step(blocks([3, 4], [10, 11], cell=cell), targets=targets(decode))
+    prefill.step(blocks([7], [20], last=True, first=2, cell=cell), ended=[("p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})
-    assert decode.memory.written() == {2: 101, 10: 103, 11: 104, 20: 107}
-    # All that it says names the grant.
-    said = [decode_notice(notice) for notice in decode.mover.inbox]
-    assert [(one.attempt, one.grant) for one in said] == [("a2", 0), ("a1", 7), ("a1", 7)]
+    said = [decode_written(notice) for notice in decode.mover.inbox]
+    assert [(one.attempt, one.claim) for one in said] == [("a1", 8), ("a1", 8)]
+    assert [(one.first, one.num_blocks, one.last) for one in said] == [(0, 2, False), (0, 4, True)]
+    # It was held under another claim.
     assert decode.settle() == (set(), set())
-    assert decode.settle(grants={"a1": 7}) == ({"r1"}, set())
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_an_attempt_whose_claim_is_refused_is_never_written(prefill, decode, complete):
-    permits = Permits(prefill.cells)
-    opened = permits.open()
+def test_an_attempt_whose_claim_does_not_hold_is_never_written(prefill, decode, complete):
+    opened = prefill.claim()
     prefill.step(
-        blocks([3], [10], last=complete, permit=opened.permit),
+        blocks([3], [10], last=complete, cell=opened.cell),
         targets=targets(decode),
-        ended=[("a1", "p-a1", True)] if complete else [],
+        ended=[("p-a1", True)] if complete else [],
     )
-    opened.close()
-    # Its cell is used again.
-    permits.open().grant(1)
+    opened.free()
+    # Its cell is used again, by a claim that holds.
+    again = prefill.claim(2, for_s=60.0)
+    assert again.cell.index == opened.cell.index
     if not complete:
         assert prefill.ended() == (set(), {})
-        prefill.step(blocks([4], [11], permit=opened.permit))
-        prefill.step(ended=[("a1", "p-a1", False)])
-    assert prefill.ended() == ({"p-a1"}, {"a1": NOT_GRANTED})
+        prefill.step(blocks([4], [11], cell=opened.cell))
+        prefill.step(ended=[("p-a1", False)])
+    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD})
     assert decode.memory.written() == {} and prefill.mover.started == []
+    prefill.step(blocks([5], [12], attempt="a2", cell=again.cell))
+    assert decode.memory.written() == {12: 105}
 
 
-def test_an_attempt_that_is_abandoned_between_its_writes_is_not_written_any_more(prefill, decode):
-    opened = Permits(prefill.cells).open()
-    opened.grant(1)
-    prefill.step(blocks([3], [10], permit=opened.permit), targets=targets(decode))
-    opened.refuse()
-    prefill.step(blocks([4], [11], last=True, permit=opened.permit))
-    assert decode.memory.written() == {10: 103}
+def test_attempts_do_not_wait_for_each_others_claims(prefill, decode):
+    prefill.step(
+        blocks([3], [10], cell=prefill.claim().cell),
+        blocks([1], [2], attempt="a2", cell=prefill.claim(2, for_s=1.0).cell),
+        targets=targets(decode),
+    )
+    assert decode.memory.written() == {2: 101}
+
+
+def test_a_renewed_claim_goes_on_being_written(prefill, decode):
+    opened = prefill.claim(for_s=3.0)
+    for number in range(4):
+        prefill.now += 2.0
+        opened.hold_until(prefill.now + 3.0)
+        last = number == 3
+        write = blocks([number], [number], last=last, first=number, cell=opened.cell)
+        prefill.step(write, targets=targets(decode), ended=[("p-a1", True)] if last else [])
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.memory.written() == {0: 100, 1: 101, 2: 102, 3: 103}
 
 
 def test_what_was_written_is_counted(prefill, decode):
@@ -267,7 +279,7 @@ def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.step(blocks([2], [2]))
-    prefill.step(blocks([3], [3], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(blocks([3], [3], last=True), ended=[("p-a1", True)])
     assert len(prefill.mover.started) == 2
     prefill.mover.let_go(1)
     assert prefill.ended() == (set(), {})
@@ -285,7 +297,7 @@ def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
 def test_nothing_is_written_before_the_step_that_computes_it_has_ended(prefill, decode):
     computed = False
     prefill.step(blocks([1], [1]), ready=lambda: computed, targets=targets(decode))
-    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(blocks([2], [2], last=True), ended=[("p-a1", True)])
     assert prefill.mover.started == []
     assert prefill.ended() == (set(), {})
     computed = True
@@ -310,12 +322,12 @@ def test_a_failed_write_is_reported_once_and_nothing_follows(prefill, decode):
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.mover.started[0].failure = "connection reset"
     prefill.step(blocks([2], [2]))
-    prefill.step(blocks([3], [3], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(blocks([3], [3], last=True), ended=[("p-a1", True)])
     assert len(prefill.mover.started) == 1
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
-    assert "connection reset" in failures["a1"]
-    assert prefill.broken == {"e1": failures["a1"]}
+    assert "connection reset" in failures["p-a1"]
+    assert prefill.broken == {"e1": failures["p-a1"]}
     assert prefill.ended() == (set(), {}) and prefill.broken == {}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
@@ -333,20 +345,20 @@ def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabr
     def lost() -> bool:
         raise TransferError("e1/0", "lost")
 
-    prefill.rank._writes._attempts["a1"].in_flight[0].write.done = lost
-    prefill.step(ended=[("a1", "p-a1", False), ("a2", "p-a2", False)])
+    prefill.rank._writes._attempts["p-a1"].in_flight[0].write.done = lost
+    prefill.step(ended=[("p-a1", False), ("p-a2", False)])
     assert prefill.ended() == (set(), {})
     assert list(prefill.broken) == ["e1"], "that does not wait for them"
-    prefill.step(blocks([4], [4], attempt="a3"), ended=[("a3", "p-a3", False)])
+    prefill.step(blocks([4], [4], attempt="a3"), ended=[("p-a3", False)])
     sent, failures = prefill.ended()
-    assert (sent, list(failures), prefill.broken) == ({"p-a3"}, ["a3"], {})
+    assert (sent, list(failures), prefill.broken) == ({"p-a3"}, ["p-a3"], {})
     getattr(prefill.mover, "let_go", list)()
     ended, deadline = dict[str, str | None](), time.monotonic() + WAIT_S
     while len(ended) < 2:
         assert time.monotonic() < deadline and not prefill.broken
         decode.settle()
         sent, failures = prefill.ended()
-        ended |= {request: failures.get(request.removeprefix("p-")) for request in sent}
+        ended |= {request: failures.get(request) for request in sent}
     assert ended["p-a1"] is not None and ended["p-a2"] is None
     assert decode.memory.written().items() >= {2: 102, 3: 103}.items()
     prefill.rank.close()
@@ -361,12 +373,12 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     prefill.step(blocks([3], [3], attempt="a2", last=True))
     prefill.mover.started[0].failure = "lost"
     prefill.mover.let_go()
-    prefill.step(ended=[("a1", "p-a1", True), ("a2", "p-a2", True)])
+    prefill.step(ended=[("p-a1", True), ("p-a2", True)])
     sent, failures = prefill.ended()
-    assert (sent, sorted(failures)) == ({"p-a1", "p-a2"}, ["a1", "a2"])
-    assert prefill.broken == {"e1": failures["a1"]}, "the other's failure follows from it"
+    assert (sent, sorted(failures)) == ({"p-a1", "p-a2"}, ["p-a1", "p-a2"])
+    assert prefill.broken == {"e1": failures["p-a1"]}, "the other's failure follows from it"
     prefill.mover.hold = False
-    prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("a3", "p-a3", True)])
+    prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("p-a3", True)])
     assert prefill.ended() == ({"p-a3"}, {})
     assert decode.settle(expect={"a3": "r3"}) == ({"r3"}, set())
 
@@ -384,10 +396,10 @@ def test_the_death_of_a_peer_fails_its_attempt_only(prefill, decode, fabric):
     prefill.mover.let_go()
     prefill.step(
         blocks([3], [3], attempt="a2", engine="e2", last=True),
-        ended=[("a1", "p-a1", False), ("a2", "p-a2", True)],
+        ended=[("p-a1", False), ("p-a2", True)],
     )
     sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1", "p-a2"}, ["a1"])
+    assert (sent, list(failures)) == ({"p-a1", "p-a2"}, ["p-a1"])
     assert list(prefill.broken) == ["e1"]
     assert other.memory.written() == {2: 102, 3: 103}
 
@@ -398,7 +410,7 @@ def bad_targets(fabric) -> dict[str, dict[str, bytes]]:
     return {
         "absent": {},
         "garbage": {"e1": b"\xc1"},
-        "another message": {"e1": encode(Committed(attempt="a", rank=0, num_blocks=1))},
+        "another message": {"e1": encode(commit("a"))},
         "no such rank": {"e1": Decode(fabric, "e1").metadata(ranks=0)},
         "dead": {"e1": stranger.metadata()},
         "other layout": {"e1": odd.metadata()},
@@ -408,76 +420,135 @@ def bad_targets(fabric) -> dict[str, dict[str, bytes]]:
 @pytest.mark.parametrize("why", list(bad_targets(MemoryFabric())))
 def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fabric, why):
     prefill.step(blocks([1], [1]), targets=bad_targets(fabric)[why])
-    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(blocks([2], [2], last=True), ended=[("p-a1", True)])
     assert prefill.mover.started == []
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
-    assert failures["a1"].startswith("peer not usable")
+    assert failures["p-a1"].startswith("peer not usable")
     # Metadata of an engine that the rank does not know is sent again.
     assert list(prefill.broken) == ([] if why == "absent" else ["e1"])
     good = Decode(fabric, "e1")
     prefill.step(
         blocks([1], [1], attempt="a2", last=True),
         targets=targets(good),
-        ended=[("a2", "p-a2", True)],
+        ended=[("p-a2", True)],
     )
     assert prefill.ended() == ({"p-a2"}, {})
 
 
 @pytest.mark.parametrize("local", [[1], [1, 2, 3], [BLOCKS, BLOCKS + 1]])
 def test_blocks_that_do_not_pair_up_fail_the_attempt(prefill, decode, local):
-    prefill.step(
-        blocks(local, [1, 2], last=True), targets=targets(decode), ended=[("a1", "p-a1", True)]
-    )
+    prefill.step(blocks(local, [1, 2], last=True), targets=targets(decode), ended=[("p-a1", True)])
     sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+    assert (sent, list(failures)) == ({"p-a1"}, ["p-a1"])
     if len(local) != 2:  # else NIXL refuses the write
         assert prefill.broken == {}, "another job may be written"
     assert decode.memory.written() == {}
 
 
-def test_behind_a_closed_fence_nothing_is_written(prefill, decode):
-    prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.alive = False
-    prefill.step(blocks([2], [2]))
-    prefill.alive = True
-    prefill.step(blocks([3], [3], last=True), ended=[("a1", "p-a1", True)])
+# The end of a claim
+
+
+@pytest.mark.parametrize("how", ["refused", "run out"])
+def test_a_cell_that_shuts_between_two_writes_stops_the_second(prefill, decode, how):
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
+    if how == "refused":
+        opened.hold_until(0.0)
+    else:
+        prefill.now += 3.0
+    prefill.step(blocks([2], [2], cell=opened.cell))
+    # It does not go on where it stopped, should the claim be renewed after all.
+    opened.hold_until(prefill.now + 3.0)
+    prefill.step(blocks([3], [3], last=True, cell=opened.cell), ended=[("p-a1", True)])
     assert decode.memory.written() == {1: 101}
-    sent, failures = prefill.ended()
-    assert sent == {"p-a1"}
-    assert "lease" in failures["a1"] and prefill.broken == {}
-    taken = prefill.rank.stats.take()
-    assert taken[FENCED] == 1
+    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD}) and prefill.broken == {}
+    assert prefill.rank.stats.take()[FENCED] == 1
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
-def test_the_fence_is_looked_at_when_a_write_starts_not_when_it_is_asked_for(prefill, decode):
+def test_the_cell_is_looked_at_when_a_write_starts_not_when_it_is_asked_for(prefill, decode):
     computed: list[bool] = []
-    prefill.step(blocks([1], [1]), targets=targets(decode))
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
     prefill.step(
-        blocks([2], [2], last=True), ready=lambda: bool(computed), ended=[("a1", "p-a1", True)]
+        blocks([2], [2], last=True, cell=opened.cell),
+        ready=lambda: bool(computed),
+        ended=[("p-a1", True)],
     )
-    prefill.alive = False
+    prefill.now += 3.0
     computed.append(True)
-    sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD})
     assert decode.memory.written() == {1: 101}
 
 
-def test_behind_a_closed_fence_no_write_is_moved_on(prefill, decode, fabric):
+def test_a_write_in_flight_goes_on_for_a_while_after_its_claim(prefill, decode):
     prefill.mover.hold = True
-    prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
-    prefill.mover.let_go()
-    prefill.alive, polls = False, prefill.mover.polls
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
+    opened.hold_until(0.0)
+    prefill.now += 3.0 + MOVE_S - 0.01
+    prefill.step(ended=[("p-a1", False)])
     assert prefill.ended() == (set(), {})
-    assert prefill.mover.polls == polls
-    prefill.rank.close()
-    assert prefill.mover in fabric.agents.values()
-
-    prefill.alive, prefill.mover.hold = True, False
+    prefill.mover.let_go()
     assert prefill.ended() == ({"p-a1"}, {})
-    assert decode.memory.written() == {1: 101, 2: 102}
+    assert decode.memory.written() == {1: 101}
+    prefill.now += 60.0
+    assert prefill.ended() == (set(), {}), "nothing is in flight any more"
+
+
+@pytest.mark.parametrize("call", ["results", "step", "preemption"])
+def test_a_write_in_flight_beyond_that_is_not_moved_on_and_ends_the_engine(
+    prefill, decode, fabric, call
+):
+    """The blocks may be another request's by then."""
+    prefill.mover.hold = True
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(
+        blocks([1], [1], cell=opened.cell),
+        # What else is in flight would move it, too.
+        blocks([2], [2], attempt="a2"),
+        targets=targets(decode),
+    )
+    prefill.mover.let_go()
+    prefill.now += 3.0 + MOVE_S
+    polls = prefill.mover.polls
+    for _ in range(2):
+        with pytest.raises(TransferError, match="6 s after the end of its claim"):
+            if call == "results":
+                prefill.rank.results()
+            elif call == "step":
+                prefill.step(blocks([3], [3], attempt="a3"))
+            else:
+                prefill.rank.drain_preempted(PrefillStep(preempted=["p-a2"]))
+    assert decode.memory.written() == {} and prefill.mover.polls == polls
+    assert len(prefill.mover.started) == 2
+    prefill.rank.close()
+    assert prefill.mover in fabric.agents.values(), (
+        "its agent stays until its process ends"
+    )
+
+
+def test_a_write_that_has_landed_in_time_ends_no_engine(prefill, decode):
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
+    assert decode.memory.written() == {1: 101}
+    prefill.now += 3.0 + MOVE_S
+    prefill.step(ended=[("p-a1", False)])
+    assert prefill.ended() == ({"p-a1"}, {})
+
+
+def test_a_renewal_moves_the_end_of_what_is_in_flight(prefill, decode):
+    prefill.mover.hold = True
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
+    prefill.now += 2.0
+    opened.hold_until(prefill.now + 3.0)
+    prefill.now += 3.0 + MOVE_S - 0.01
+    assert prefill.ended() == (set(), {})
+    prefill.now += 0.01
+    with pytest.raises(TransferError, match="after the end of its claim"):
+        prefill.rank.results()
 
 
 # Stopping
@@ -487,7 +558,7 @@ def test_an_abandoned_attempt_drops_what_waits_and_ends_with_what_flies(prefill,
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.step(blocks([2], [2], last=True))
-    prefill.step(ended=[("a1", "p-a1", False)])
+    prefill.step(ended=[("p-a1", False)])
     assert prefill.ended() == (set(), {})
     prefill.mover.let_go()
     assert prefill.ended() == ({"p-a1"}, {})
@@ -506,14 +577,14 @@ def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
         return MemoryTransfer.done(flying)
 
     flying.done = done
-    prefill.rank.drain_preempted(PrefillStep(preempted=["a1", "unknown"]))
+    prefill.rank.drain_preempted(PrefillStep(preempted=["p-a1", "unknown"]))
     assert decode.memory.written() == {1: 101}
     assert next(polls, None) is None
 
     # It is computed again from its first block, in other blocks.
     prefill.mover.hold = False
     prefill.step(blocks([7], [1]))
-    prefill.step(blocks([8], [2], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(blocks([8], [2], last=True), ended=[("p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})
     assert decode.memory.written() == {1: 107, 2: 108}
     assert decode.settle(expect={"a1": "r1"}) == ({"r1"}, set())
@@ -524,21 +595,21 @@ def test_a_commit_that_preemption_took_away_is_a_failure(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), blocks([2], [2], last=True), targets=targets(decode))
     prefill.mover.let_go()
-    prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
-    prefill.step(ended=[("a1", "p-a1", True)])
+    prefill.rank.drain_preempted(PrefillStep(preempted=["p-a1"]))
+    prefill.step(ended=[("p-a1", True)])
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
-    assert "preempted" in failures["a1"] and prefill.broken == {}
+    assert "preempted" in failures["p-a1"] and prefill.broken == {}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
 def test_a_write_that_outlasts_preemption_ends_the_engine(fabric, decode):
     ticks = itertools.count(1.0)
-    prefill = Prefill(fabric, clock=Clock(monotonic=lambda: next(ticks)))
+    prefill = Prefill(fabric, monotonic=lambda: next(ticks))
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     with pytest.raises(TransferError, match="does not end"):
-        prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
+        prefill.rank.drain_preempted(PrefillStep(preempted=["p-a1"]))
 
 
 def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, decode):
@@ -546,10 +617,10 @@ def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, de
     prefill.step(blocks([1], [1], last=True), targets=targets(decode))
     prefill.rank.step(PrefillStep(forget=["e1", "never-met"]), lambda: True)
     prefill.mover.let_go()
-    prefill.step(ended=[("a1", "p-a1", True)])
+    prefill.step(ended=[("p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})
-    prefill.step(blocks([1], [1], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
-    assert "not usable" in prefill.ended()[1]["a2"]
+    prefill.step(blocks([1], [1], attempt="a2", last=True), ended=[("p-a2", True)])
+    assert "not usable" in prefill.ended()[1]["p-a2"]
 
 
 # Receiving
@@ -615,13 +686,13 @@ def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
 
 
 @pytest.mark.parametrize(
-    "commit",
-    [Committed(attempt="a1", rank=0, num_blocks=2), Committed(attempt="a1", rank=1, num_blocks=1)],
+    "wrong",
+    [commit("a1", num_blocks=2), commit("a1", num_blocks=1, rank=1)],
 )
-def test_a_commit_of_something_else_is_not_believed(checked, commit, caplog):
+def test_a_commit_of_something_else_is_not_believed(checked, wrong, caplog):
     _, decode = checked
     decode.settle(**expected("a1", 10))
-    decode.mover.inbox.append(encode_sealed(commit))
+    decode.mover.inbox.append(encode_sealed(wrong))
     assert decode.settle() == (set(), {"r-a1"})
     assert decode.rank.stats.take()[MISMATCH] == 1
     assert "request r-a1: attempt a1: its commits do not fit" in caplog.text

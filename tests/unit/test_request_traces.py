@@ -103,7 +103,7 @@ def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
     for number, write in enumerate(chunks):
         write.trace, write.began = above, float(number)
         prefill.step(write, targets=targets(decode))
-    prefill.step(ended=[("a1", "p-a1", True)])
+    prefill.step(ended=[("p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})
     spans = noted(prefill.rank).spans
     if rank:

@@ -172,7 +172,7 @@ def test_a_preempted_attempt_does_not_wait_for_writes_that_read_no_blocks():
     pair.expect()
     pair.mover.hold = True
     pair.step(write(0, 1))
-    pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
+    pair.prefill.drain_preempted(PrefillStep(preempted=["p-a1"]))
     for shard in pair.source.shards[0]:
         kept, shard.blocks[...] = shard.blocks.copy(), 0
         pair.mover.go_on()
@@ -191,7 +191,7 @@ def test_what_is_written_again_follows_what_was_under_way():
     pair.expect()
     pair.mover.hold = True
     pair.step(write(0, 1))
-    pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
+    pair.prefill.drain_preempted(PrefillStep(preempted=["p-a1"]))
     pair.step(write(0, 1))
     assert pair.mover.started == {"a1": 1}
     pair.mover.go_on()
@@ -216,7 +216,7 @@ def test_slots_come_back_however_an_attempt_ends(stopped):
         pair.step(write(0, 1))
         pair.mover.broken = True
         pair.step(write(1, 3), ended=True)
-        assert "connection reset" in pair.failures()["a1"]
+        assert "connection reset" in pair.failures()["p-a1"]
     assert pair.free_slots() == staging.SLOTS
 
 
@@ -246,14 +246,14 @@ def test_a_write_that_waits_for_its_copy_is_not_started():
 def test_without_staging_memory_the_peer_is_refused():
     pair = Pair(lambda real: None)
     pair.step(write(0, 3), ended=True)
-    assert "this rank has no staging memory" in pair.failures()["a1"]
+    assert "this rank has no staging memory" in pair.failures()["p-a1"]
 
     def none_left(size):
         raise RuntimeError("out of memory")
 
     pair = Pair(lambda real: none_left)
     pair.step(write(0, 3), ended=True)
-    assert "bytes of staging: out of memory" in pair.failures()["a1"]
+    assert "bytes of staging: out of memory" in pair.failures()["p-a1"]
 
 
 def test_staging_memory_that_cannot_be_registered_fails_only_that_link():
@@ -267,11 +267,11 @@ def test_staging_memory_that_cannot_be_registered_fails_only_that_link():
     pair.step(write(0, 3), ended=True)
     size = staging.SLOTS * staging.SLOT_BYTES
     why = f"{size} bytes of staging could not be registered: NIXL_ERR_BACKEND"
-    assert why in pair.failures()["a1"]
+    assert why in pair.failures()["p-a1"]
     # Its blocks are this rank's own: nothing changes.
     plain = block_write("a2", [1], [1], target_engine="e", last=True, num_blocks=1)
     pair.prefill.step(
-        PrefillStep(writes=[plain], targets={"e": encode(alike)}, ended=[("a2", "p-a2", True)]),
+        PrefillStep(writes=[plain], targets={"e": encode(alike)}, ended=[("p-a2", True)]),
         lambda: True,
     )
     assert (pair.prefill.results().sent, pair.failures()) == ({"p-a2"}, {})
