@@ -2,6 +2,7 @@
 processes."""
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -18,7 +19,8 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
-from dynamo_lite.transfer.base import Transfer
+from dynamo_lite.runtime.claim_cells import Cell
+from dynamo_lite.transfer.base import PollLimit, Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.vllm.engine import opened_rank
@@ -121,7 +123,7 @@ def _timed(link: PoolLink, number: int) -> float:
 def events(bench: Bench) -> Figures:
     """A prefill rank's write must wait for the kernels that compute its blocks."""
     with Peer(bench.there) as peer, Pool(_name(), bench.here) as pool:
-        rank = PrefillRank(pool.mover, pool.rank, 0, _always)
+        rank = PrefillRank(pool.mover, pool.rank, 0, _held)
         blocks = list(range(16))
         pool.fill(seed=1)
         old = pool.checksum(blocks)
@@ -169,7 +171,7 @@ def _attempt(
         num_blocks=len(blocks),
         scheduled=0.0,
     )
-    ended = [(attempt, attempt, True)]
+    ended = [(attempt, True)]
     targets = {"peer": encode(target)}
     started = time.perf_counter()
     rank.step(PrefillStep(writes=[block_write], targets=targets, ended=ended), ready)
@@ -215,7 +217,7 @@ def posting(bench: Bench) -> Figures:
         # As a rank on a GPU has it: the transfers end without the engine's thread.
         Pool(_name(), bench.here, thread=bench.on_gpu, shape=_MODEL) as pool,
     ):
-        rank, peers = PrefillRank(pool.mover, pool.rank, 0, _always), [first.rank, second.rank]
+        rank, peers = PrefillRank(pool.mover, pool.rank, 0, _held), [first.rank, second.rank]
         kept_s = [
             _attempt(rank, peers, f"job {number}", range(blocks), _always, tokens)
             for number in range(_ROUNDS)
@@ -244,7 +246,7 @@ def context(bench: Bench) -> Figures:
         raise Skip("transfers of host memory have no thread")
     watched = _Watched()
     with patch.object(opened_rank, "NixlMover", lambda *_: watched):
-        mover = opened_rank.open_mover(_DECODE, 0, torch.device(bench.here), _always)
+        mover = opened_rank.open_mover(_DECODE, 0, torch.device(bench.here), PollLimit())
     deadline = time.monotonic() + WAIT_S
     while not watched.contexts and time.monotonic() < deadline:
         mover.notices()
@@ -325,3 +327,8 @@ def _name() -> str:
 
 def _always() -> bool:
     return True
+
+
+def _held(_cell: Cell) -> float:
+    """The claims of the attempts here never end."""
+    return math.inf

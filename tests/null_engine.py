@@ -10,7 +10,8 @@ import msgspec
 from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus, FirstToken
+from dynamo_lite.protocol.health import EngineStatus
+from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.protocol.records import EngineMetadata
 
 

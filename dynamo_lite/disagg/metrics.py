@@ -67,7 +67,7 @@ _METRICS = {
     counters.FENCED: partial(
         Counter,
         "dynamo_lite_fenced_writes",
-        "KV writes refused because the worker's lease was not certain",
+        "Attempts whose rest was not written, because their claim had ended",
     ),
     counters.MISMATCH: partial(
         Counter,

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamo_lite.disagg.messages import BlockWrite, PrefillStep, WorkerReport
+from dynamo_lite.disagg.messages import PrefillStep, WorkerReport
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.transfer.nixl import NixlMover
+from tests.builders import always_held, block_write
 from tests.shards import Shape, ShardedEngine
 
 BLOCKS = 8
@@ -42,20 +43,18 @@ def write(
     for first, end in ((0, half), (half, len(remote))):
         last = end == len(remote)
         start, skip = divmod(first * there, here)
-        block_write = BlockWrite(
-            attempt="a1",
-            request_id="p-a1",
+        write = block_write(
+            "a1",
+            local[start : -(-end * there // here)],
+            remote[first:end],
             target_engine=engine_id,
-            local_ids=local[start : -(-end * there // here)],
-            remote_ids=remote[first:end],
             last=last,
             num_blocks=len(remote),
-            scheduled=0.0,
             first=first,
             skip_tokens=skip,
         )
         ended = [("p-a1", True)] if last else []
-        step = PrefillStep(writes=[block_write], targets={engine_id: target}, own=own, ended=ended)
+        step = PrefillStep(writes=[write], targets={engine_id: target}, own=own, ended=ended)
         for rank in ranks:
             rank.step(step, lambda: True)
     sent: list[list[str]] = [[] for _ in ranks]
@@ -89,7 +88,7 @@ def main() -> None:
                 movers[index],
                 engine.ranks[index],
                 index,
-                lambda: True,
+                always_held,
                 open_transposer=engine.transposer(index),
             )
             for index in indices

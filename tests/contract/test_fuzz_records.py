@@ -22,7 +22,7 @@ from dynamo_lite.protocol.records import (
     encode_engine,
 )
 from dynamo_lite.runtime.members.roster import Roster
-from tests.builders import block_write, endpoint_record, engine_metadata, key_of
+from tests.builders import always_held, block_write, endpoint_record, engine_metadata, key_of
 from tests.hostile import Spoiler
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.twins.servers import MemoryStore
@@ -91,7 +91,7 @@ class Engines:
             [(self.source.__array_interface__["data"][0], self.source.nbytes)], "DRAM", 0
         )
         own = engine_of(mover, self.source).ranks[0]
-        self.rank = PrefillRank(mover, own, 0, lambda: True)
+        self.rank = PrefillRank(mover, own, 0, always_held)
 
     def write(self, target: EngineMetadata) -> bool:
         """Lets the writer write blocks 3 and 4. Returns whether the writer reports them as

@@ -1,11 +1,12 @@
-"""A prefill writer that was stopped until its lease was gone writes nothing.
+"""A prefill writer that was stopped until its claim had run out writes nothing.
 
 Two processes and NIXL between them: `zombie_peer.py` is stopped with SIGSTOP in the
 middle of an attempt, after its first block, and told to go on before it is woken:
-the writes that wait are the first thing it does. It keeps its lease's deadline
-itself and does not extend it, as a component whose lease has run out.
+the writes that wait are the first thing it does. It keeps its claim's cell itself
+and does not extend it, as a component that is stopped, too.
 """
 
+import itertools
 import os
 import queue
 import signal
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.counters import BYTES, FENCED
+from dynamo_lite.disagg.messages import NOT_HELD
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import Committed, decode_notice
-from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.protocol.prefill import decode_written
+from dynamo_lite.runtime.claim_cells import Cell, CellReader
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.transfer.nixl import NixlMover
 from tests.builders import engine_metadata
 from tests.contract.peers import PeerProcess
@@ -39,7 +42,10 @@ WAIT_S = 30.0
 START_S = 60.0
 
 #: Longer than it takes to stop the writer, on a busy machine too.
-SHORT_LEASE_S = 1.0
+SHORT_CLAIM_S = 1.0
+
+#: Each order has a claim of its own, all in the one cell of the writer.
+CLAIMS = itertools.count(1)
 
 
 class Target:
@@ -64,8 +70,8 @@ class Target:
         return encode(own).hex()
 
     def poll(self) -> None:
-        said = [decode_notice(notice) for notice in self.mover.notices()]
-        self.committed += [commit.attempt for commit in said if isinstance(commit, Committed)]
+        said = [decode_written(notice) for notice in self.mover.notices()]
+        self.committed += [written.attempt for written in said if written.last]
 
     def expect(self, *blocks: int) -> None:
         """From now on these hold what the writer's blocks hold."""
@@ -83,37 +89,41 @@ class Target:
 
 
 class Writer(PeerProcess):
-    """`zombie_peer.py`. fence: its own fence, with the deadline of its lease."""
+    """`zombie_peer.py`, and a look at the cell of its claim."""
 
     def __init__(self, directory: Path):
-        super().__init__("tests.contract.zombie_peer", str(directory / "fence"))
+        super().__init__("tests.contract.zombie_peer", str(directory / "claims"))
         try:
             assert self.said.get(timeout=START_S) == {"ready": True}
-            self.fence = FenceReader(directory / "fence")
+            self._cells = CellReader(directory / "claims")
         except BaseException:
             self.kill()
             raise
 
     def start(self, order: Order, target: Target) -> None:
         """Gives the order, and waits until the writer waits in it."""
+        self._cell = Cell(0, order.claim)
         self.tell(asdict(order))
         assert self._hear(target) == {"waits": True}
 
     def stop(self) -> None:
-        """Returns when it is stopped; its lease still lives."""
+        """Returns when it is stopped; its claim still holds."""
         self.process.send_signal(signal.SIGSTOP)
         flags = os.WSTOPPED | os.WEXITED | os.WNOWAIT
         state = os.waitid(os.P_PID, self.process.pid, flags)
         assert state is not None and state.si_code == os.CLD_STOPPED
-        assert self.fence.open()
+        assert self._holds()
 
-    def outlive_lease(self, target: Target) -> None:
-        """Waits until the deadline has passed that the stopped writer left behind."""
+    def outlive_claim(self, target: Target) -> None:
+        """Waits until the claim has run out that the stopped writer left behind."""
         deadline = time.monotonic() + WAIT_S
-        while self.fence.open():
+        while self._holds():
             assert time.monotonic() < deadline
             target.poll()
             time.sleep(0.01)
+
+    def _holds(self) -> bool:
+        return boottime() < self._cells.until(self._cell)
 
     def wake(self, target: Target) -> Ended:
         """The order to continue is sent before it resumes. Returns how the attempt ended."""
@@ -158,6 +168,7 @@ def order(target: Target, attempt: str, blocks: list[int], **how) -> Order:
         engine_id=target.engine_id,
         metadata=target.metadata(),
         blocks=blocks,
+        claim=next(CLAIMS),
         **how,
     )
 
@@ -166,29 +177,29 @@ PAUSES = pytest.mark.parametrize("pause", ["queued", "pumping"])
 
 
 @PAUSES
-def test_a_writer_that_outlived_its_lease_writes_nothing(writer, target, pause):
-    zombie = order(target, "zombie", [0, 1, 2, 3], lease_s=SHORT_LEASE_S, pause=pause)
+def test_a_writer_that_outlived_its_claim_writes_nothing(writer, target, pause):
+    zombie = order(target, "zombie", [0, 1, 2, 3], claim_s=SHORT_CLAIM_S, pause=pause)
     writer.start(zombie, target)
     target.expect(0)
     writer.stop()
-    writer.outlive_lease(target)
+    writer.outlive_claim(target)
     target.check(committed=[])
 
     ended = writer.wake(target)
     assert ended.sent == ["p-zombie"]
-    assert "lease" in ended.failures["zombie"]
+    assert ended.failures == {"p-zombie": NOT_HELD}
     assert ended.counted[FENCED] > 0
     assert BYTES not in ended.counted
     target.check(committed=[])
 
-    # What the same process writes later, under a lease that lives, is all that arrives.
+    # What the same process writes later, under a claim that holds, is all that arrives.
     assert writer.write(order(target, "later", [5, 6]), target).failures == {}
     target.expect(5, 6)
     target.check(committed=["later"])
 
 
 @PAUSES
-def test_a_writer_that_wakes_within_its_lease_goes_on(writer, target, pause):
+def test_a_writer_that_wakes_while_its_claim_holds_goes_on(writer, target, pause):
     writer.start(order(target, "late", [0, 1, 2, 3], pause=pause), target)
     target.expect(0)
     writer.stop()
@@ -201,13 +212,13 @@ def test_a_writer_that_wakes_within_its_lease_goes_on(writer, target, pause):
     target.check(committed=["late"])
 
 
-def test_without_the_fence_the_same_zombie_writes(writer, target):
-    """So it is the fence that stops it, and the test above can fail."""
-    blocks, how = [0, 1, 2, 3], {"lease_s": SHORT_LEASE_S, "pause": "pumping"}
-    writer.start(order(target, "zombie", blocks, fenced=False, **how), target)
+def test_without_a_look_at_the_cell_the_same_zombie_writes(writer, target):
+    """So it is the cell that stops it, and the test above can fail."""
+    blocks, how = [0, 1, 2, 3], {"claim_s": SHORT_CLAIM_S, "pause": "pumping"}
+    writer.start(order(target, "zombie", blocks, checked=False, **how), target)
     target.expect(0)
     writer.stop()
-    writer.outlive_lease(target)
+    writer.outlive_claim(target)
     target.check(committed=[])
 
     ended = writer.wake(target)

@@ -1,6 +1,6 @@
 """A prefill rank in a process of its own, to be stopped by `test_zombie_writer.py`.
 
-Usage: python -m tests.contract.zombie_peer FENCE. It says when it is ready. Every
+Usage: python -m tests.contract.zombie_peer CELLS. It says when it is ready. Every
 line that comes in is an order: an attempt to write, whose first block is written at
 once. Before the others may be started this process says that it waits, and reads
 another line: there it is to be stopped. How the attempt ended is said in the end.
@@ -19,22 +19,23 @@ from dynamo_lite.disagg.counters import SECONDS
 from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.runtime.claim_cells import Cell, CellReader, MappedClaimCells
 from dynamo_lite.runtime.clock import boottime
-from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.transfer.nixl import NixlMover
+from tests.builders import always_held
 
 BLOCKS, BLOCK_BYTES = 8, 1 << 16
 
-#: Long enough for whatever comes before the lease is let run out.
-_LEASE_S = 60.0
+#: Long enough for whatever comes before the claim is let run out.
+_CLAIM_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """metadata: of the target engine, in hexadecimal digits. blocks: ids on both sides.
 
-    fenced: whether the rank looks at the fence. lease_s: what is left of the lease
-    once the first block is written. pause: "queued", between two steps, with the
+    claim: its id. checked: whether the rank looks at its cell. claim_s: for how long it
+    holds once the first block is written. pause: "queued", between two steps, with the
     writes in the queue; "pumping", inside the step that starts them; or "never".
     """
 
@@ -42,8 +43,9 @@ class Order:
     engine_id: str
     metadata: str
     blocks: list[int]
-    fenced: bool = True
-    lease_s: float = _LEASE_S
+    claim: int
+    checked: bool = True
+    claim_s: float = _CLAIM_S
     pause: str = "never"
 
 
@@ -93,7 +95,7 @@ class _Gate:
         return self.opened
 
 
-def _writes(order: Order) -> Iterable[BlockWrite]:
+def _writes(order: Order, cell: Cell) -> Iterable[BlockWrite]:
     for block in order.blocks:
         yield BlockWrite(
             attempt=order.attempt,
@@ -104,21 +106,23 @@ def _writes(order: Order) -> Iterable[BlockWrite]:
             last=block == order.blocks[-1],
             num_blocks=len(order.blocks),
             scheduled=0.0,
+            cell=cell,
         )
 
 
-def carry_out(order: Order, rank: PrefillRank, lease: FenceHolder) -> Ended:
-    first, *others = _writes(order)
-    lease.open_until(boottime() + _LEASE_S)
+def carry_out(order: Order, rank: PrefillRank, cells: MappedClaimCells) -> Ended:
+    opened = cells.open(order.claim)
+    first, *others = _writes(order, opened.cell)
+    opened.hold_until(boottime() + _CLAIM_S)
     targets = {order.engine_id: bytes.fromhex(order.metadata)}
     rank.step(PrefillStep(writes=[first], targets=targets), ready=lambda: True)
     while SECONDS not in rank.stats.data:
         rank.results()
     rank.stats.take()
 
-    lease.open_until(boottime() + order.lease_s)
+    opened.hold_until(boottime() + order.claim_s)
     gate = _Gate(order.pause)
-    ended = [(order.attempt, first.request_id, True)]
+    ended = [(first.request_id, True)]
     rank.step(PrefillStep(writes=others, ended=ended), ready=gate)
     if order.pause == "queued":
         _wait()
@@ -126,14 +130,15 @@ def carry_out(order: Order, rank: PrefillRank, lease: FenceHolder) -> Ended:
     sent: set[str] = set()
     while not sent:
         sent = rank.results().sent
+    opened.free()
     report = rank.report()
     failures = report.failures if report is not None else {}
     return Ended(sent=sorted(sent), failures=failures, counted=rank.stats.take())
 
 
 def main() -> None:
-    holder = FenceHolder(Path(sys.argv[1]))
-    fence = FenceReader(holder.path)
+    cells = MappedClaimCells(Path(sys.argv[1]), 1)
+    reader = CellReader(cells.path)
     memory = source_memory()
     mover = NixlMover("zombie")
     own = register_memory(mover, memory)
@@ -144,10 +149,9 @@ def main() -> None:
             mover=mover,
             own=own,
             rank=0,
-            alive=fence.open if order.fenced else lambda: True,
-            grant_of=lambda _: 0,
+            until=reader.until if order.checked else always_held,
         )
-        _say(**asdict(carry_out(order, rank, holder)))
+        _say(**asdict(carry_out(order, rank, cells)))
 
 
 if __name__ == "__main__":

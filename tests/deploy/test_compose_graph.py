@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.protocol.prefill import Done
 from tests.builders import prefill_job
 from tests.deploy.compose import Compose, planes
 from tests.ports import reserved_port
@@ -75,7 +75,7 @@ async def test_a_request_is_answered(services: dict[str, Serving]) -> None:
 
 
 async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str, Serving]) -> None:
-    done: asyncio.Queue[WriterDone] = asyncio.Queue()
+    done: asyncio.Queue[Done] = asyncio.Queue()
     urls = compose.environment("decode")
     secret = compose.container("decode").path("/etc/dynamo-lite-secret/secret")
     decode = decode_engine(

@@ -9,7 +9,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain, decode_explained
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging

@@ -17,7 +17,7 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DecisionThresholds, subset
-from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.protocol.prefill import Done
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import VllmWorkerConfig
@@ -46,7 +46,7 @@ class AskingEngine(null_graph.PacedEngine):
         self._queue_config = replace(QueueConfig.of(config.queue), push_timeout_s=PUSH_TIMEOUT_S)
         self._id = f"e{host.lease.id:x}"
         self._stack = AsyncExitStack()
-        self._done: asyncio.Queue[WriterDone] = asyncio.Queue()
+        self._done: asyncio.Queue[Done] = asyncio.Queue()
         #: By attempt, which is named as its request.
         self._waiting: dict[str, GenerateRequest] = {}
         self._decisions = Counter(

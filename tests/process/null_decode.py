@@ -5,26 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import (
-    ClaimRefused,
-    Granted,
-    StayAccepted,
-    StayRefused,
-    WriterDone,
-    decode_claim,
-    decode_writer_done,
-    decode_writer_stays,
-)
+from dynamo_lite.protocol.prefill import Done, Held, Refused, decode_claim, decode_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
-from dynamo_lite.runtime.secret import GraphSecret
-from tests.builders import engine_metadata, grant_for, prefill_job
+from tests.builders import engine_metadata
 
 ENGINE = "e1"
 #: Longer than a push takes on a busy machine; nothing here depends on it.
@@ -38,43 +28,40 @@ async def decode_engine(
     etcd_url: str,
     namespace: str,
     secret: Path,
-    done: asyncio.Queue[WriterDone],
+    done: asyncio.Queue[Done],
     engine_id: str = ENGINE,
     config: QueueConfig | None = None,
     holders: dict[str, int] | None = None,
-    promised: set[tuple[str, int]] | None = None,
+    renewed: set[tuple[str, int]] | None = None,
 ) -> AsyncIterator[PrefillQueue]:
-    """Grants every claim of an attempt on this engine that is not over, accepts the promises of
-    writers that leave, and puts what the writers say at the end into `done`. Yields its queue.
+    """Holds every attempt on this engine that is not over for the first claim of it, and puts what
+    the writers say at the end into `done`. Yields its queue.
 
-    holders: has, for each attempt that is claimed and not over, the lease of its writer. promised:
-    gets the attempt and the lease of each promise that is accepted.
+    holders: has, for each attempt that is claimed and not over, the lease of its writer. renewed:
+    gets the attempt and the lease of its writer when a claim is renewed.
     """
-    seals = GrantSeals(GraphSecret(secret))
     held: dict[str, int] = {} if holders is None else holders
-    kept: set[tuple[str, int]] = set() if promised is None else promised
+    kept: set[tuple[str, int]] = set() if renewed is None else renewed
+    claims: dict[str, int] = {}
     over: set[str] = set()
+    renewable: set[str] = set()
 
     async def claim(payload: bytes) -> bytes:
         asked = decode_claim(payload)
         if asked.attempt in over:
-            # Its writer was killed between its last message and the acknowledgement of the job.
-            return encode(ClaimRefused(reason="unknown or ended attempt"))
-        held[asked.attempt] = asked.writer_lease_id
-        grant = grant_for(asked, prefill_job(asked.attempt, engine_id=engine_id))
-        return encode(Granted(grant=seals.sealed(grant)))
-
-    async def stays(payload: bytes) -> bytes:
-        said = decode_writer_stays(payload)
-        if held.get(said.attempt) != said.writer_lease_id:
-            return encode(StayRefused(reason="another writer holds it"))
-        kept.add((said.attempt, said.writer_lease_id))
-        return encode(StayAccepted())
+            return encode(Refused(reason="unknown or ended attempt"))
+        if claims.setdefault(asked.attempt, asked.claim) != asked.claim:
+            return encode(Refused(reason="claimed by another writer"))
+        writer = asked.writer_lease_id
+        if held.setdefault(asked.attempt, writer) == writer and asked.attempt in renewable:
+            kept.add((asked.attempt, writer))
+        renewable.add(asked.attempt)
+        return encode(Held(for_s=CLAIM_S))
 
     async def ended(payload: bytes) -> None:
-        said = decode_writer_done(payload)
-        if held.get(said.attempt) == said.writer_lease_id:
-            del held[said.attempt]
+        said = decode_done(payload)
+        if claims.get(said.attempt) == said.claim:
+            held.pop(said.attempt, None)
             over.add(said.attempt)
         done.put_nowait(said)
 
@@ -84,8 +71,7 @@ async def decode_engine(
         messaging = await enter(open_messaging(nats_url, str(secret)))
         for subject, handler in (
             (names.claim_subject, claim),
-            (names.writer_stays_subject, stays),
-            (names.writer_done_subject, ended),
+            (names.done_subject, ended),
         ):
             await enter(messaging.serve(subject(namespace, engine_id), handler))
         lease = await enter(store.lease(30))

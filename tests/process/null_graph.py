@@ -15,7 +15,7 @@ from typing import Any
 from dynamo_lite.disagg.engine import DecodeEngine, PrefillEngine
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueOptions
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.runtime.fence import Fence
+from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.serve.services.decode_worker import VllmWorker
@@ -69,7 +69,7 @@ class NullBackend:
 
     async def prepare(self) -> None: ...
 
-    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> Fence:
+    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
         raise NotImplementedError
 
     def open_queue(
@@ -83,7 +83,7 @@ class NullBackend:
         return PacedEngine(self._step_s, self.token_at)
 
     def open_prefill_engine(
-        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+        self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
     ) -> AbstractAsyncContextManager[PrefillEngine]:
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.protocol.prefill import Done
 from tests.builders import eventually, prefill_job
 from tests.process.null_decode import ENGINE
 
@@ -21,10 +21,12 @@ class Jobs:
     def __init__(self) -> None:
         #: Lease of the writer by attempt, of jobs that are being written.
         self.holders: dict[str, int] = {}
-        #: (attempt, lease of its writer): promises of writers that leave.
-        self.promised: set[tuple[str, int]] = set()
-        self.done: asyncio.Queue[WriterDone] = asyncio.Queue()
+        #: (attempt, lease of its writer), of claims that were renewed.
+        self.renewed: set[tuple[str, int]] = set()
+        self.done: asyncio.Queue[Done] = asyncio.Queue()
         self.pushed: set[str] = set()
+        #: By attempt.
+        self.sequences: dict[str, int] = {}
         #: By attempt: its ends, as (writer, outcome).
         self.ended: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
 
@@ -33,15 +35,25 @@ class Jobs:
             await eventually(lambda: len(self.open) < OUTSTANDING, _PATIENCE_S)
             self.pushed.add(attempt := f"a{number}")
             job = prefill_job(attempt, engine_id=ENGINE)
-            await queue.push(encode_sealed(job), message_id=attempt)
+            self.sequences[attempt] = await queue.push(encode_sealed(job), message_id=attempt)
+
+    async def lose(self, queue: PrefillQueue, writer: int) -> set[str]:
+        """This worker is dead, and its jobs are not delivered again: as a decode engine, deletes
+        them. Returns their attempts."""
+        lost = self.of(writer)
+        for attempt in lost:
+            del self.holders[attempt]
+            self.ended[attempt].append((writer, "lost"))
+            assert await queue.delete(self.sequences[attempt])
+        return lost
 
     async def listen(self) -> None:
         while True:
             said = await self.done.get()
             self.ended[said.attempt].append((said.writer_lease_id, said.outcome))
 
-    def outcomes(self) -> set[str]:
-        return {outcome for ends in self.ended.values() for _, outcome in ends}
+    def ends(self, attempts: set[str]) -> list[tuple[int, str]]:
+        return [end for attempt in attempts for end in self.ended[attempt]]
 
     @property
     def open(self) -> set[str]:

@@ -8,10 +8,11 @@ from typing import Any, Self
 
 from dynamo_lite.disagg.engine import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
 from dynamo_lite.protocol.errors import Unavailable
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
+from dynamo_lite.protocol.health import EngineStatus
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.fence import Fence, FenceHolder, FenceReader
-from dynamo_lite.runtime.permits import Permit, PermitVerdict
+from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells, MappedClaimCells
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
@@ -23,8 +24,8 @@ _LOOK_S = 0.002
 
 
 class NullPrefillEngine:
-    """PrefillEngine that writes nothing. As a real one it waits for each job's permit, in the
-    component's file, and acts only while the permit holds and the fence is open.
+    """PrefillEngine that writes nothing. As a real one it acts only while the claim of a job holds,
+    by its cell in the component's file.
 
     write_s: how long the writes of a job would take.
     """
@@ -33,14 +34,14 @@ class NullPrefillEngine:
     load = EngineLoad(gave_tokens=True)
     metadata = None
 
-    def __init__(self, fence: FenceHolder, write_s: float):
-        self._fence, self._write_s = FenceReader(fence.path), write_s
+    def __init__(self, cells: MappedClaimCells, write_s: float):
+        self._cells, self._write_s = CellReader(cells.path), write_s
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._fence.close()
+        self._cells.close()
 
     async def describe(self) -> EngineStatus:
         raise Unavailable("a null engine has no process of its own")
@@ -52,14 +53,12 @@ class NullPrefillEngine:
         self,
         job: RemotePrefillRequest,
         target: EngineMetadata,
-        permit: Permit,
+        cell: Cell,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
-        while self._fence.verdict(permit) is PermitVerdict.PENDING:
-            await asyncio.sleep(_LOOK_S)
         now = asyncio.get_running_loop().time
         written_at = now() + self._write_s
-        while self._fence.open() and self._fence.verdict(permit) is PermitVerdict.GRANTED:
+        while boottime() < self._cells.until(cell):
             if now() >= written_at:
                 return AttemptOutcome(job.attempt, "written")
             await asyncio.sleep(_LOOK_S)
@@ -79,7 +78,7 @@ class NullPrefillConfig(PrefillWorkerConfig):
 
 
 class NullPrefillBackend(VllmBackend):
-    """The shipped queue and fence."""
+    """The shipped queue and claim cells."""
 
     def __init__(self, spec: ProcessSpec, write_s: float):
         super().__init__(spec)
@@ -88,10 +87,10 @@ class NullPrefillBackend(VllmBackend):
     async def prepare(self) -> None: ...
 
     def open_prefill_engine(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+        self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
     ) -> AbstractAsyncContextManager[NullPrefillEngine]:
-        assert isinstance(fence, FenceHolder)
-        return NullPrefillEngine(fence, self._write_s)
+        assert isinstance(cells, MappedClaimCells)
+        return NullPrefillEngine(cells, self._write_s)
 
 
 class NullPrefillWorker(PrefillWorker):

@@ -1,6 +1,6 @@
 """Pods of prefill workers are ended as Kubernetes ends them, under load: no remote prefill fails.
 
-The decode engine is the test's: it pushes jobs and grants claims.
+The decode engine is the test's: it pushes jobs and holds claims.
 """
 
 import signal
@@ -21,18 +21,15 @@ pytestmark = pytest.mark.heavy
 GRAPH = "tests.process.rights_graph:Backs"
 LEASE_TTL_S = 10.0
 WRITE_S = 12.0
-"""Longer than the lease, and than a promise to stay holds (3 s): a worker that leaves has to renew
-its promise."""
+"""Longer than the lease, and than a claim holds (3 s): a worker that leaves has to renew it."""
 SHORT_GRACE_S = 4.0
 """Enough to begin to drain, and not enough for a job."""
 SLOW = (f"--Graph.lease-ttl-s={LEASE_TTL_S}", f"--PrefillWorker.write-s={WRITE_S}")
-ACK_WAIT_S = 5.0
 _PATIENCE_S = 40.0
 
 
 async def prefill_worker(pods: Cluster, *options: str) -> Pod:
-    waits = (f"--{name}.queue.ack-wait-s={ACK_WAIT_S}" for name in ("VllmWorker", "PrefillWorker"))
-    pod = await pods.start(GRAPH, "PrefillWorker", *waits, *options)
+    pod = await pods.start(GRAPH, "PrefillWorker", *options)
     await pod.wait_line("ready PrefillWorker-0")
     return pod
 
@@ -51,9 +48,9 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         namespace=namespace,
         secret=secret,
         done=jobs.done,
-        config=QueueConfig(ack_wait_s=ACK_WAIT_S, push_timeout_s=PUSH_TIMEOUT_S),
+        config=QueueConfig(push_timeout_s=PUSH_TIMEOUT_S),
         holders=jobs.holders,
-        promised=jobs.promised,
+        renewed=jobs.renewed,
     )
     async with (
         cluster((*servers, "--secret-file", str(secret)), tmp_path) as pods,
@@ -71,22 +68,24 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
             assert await pods.terminate(old_pod, pre_stop_s=0, grace_period_s=60) == 0
             assert all(jobs.ended[attempt] == [(old, "written")] for attempt in claimed)
             assert not jobs.of(old)
-            assert {(attempt, old) for attempt in claimed} <= jobs.promised
+            assert {(attempt, old) for attempt in claimed} <= jobs.renewed
 
-            # A worker whose drain takes longer than its pod's grace period is killed. The queue
-            # gives its jobs to another one.
+            # A worker whose drain takes longer than its pod's grace period is killed. Nobody gets
+            # its jobs; another one goes on with those that follow.
             await prefill_worker(pods)
             begun = await jobs.fresh(new)
             code = await pods.terminate(new_pod, pre_stop_s=0, grace_period_s=SHORT_GRACE_S)
             assert code == -signal.SIGKILL
-            assert {(attempt, new) for attempt in begun} <= jobs.promised
+            assert {(attempt, new) for attempt in begun} <= jobs.renewed
+            lost = await jobs.lose(queue, new)
         await eventually(lambda: not jobs.open, _PATIENCE_S)
 
         async def answered() -> bool:
             return (await queue.depth()).total == 0
 
         await eventually(answered, _PATIENCE_S)
-    assert jobs.outcomes() == {"written"}
-    assert all(len(ends) == 1 for ends in jobs.ended.values())
     # They had just begun when the worker was told to leave.
-    assert not {jobs.ended[attempt][0][0] for attempt in begun} & {old, new}
+    assert begun <= lost
+    assert all(jobs.ended[attempt] == [(new, "lost")] for attempt in lost)
+    assert {outcome for _, outcome in jobs.ends(jobs.pushed - lost)} == {"written"}
+    assert all(len(ends) == 1 for ends in jobs.ended.values())

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol.errors import EngineDied, StartupError
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.serve.services.engine_probe import EngineProbe
 from tests.builders import engine_metadata, loop_time

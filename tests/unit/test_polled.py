@@ -1,5 +1,6 @@
 """The thread that moves transfers on: when it polls, when it sleeps, and how it ends."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.transfer import polled
+from dynamo_lite.transfer.base import PollLimit
 from dynamo_lite.transfer.polled import PolledMover
 
 WAIT_S = 10.0
@@ -137,36 +140,45 @@ def test_a_failure_that_the_thread_sees_is_told_to_the_owner_as_often_as_it_asks
         assert (failure.value.peer, failure.value.detail) == ("d", "connection reset")
 
 
-def test_nothing_is_moved_on_behind_a_closed_fence(open_mover):
-    looks, opened = [], False
+class Limit(PollLimit):
+    """left: how many looks find the limit ahead; the others find that it has passed."""
 
-    def alive() -> bool:
-        looks.append(opened)
-        return opened
+    def __init__(self, left: float):
+        self.left = left
 
-    wire = Wire()
-    transfer = write(open_mover(wire, alive=alive))
-    eventually(lambda: len(looks) > 3, "the thread has looked at the closed fence")
+    @property
+    def until(self) -> float:  # type: ignore[override]
+        self.left -= 1
+        return math.inf if self.left >= 0 else 0.0
+
+
+def test_nothing_is_moved_on_behind_the_limit(open_mover):
+    limit, wire = Limit(0), Wire()
+    transfer = write(open_mover(wire, limit=limit))
+    eventually(lambda: limit.left < -3, "the thread has looked at the limit")
     assert wire.transfers[0].polled == 0
-    opened = True
-    eventually(lambda: transfer.over, "it goes on when the fence opens again")
-    assert looks.index(True) >= 3
+    limit.left = math.inf
+    eventually(lambda: transfer.over, "it goes on when the limit is ahead again")
 
 
-def test_each_call_has_a_look_at_the_fence_of_its_own(open_mover):
-    """It closes between two transfers of one round."""
-    wire = Wire(polls=1 << 30)
-    left = [0]
+def test_the_limit_is_a_time_of_the_clock_that_goes_on_while_the_host_is_suspended(open_mover):
+    wire, limit = Wire(polls=1 << 30), PollLimit(boottime() + 0.3)
+    write(open_mover(wire, limit=limit))
+    eventually(lambda: wire.transfers[0].polled > 0, "the thread polls it")
+    eventually(lambda: boottime() > limit.until + 0.05, "the limit has passed")
+    polled_before = wire.transfers[0].polled
+    limit.until = boottime() + 60.0
+    eventually(lambda: wire.transfers[0].polled > polled_before, "it polls again")
 
-    def alive() -> bool:
-        left[0] -= 1
-        return left[0] >= 0
 
-    mover = open_mover(wire, alive=alive)
+def test_each_call_has_a_look_at_the_limit_of_its_own(open_mover):
+    """It passes between two transfers of one round."""
+    wire, limit = Wire(polls=1 << 30), Limit(0)
+    mover = open_mover(wire, limit=limit)
     for _ in range(4):
         write(mover)
-    left[0] = 2
-    eventually(lambda: left[0] < -2, "the thread has found the fence closed")
+    limit.left = 2
+    eventually(lambda: limit.left < -2, "the thread has found that it has passed")
     assert sum(transfer.polled for transfer in wire.transfers) == 2
 
 
@@ -301,13 +313,18 @@ def test_a_thread_that_does_not_end_keeps_its_mover_open(monkeypatch, caplog):
     monkeypatch.setattr(polled, "CLOSE_S", 0.05)
     inside, let_go = threading.Event(), threading.Event()
 
-    def alive() -> bool:
-        inside.set()
-        assert let_go.wait(WAIT_S)
-        return False
+    class Stuck(PollLimit):
+        @property
+        def until(self) -> float:  # type: ignore[override]
+            inside.set()
+            assert let_go.wait(WAIT_S)
+            return 0.0
+
+        @until.setter
+        def until(self, _value: float) -> None: ...
 
     wire = Wire()
-    mover = PolledMover(wire, alive=alive)
+    mover = PolledMover(wire, limit=Stuck())
     write(mover)
     assert inside.wait(WAIT_S)
     started = time.monotonic()

@@ -17,8 +17,8 @@ from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.runtime.permits import Permit, Permits
-from tests.builders import PREFILL_ROLE, engine_config, engine_metadata
+from dynamo_lite.runtime.claim_cells import Cell
+from tests.builders import HELD, PREFILL_ROLE, always_held, engine_config, engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.twins.servers import MemoryMessaging
@@ -26,7 +26,7 @@ from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, Prefill, blocks, targets
 
 BLOCK = 4
-PERMIT = Permit(1, 5)
+CELL = Cell(2, 5)
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def prefill(fabric) -> Prefill:
     return Prefill(fabric)
 
 
-def read(local: list[int], remote: list[int], attempt: str = "a1") -> PrefixRead:
-    return PrefixRead(attempt, f"p-{attempt}", "e1", local, remote)
+def read(local: list[int], remote: list[int], attempt: str = "a1", cell: Cell = HELD) -> PrefixRead:
+    return PrefixRead(attempt, f"p-{attempt}", "e1", local, remote, cell)
 
 
 def of(prefill: Prefill) -> tuple[set[str], set[str]]:
@@ -73,29 +73,58 @@ def test_a_prefix_is_read_into_its_blocks_and_nowhere_else(prefill, decode):
     assert prefill.rank.stats.take() == {"prefix_read/read": 1, "prefix_bytes": 128}
 
 
-def test_nothing_is_read_before_the_claim_is_granted(prefill, decode):
-    opened = Permits(prefill.cells).open()
-    wanted = read([3], [8])
-    wanted.permit = opened.permit
-    prefill.step(reads=[wanted], targets=targets(decode), forget=["e1"])
-    for _ in range(2):
-        assert of(prefill) == (set(), set())
-    assert prefill.mover.started == [] and own(prefill)[3] == 103
-    assert prefill.mover.removed == [], "it left, but is still to be read from"
-    opened.grant(1)
-    assert of(prefill) == ({"p-a1"}, set())
-    assert own(prefill)[3] == 7
-
-
-def test_a_prefix_whose_claim_is_refused_is_not_read(prefill, decode):
-    opened = Permits(prefill.cells).open()
-    wanted = read([3], [8])
-    wanted.permit = opened.permit
-    prefill.step(reads=[wanted], targets=targets(decode))
-    opened.refuse()
+@pytest.mark.parametrize("how", ["never", "refused", "run out", "of another claim"])
+def test_a_prefix_whose_claim_does_not_hold_is_not_read(prefill, decode, how):
+    opened = prefill.claim(for_s=0.0 if how == "never" else 3.0)
+    cell = opened.cell
+    match how:
+        case "refused":
+            opened.hold_until(0.0)
+        case "run out":
+            prefill.now += 3.0
+        case "of another claim":
+            opened.free()
+            assert prefill.claim(2, for_s=60.0).cell.index == cell.index
+    prefill.step(reads=[read([3], [8], cell=cell)], targets=targets(decode))
     assert of(prefill) == (set(), {"p-a1"})
     assert of(prefill) == (set(), set())
-    assert prefill.mover.started == [] and prefill.rank.stats.take() == {}
+    assert prefill.mover.started == [] and own(prefill)[3] == 103
+    assert prefill.rank.stats.take() == {}
+
+
+def test_what_was_read_after_the_end_of_its_claim_is_not_used(prefill, decode):
+    """Its decode engine may have changed the blocks meanwhile."""
+    prefill.mover.hold = True
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(reads=[read([3], [8], cell=opened.cell)], targets=targets(decode))
+    prefill.now += 3.0
+    assert of(prefill) == (set(), set()), "it may still change its blocks"
+    prefill.mover.let_go()
+    assert of(prefill) == (set(), {"p-a1"})
+
+
+def test_what_was_read_while_its_claim_was_renewed_is_used(prefill, decode):
+    prefill.mover.hold = True
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(reads=[read([3], [8], cell=opened.cell)], targets=targets(decode))
+    prefill.now += 2.0
+    opened.hold_until(prefill.now + 3.0)
+    prefill.now += 2.0
+    prefill.mover.let_go()
+    assert of(prefill) == ({"p-a1"}, set())
+
+
+def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
+    prefill.mover.hold = True
+    opened = prefill.claim(for_s=3.0)
+    prefill.step(reads=[read([3], [8], cell=opened.cell)], targets=targets(decode))
+
+    def stand_still() -> bool:
+        prefill.now += 60.0
+        return True
+
+    prefill.mover.started[0].done = stand_still
+    assert of(prefill) == (set(), {"p-a1"})
 
 
 def test_a_read_is_over_when_it_has_ended(prefill, decode):
@@ -138,25 +167,6 @@ def test_what_cannot_be_read_is_computed(prefill, decode, fabric, wrong):
     assert own(prefill)[3] == 103
 
 
-def test_without_a_lease_nothing_is_read(prefill, decode):
-    prefill.alive = False
-    prefill.step(reads=[read([3], [8])], targets=targets(decode))
-    assert of(prefill) == (set(), {"p-a1"})
-    assert prefill.mover.started == [] and own(prefill)[3] == 103
-
-
-def test_what_was_read_while_the_lease_ended_is_not_used(prefill, decode):
-    prefill.mover.hold = True
-    prefill.step(reads=[read([3], [8])], targets=targets(decode))
-
-    def stand_still() -> bool:
-        prefill.alive = False
-        return True
-
-    prefill.mover.started[0].done = stand_still
-    assert of(prefill) == (set(), {"p-a1"})
-
-
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("there", SIZES, ids=str)
 @pytest.mark.parametrize("here", SIZES, ids=str)
@@ -173,7 +183,7 @@ def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
         for engine in engines
     )
     for index, (mover, memory) in enumerate(zip(reader.movers, reader.ranks, strict=True)):
-        rank = PrefillRank(mover, memory, index, lambda: True)
+        rank = PrefillRank(mover, memory, index, always_held)
         step = PrefillStep(reads=[read([0, 1, 6], [5, 1, 2])], targets={"e1": target})
         step.own = own if len(reader.ranks) > 1 else b""
         rank.step(step, lambda: True)
@@ -217,7 +227,7 @@ class Half:
             block_ids=list(range(60, 60 - prefix + -(-tokens // BLOCK))),
             prefix_block_ids=list(range(50, 50 + prefix)),
             target=b"e1's",
-            permit=PERMIT,
+            cell=CELL,
         )
         return SimpleNamespace(
             request_id=name,
@@ -251,7 +261,7 @@ def test_what_this_engine_lacks_is_read_before_the_rest_is_computed(half: Half):
     job = half.job()
     assert half.admit(job, cached=4) == 12
     step = half.step()
-    assert step.reads == [PrefixRead("a1", "a1", "e1", [1, 2, 3], [51, 52, 53], PERMIT)]
+    assert step.reads == [PrefixRead("a1", "a1", "e1", [1, 2, 3], [51, 52, 53], CELL)]
     assert step.targets == {"e1": b"e1's"} and step.writes == []
     half.half.worker_output(RankResults(received={"a1"}), None)
     assert half.admit(job, cached=16) == 0
@@ -309,7 +319,7 @@ def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes(half: Half):
     half.step()
     half.half.worker_output(RankResults(received={"a1"}), None)
     assert half.half.request_finished(job) is True
-    assert half.step().ended == [("a1", "a1", False)]
+    assert half.step().ended == [("a1", False)]
     half.half.worker_output(RankResults(sent={"a1"}), None)
     assert half.told() == [["a1", "abandoned", ""]]
 
@@ -366,7 +376,7 @@ def test_the_last_write_waits_for_the_token_to_sample_from(half: Half, prefix: i
     job.num_computed_tokens = 8
     assert written(half.step(a1=1)) == [([1], 0, [61], 1 - prefix, True)]
     assert half.half.request_finished(job) is True
-    assert half.step().ended == [("a1", "a1", True)]
+    assert half.step().ended == [("a1", True)]
 
 
 def test_the_block_of_the_token_to_sample_from_is_not_written(half: Half):

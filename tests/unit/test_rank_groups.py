@@ -1,6 +1,8 @@
 """Prefill and decode engines of several ranks each: who writes, who waits for whom."""
 
+import asyncio
 import itertools
+import math
 from random import Random
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from dynamo_lite.disagg.counters import BYTES, LATE, MISMATCH
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
+    NOT_HELD,
     BlockWrite,
     DecodeStep,
     PrefillStep,
@@ -20,9 +23,10 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Committed, decode_notice
+from dynamo_lite.protocol.prefill import decode_written
 from dynamo_lite.protocol.records import EngineMetadata
-from tests.builders import ManualClock, block_write, expecting
+from dynamo_lite.runtime.claim_cells import Until
+from tests.builders import ManualClock, always_held, block_write, expecting
 from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
@@ -66,7 +70,7 @@ class Posing:
         return getattr(self._mover, name)
 
     def write(self, peer, local, remote, *, memory, notice):
-        if isinstance(commit := decode_notice(notice), Committed):
+        if (commit := decode_written(notice)).last:
             notice = encode_sealed(msgspec.structs.replace(commit, **self._said))
         return self._mover.write(peer, local, remote, memory=memory, notice=notice)
 
@@ -95,17 +99,17 @@ class Group:
 
 
 class Prefill(Group):
-    def __init__(self, fabric, shape: Shape, heads: int = 4):
+    def __init__(self, fabric, shape: Shape, heads: int = 4, until: Until = always_held):
         super().__init__(fabric, "p", shape, heads, truth=True)
         self.ranks = [
-            PrefillRank(mover, own, rank, lambda: True)
+            PrefillRank(mover, own, rank, until)
             for rank, (mover, own) in enumerate(zip(self.movers, self.own, strict=True))
         ]
 
     def poses(self, rank: int, **said: int) -> None:
         """This rank says something else in its commits."""
         posing: Any = Posing(self.movers[rank], **said)
-        self.ranks[rank] = PrefillRank(posing, self.own[rank], rank, lambda: True)
+        self.ranks[rank] = PrefillRank(posing, self.own[rank], rank, always_held)
 
     def write(self, target: bytes, attempt: str = "a1", ranks: list[int] | None = None) -> None:
         """The same steps for every rank (or only some), as the engine's scheduler gives them."""
@@ -115,7 +119,7 @@ class Prefill(Group):
             step = PrefillStep(writes=[first], targets={"d": target}, own=own)
             self.ranks[rank].step(step, lambda: True)
             rest = blocks(attempt, LOCAL[1:], REMOTE[1:], first=1, last=True)
-            ended = [(attempt, f"p-{attempt}", True)]
+            ended = [(f"p-{attempt}", True)]
             self.ranks[rank].step(PrefillStep(writes=[rest], ended=ended), lambda: True)
 
     def ended(self, ranks: list[int] | None = None) -> tuple[list[set[str]], dict[str, str]]:
@@ -150,8 +154,8 @@ class Decode(Group):
             np.testing.assert_array_equal(shard.blocks, expected(shard, LOCAL, REMOTE))
 
     def commits(self, rank: int) -> list:
-        said = [decode_notice(notice) for notice in self.movers[rank].inbox]
-        return [commit for commit in said if isinstance(commit, Committed)]
+        said = [decode_written(notice) for notice in self.movers[rank].inbox]
+        return [written for written in said if written.last]
 
 
 def blocks(attempt: str, local, remote, *, first: int, last: bool = False) -> BlockWrite:
@@ -222,7 +226,7 @@ def test_a_share_that_nobody_brought_is_missed(caplog):
     prefill, decode = pair(Shape(tensor=2), Shape())
     decode.expect()
     posing: Any = Posing(prefill.movers[0], rank=7)
-    prefill.ranks[1] = PrefillRank(posing, prefill.own[0], 0, lambda: True)
+    prefill.ranks[1] = PrefillRank(posing, prefill.own[0], 0, always_held)
     prefill.write(decode.metadata())
     assert decode.settle() == [(set(), {"r-a1"})]
     assert "layer 0: bytes" in caplog.text
@@ -244,6 +248,21 @@ def test_a_failed_write_into_one_rank_fails_the_attempt():
     prefill.write(decode.metadata(), "a2")
     assert prefill.ended() == ([{"p-a2"}], {})
     assert decode.settle() == [({"r-a2"}, set())] * 2
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
+def test_a_cell_that_shuts_between_two_ranks_of_a_write_stops_the_second(looks):
+    """It is looked at before each of them."""
+    fabric, seen = MemoryFabric(), itertools.count()
+    prefill = Prefill(fabric, Shape(), until=lambda _: math.inf if next(seen) < looks else 0.0)
+    decode = Decode(fabric, Shape(tensor=2))
+    decode.expect()
+    prefill.write(decode.metadata())
+    assert prefill.ended() == ([{"p-a1"}], {"p-a1": NOT_HELD})
+    written = [any(shard.blocks.any() for shard in rank) for rank in decode.engine.shards]
+    # One look for the write, and one for each rank; the next write has its own.
+    assert written == [looks > 1, looks > 2]
+    assert decode.settle() == [(set(), set())] * 2
 
 
 def test_an_engine_that_left_is_forgotten_with_all_its_ranks():
@@ -303,9 +322,7 @@ class Lost:
         messages arrive."""
         tokens: list[int] = []
         engine = Engine(ManualClock(), cache=lambda _, upto: tokens.append(upto))
-        assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
-        engine.clock.now += TIMEOUT_S
-        assert engine.half.build_step().give_up
+        asyncio.run(self._give_up(engine))
         for report in itertools.chain(*(self.reports[::-1] if last_first else self.reports)):
             if report is not None:
                 engine.half.worker_output(RankResults(), report)
@@ -313,6 +330,12 @@ class Lost:
         for coroutine in engine.bridge.submitted:
             coroutine.close()
         return tokens[0] // BLOCK if tokens else 0
+
+    async def _give_up(self, engine: Engine) -> None:
+        assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
+        await engine.step()
+        engine.pass_s(TIMEOUT_S)
+        assert engine.half.build_step().give_up
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -524,9 +524,7 @@ def test_a_write_in_flight_beyond_that_is_not_moved_on_and_ends_the_engine(
     assert decode.memory.written() == {} and prefill.mover.polls == polls
     assert len(prefill.mover.started) == 2
     prefill.rank.close()
-    assert prefill.mover in fabric.agents.values(), (
-        "its agent stays until its process ends"
-    )
+    assert prefill.mover in fabric.agents.values(), "its agent stays until its process ends"
 
 
 def test_a_write_that_has_landed_in_time_ends_no_engine(prefill, decode):

@@ -7,12 +7,14 @@ import pytest
 
 from dynamo_lite.disagg.counters import SPAN, STAGE
 from dynamo_lite.disagg.messages import RankResults
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
 from dynamo_lite.runtime.tracing.tracer import record_notes
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
-from tests.builders import ManualClock, eventually, prefill_job
+from tests.builders import CLAIM, ManualClock, eventually, prefill_job
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
 from tests.unit.prefill_rig import working
 from tests.unit.recorder import Recorder, Told
@@ -39,8 +41,9 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     clock.now += 1
     await decode.network()
     clock.now += 2 + 4
-    decode.half.prefills.claimed(attempt, held_s=4)
-    assert decode.ledger.claim(attempt, WRITER, clock.now) is None
+    claim = Claim(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER, held_s=4)
+    await decode.events.on_claim(encode_sealed(claim))
+    decode.half.build_step()
     return attempt
 
 
@@ -86,7 +89,7 @@ async def test_what_is_not_traced_is_measured_and_not_told(
 async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
     above = new_trace()
     await remote(decode, clock, above.headers())
-    clock.now += TIMEOUT_S
+    decode.pass_s(TIMEOUT_S)
     decode.half.build_step()
     spans = noted(decode.half)
     assert spans.named("remote prefill").attributes["dynamo_lite.outcome"] == "deadline"
@@ -128,7 +131,7 @@ async def one_job(headers: Any, tracer: Recorder | None) -> Any:
 
         rig.engine.prefill = noting  # type: ignore[method-assign]
         await rig.push(prefill_job(trace_headers=headers))
-        await rig.answered("ack")
+        await rig.acked()
         await eventually(lambda: len(rig.done) == 1)
         return given[0]
 

@@ -15,11 +15,11 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.staging import OpenTransposer, split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Landed, decode_notice
+from dynamo_lite.protocol.prefill import decode_written
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
-from tests.builders import block_write, engine_metadata, expecting
+from tests.builders import always_held, block_write, engine_metadata, expecting
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
 from tests.twins.mover import MemoryFabric, MemoryMover
 
@@ -49,7 +49,7 @@ class Mover(MemoryMover):
         if self.broken:
             raise TransferError(peer, "connection reset")
         write = super().write(peer, local, remote, memory=memory, notice=notice)
-        self.started[decode_notice(notice).attempt] += 1
+        self.started[decode_written(notice).attempt] += 1
         return write
 
     def go_on(self) -> None:
@@ -70,7 +70,7 @@ class Pair:
             self.mover,
             self.source.ranks[0],
             0,
-            lambda: True,
+            always_held,
             open_transposer=opens(self.source.transposer(0)),
         )
         self.decode = DecodeRank(self.there, self.target.ranks[0])
@@ -83,7 +83,7 @@ class Pair:
         target = engine_metadata(
             "d", block_size_tokens=THERE, num_blocks=BLOCKS, ranks=tuple(self.target.ranks)
         )
-        ends = [(write.attempt, f"p-{write.attempt}", True) for write in writes if ended]
+        ends = [(f"p-{write.attempt}", True) for write in writes if ended]
         step = PrefillStep(writes=list(writes), targets={"d": encode(target)}, ended=ends, **more)
         self.prefill.step(step, lambda: True)
 
@@ -140,8 +140,8 @@ def test_what_landed_of_a_lost_attempt_counts_the_receiver_s_blocks():
     pair.expect()
     pair.step(write(0, 2))
     pair.prefill.results()
-    said = decode_notice(pair.there.inbox[0])
-    assert isinstance(said, Landed) and (said.first, said.num_blocks) == (0, 2)
+    said = decode_written(pair.there.inbox[0])
+    assert not said.last and (said.first, said.num_blocks) == (0, 2)
     pair.decode.step(DecodeStep(poll=True))
     pair.decode.step(DecodeStep(give_up=[("a1", "r-a1")], poll=True))
     report = pair.decode.report()
@@ -208,7 +208,7 @@ def test_slots_come_back_however_an_attempt_ends(stopped):
         pair.mover.hold = True
         for name in ("a1", "a2", "a3", "a4", "a5"):
             pair.step(write(0, 1, attempt=name))
-        ended = [(name, f"p-{name}", False) for name in ("a1", "a2", "a3", "a4", "a5")]
+        ended = [(f"p-{name}", False) for name in ("a1", "a2", "a3", "a4", "a5")]
         pair.prefill.step(PrefillStep(ended=ended), lambda: True)
         pair.mover.go_on()
         assert len(pair.prefill.results().sent) == 5

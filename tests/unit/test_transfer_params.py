@@ -20,7 +20,7 @@ from dynamo_lite.disagg.transfer_params import (
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import FirstTokenSampling
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from tests.builders import engine_metadata, prefill_job
 
 TARGET = engine_metadata(num_blocks=9)
@@ -31,7 +31,7 @@ JOB = prefill_job(
     block_ids=[4, 5, 6],
     prefix_block_ids=[2, 3],
 )
-PARAMS = PrefillJobParams.of(JOB, TARGET, ["e7"], Permit(2, 9))
+PARAMS = PrefillJobParams.of(JOB, TARGET, ["e7"], Cell(2, 9))
 
 
 def carrier(params: Any) -> Any:
@@ -55,7 +55,7 @@ def test_a_job_is_unpacked_as_it_was_packed():
         prefix_block_ids=[2, 3],
         target=encode(TARGET),
         forget=["e7"],
-        permit=Permit(2, 9),
+        cell=Cell(2, 9),
     )
 
 

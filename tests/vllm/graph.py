@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import NoResponders
-from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging

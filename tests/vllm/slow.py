@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.health import EngineStatus
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.test_decisions import REMOTE, counting

@@ -77,7 +77,7 @@ class PrefillJobs:
         )
         stages = Histogram(
             "dynamo_lite_prefill_job_stage_seconds",
-            "Stages of a prefill job: claim (from its pull to the granted claim), engine (from"
+            "Stages of a prefill job: claim (from its pull until it holds), engine (from"
             " there until the engine says that nothing is being written any more)",
             ["stage"],
             buckets=(0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),

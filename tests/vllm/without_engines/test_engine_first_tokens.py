@@ -23,7 +23,7 @@ from dynamo_lite.disagg.engine import AttemptOutcome
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
@@ -254,7 +254,7 @@ async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[tuple[int, 
 
     reads = asyncio.create_task(rig.engine.run_prefills(lambda *link: rig.broken.append(link)))
     job = prefill_job(first_token=WANTED)
-    run = asyncio.create_task(rig.engine.prefill(job, target, Permit(), passed_on))
+    run = asyncio.create_task(rig.engine.prefill(job, target, Cell(), passed_on))
     await eventually(lambda: rig.core.added)
     try:
         yield tokens
@@ -312,7 +312,7 @@ async def test_a_refused_job_does_not_lose_who_has_left(prefill_rig: PrefillRig)
     engine.forget(["e9"])
     too_long = prefill_job(prompt_token_ids=[1] * MODEL.max_model_len)
     with pytest.raises(Refused):
-        await engine.prefill(too_long, target, Permit(), AsyncMock())
+        await engine.prefill(too_long, target, Cell(), AsyncMock())
     async with prefilling(prefill_rig):
         [added] = prefill_rig.core.added
         assert added.sampling_params.extra_args[KV_TRANSFER_PARAMS]["forget"] == ["e9"]

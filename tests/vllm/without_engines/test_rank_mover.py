@@ -1,13 +1,13 @@
 """Which ranks have a transfer thread, and how it works for them."""
 
-import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from vllm.platforms import current_platform
 
-from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.base import Mover, PollLimit
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.vllm.engine import opened_rank
 from dynamo_lite.vllm.engine.opened_rank import open_mover
@@ -29,18 +29,20 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(("device", "expected"), [(CPU, False), (GPU, True)])
 def test_ranks_on_a_gpu_have_a_thread(chosen, device, expected):
-    mover = open_mover(engine_config(PREFILL_ROLE), 0, device, lambda: True)
+    mover = open_mover(engine_config(PREFILL_ROLE), 0, device, PollLimit())
     assert isinstance(mover, PolledMover) == expected
     mover.close()
 
 
-def test_the_thread_works_on_the_ranks_own_gpu_and_behind_its_fence(chosen):
-    looks = itertools.count()
-    mover = open_mover(engine_config(PREFILL_ROLE), 0, GPU, lambda: next(looks) >= 0)
+def test_the_thread_works_on_the_ranks_own_gpu_and_up_to_its_limit(chosen):
+    limit = PollLimit(0.0)
+    mover = open_mover(engine_config(PREFILL_ROLE), 0, GPU, limit)
     assert isinstance(mover, PolledMover)
     transfer = write(mover)
+    eventually(lambda: chosen == [GPU], "the thread has begun")
+    assert not transfer.over
+    limit.until = math.inf
     eventually(lambda: transfer.over, "the thread has moved it on")
-    assert chosen == [GPU] and next(looks) >= 3
     mover.close()
 
 
@@ -54,5 +56,5 @@ def test_only_a_decode_rank_awaits_notices(chosen, monkeypatch):
 
     monkeypatch.setattr(opened_rank, "PolledMover", Noted)
     for role in (PREFILL_ROLE, DECODE_ROLE):
-        open_mover(engine_config(role), 0, GPU, lambda: True).close()
+        open_mover(engine_config(role), 0, GPU, PollLimit()).close()
     assert given == [0.0, LISTEN_S]

@@ -19,7 +19,7 @@ from dynamo_lite.disagg.transfer_params import time_left_s
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.request_plane.migration import Continue
-from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.requests import generate_request, generation, prefill
 from dynamo_lite.vllm.wire import sampling_to_bytes
 from tests.builders import engine_metadata, prefill_job
@@ -197,7 +197,7 @@ def test_a_salt_keeps_prompts_apart_wherever_they_are_prefilled():
             prompt_token_ids=prompt, num_computed_tokens=0, block_ids=[1, 2], cache_salt=salt
         )
         target = engine_metadata(num_blocks=4)
-        made = (generation(asked, MODEL), prefill(job, target, [], Permit(), MODEL))
+        made = (generation(asked, MODEL), prefill(job, target, [], Cell(), MODEL))
         here, there = (Request.from_engine_core_request(each, hasher) for each in made)
         return list(here.block_hashes), list(there.block_hashes)
 
