@@ -69,22 +69,26 @@ async def open_queue(
 # A server is lost
 
 
+#: Of a job. One that was on its way to a worker when a server died stays for so long.
+LIFE_S = 4.0
+
+
 async def push_for_certain(queue: PrefillQueue, payload: bytes, message_id: str) -> None:
     """With the same id, so that a job whose push was ambiguous is not queued twice."""
     while True:
         try:
-            await queue.push(payload, message_id=message_id)
+            await queue.push(payload, message_id=message_id, life_s=LIFE_S)
             return
         except (BrokerUnavailable, PushAmbiguous, QueueFull):
             await asyncio.sleep(0.05)
 
 
-async def test_every_job_arrives_while_servers_are_killed(
+async def test_no_job_arrives_twice_or_stays_while_servers_are_killed(
     cluster: NatsCluster[PrivateServer], namespace: str
 ) -> None:
     """The leader of the stream is killed under load, comes back, then the next leader."""
-    config = QueueConfig(replicas=3, max_jobs=8, ack_wait_s=3.0)
-    arrived: set[bytes] = set()
+    config = QueueConfig(replicas=3, max_jobs=8)
+    arrived: list[bytes] = []
     numbers = itertools.count()
     async with AsyncExitStack() as stack:
         users = [
@@ -104,8 +108,7 @@ async def test_every_job_arrives_while_servers_are_killed(
             while True:
                 job = await queue.pull(timeout_s=1.0)
                 if job is not None:
-                    arrived.add(job.payload)
-                    # Without an answer it may be acknowledged or come again.
+                    arrived.append(job.payload)
                     with contextlib.suppress(BrokerUnavailable):
                         await job.ack()
 
@@ -124,9 +127,11 @@ async def test_every_job_arrives_while_servers_are_killed(
             await cluster.current(names.prefill_stream(namespace))
         enough.set()
         await asyncio.gather(*producing)
-        await eventually(lambda: arrived == set(pushed), ELECTED_S)
         assert [user.incarnation for user in users] == [0] * 4
         await eventually(lambda: has(users[0], 0), ELECTED_S)
+        assert len(arrived) == len(set(arrived)) and set(arrived) <= set(pushed)
+        # Those that were on the way to a worker are lost with a server.
+        assert len(pushed) - len(arrived) <= 2 * len(Lane) * 2
 
 
 async def made_progress(arrived: set[bytes]) -> None:
@@ -208,7 +213,7 @@ async def test_a_queue_without_replicas_that_a_cluster_lost_is_noticed(
                 assert not await decode.delete(old)
                 # Its connection may come back later than the other one's.
                 job = await pull(prefill, ELECTED_S)
-            assert (job.payload, job.deliveries) == (b"new", 1)
+            assert job.payload == b"new"
 
 
 # What a cluster has to be

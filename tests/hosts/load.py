@@ -118,7 +118,7 @@ class Jobs:
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
-        config = QueueConfig(replicas=3, ack_wait_s=5.0)
+        config = QueueConfig(replicas=3)
         stream, subject = names.prefill_stream("jobs"), names.prefill_jobs_subject("jobs")
         async with AsyncExitStack() as stack:
             users = [

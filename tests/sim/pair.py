@@ -17,10 +17,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits, grant_of, verdict
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import endpoint_record, engine_config, register
 from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
@@ -35,7 +34,7 @@ from tests.simulation.shipped import Shipped
 from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.twins.servers import MemoryMessaging, MemoryStore
 
-QUEUE = QueueConfig(ack_wait_s=5.0)
+QUEUE = QueueConfig()
 
 
 class Servers:
@@ -86,9 +85,9 @@ class Pair:
         self.drops: Counter[str] = Counter()
         #: Decode engines with which a transfer has failed, and why.
         self.broken: list[tuple[str, str]] = []
-        self.alive = True
-        # One permit more, for a job that a test runs itself.
-        self.cells = [0] * (CELLS_OF_PERMIT * (self.runners + 1))
+        self.claims_hold = True
+        # One more, for a job that a test runs itself.
+        self.cells = ClaimCells.for_claims(self.runners + 1)
 
     def start_engine(
         self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
@@ -116,9 +115,7 @@ class Pair:
             address=name,
             clock=self.clock,
             rng=random.Random(name),
-            alive=lambda: self.alive,
-            verdict=lambda permit: verdict(self.cells, permit),
-            grant_of=lambda permit: grant_of(self.cells, permit),
+            until=lambda cell: self.cells.read(cell) if self.claims_hold else 0.0,
         )
         return await self.stack.enter_async_context(
             SimEngine(
@@ -149,19 +146,15 @@ class Pair:
         self.jobs = PrefillJobs(
             namespace="t",
             lease_id=2,
-            ack_wait_s=QUEUE.ack_wait_s,
             queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
             engine=self.prefill,
-            permits=Permits(self.cells),
+            cells=self.cells,
             directory=MetadataDirectory(store, "t", self._drop),
             messaging=self.servers.messaging(),
             registry=CollectorRegistry(),
             clock=self.clock,
             on_drop=self._drop,
         )
-        on_cancel = counted(self.jobs.on_cancel, "cancel", self._drop)
-        cancel = names.cancel_subject("t", 2)
-        await self.stack.enter_async_context(self.servers.messaging().serve(cancel, on_cancel))
         beat = HeartbeatPublisher(
             self.servers.messaging(),
             namespace="t",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.disagg.attempts.attempt import AttemptState
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S, AttemptState
 from tests.simulation.draw import draw
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.play import Tally, play_scenario
@@ -84,11 +84,11 @@ def test_every_state_of_the_ledger_was_cancelled_in(tally: Tally):
     assert tally.counts["abort waiting"] and tally.counts["abort running"]
 
 
-def test_a_cancel_reaches_the_writer_within_a_second(tally: Tally):
+def test_a_cancel_reaches_the_writer_with_the_next_renewal(tally: Tally):
     sent = tally.counts["cancels sent to writers"]
     assert sent > 50
     assert tally.counts["cancels that reached writers"] == sent
-    assert 0 < tally.cancel_s < 1.0
+    assert 0 < tally.cancel_s < CLAIM_S / 3 + 0.2
 
 
 def test_without_quarantine_a_cancel_leads_writes_astray():

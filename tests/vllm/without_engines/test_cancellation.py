@@ -488,7 +488,7 @@ def test_a_pull_of_a_job(woken: bool):
             async with running(push(), name="push"):
                 job = await cancel.owner(queue.pull(timeout_s=5.0))
                 job = job or await queue.pull(timeout_s=5.0)
-                assert job is not None and job.payload == b"job" and job.deliveries == 1
+                assert job is not None and job.payload == b"job"
                 await job.ack()
                 assert (await queue.depth()).total == 0
 
