@@ -84,6 +84,7 @@ async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any)
     assert decode.counted("remote/committed") == 1
     for name in ("r1", "r2", "r3", "r4"):
         decode.finish(name)
+    await decode.step()
     decode.assert_clean()
 
 
@@ -151,7 +152,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     assert asks(decode, third) == WAITS
     assert decode.counted("single_flight/miss") == 2
     attempt = decode.half.prefills.by_request["r2"].attempt
-    await decode.network()
+    await decode.step()
     await decode.claim(attempt)
     await decode.done(attempt, "failed")
     decode.half.build_step()
@@ -168,7 +169,7 @@ async def test_nobody_waits_longer_than_the_leader(decode: Decode):
     decode.sees()
     follower = sibling("r2")
     assert asks(decode, follower) == WAITS
-    decode.clock.now += 1.1
+    decode.pass_s(1.1)
     decode.sees()
     assert [name for _, name in decode.half.build_step().give_up] == ["r1"]
     decode.output(failed=["r1"])
