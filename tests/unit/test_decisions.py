@@ -23,9 +23,8 @@ from dynamo_lite.protocol.decisions import (
 )
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.options import DecisionThresholds
-from dynamo_lite.protocol.prefill import Granted
 from tests.builders import ENGINE, ManualClock
-from tests.unit.decode_engine import LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
+from tests.unit.decode_engine import HELD, LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
 
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
@@ -83,7 +82,7 @@ async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
     job = await decode.job_of_step()
     assert job.deadline == clock.wall() + 1.5
     decode.tune(remote_prefill_timeout_s=60.0)
-    clock.now += 1.6
+    decode.pass_s(1.6)
     assert decode.half.build_step().give_up == [(job.attempt, "r1")]
 
 
@@ -97,7 +96,8 @@ async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: M
     clock.now += 0.25
     await decode.network()
     clock.now += 0.5
-    assert await decode.claim(attempt) == Granted()
+    assert await decode.claim(attempt) == HELD
+    decode.half.build_step()
     clock.now += 2
     decode.output("r1")
     clock.now += 0.25
@@ -123,8 +123,9 @@ async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(
     clock.now += 1
     await decode.network()
     clock.now += 2
-    await decode.claim(attempt)
-    clock.now += TIMEOUT_S
+    for _ in range(int(TIMEOUT_S) - 3):
+        assert await decode.claim(attempt) == HELD
+        decode.pass_s(1)
     decode.half.build_step()
     [said] = told(decode)
     assert said.asked is not None and said.asked.outcome == "deadline"
@@ -133,7 +134,7 @@ async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(
         "publish": 1,
         "pull": 2,
         "claim": 0,
-        "lost": TIMEOUT_S,
+        "lost": TIMEOUT_S - 3,
     }
     await decode.done(attempt, "abandoned")
 

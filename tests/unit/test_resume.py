@@ -8,10 +8,10 @@ from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.decode.resume import ResumeReason, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
-from tests.builders import ManualClock
+from dynamo_lite.protocol.prefill import Part, RemotePrefillRequest, Written
+from tests.builders import CLAIM, ManualClock
 from tests.twins.mover import MemoryFabric
-from tests.unit.decode_engine import BLOCK, TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_engine import BLOCK, HELD, TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_engine import Decode as Engine
 from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 
@@ -26,7 +26,6 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
         (Outcome.WRITER_FAILED, {}, ResumeReason.WRITER_LOST),
         (Outcome.WRITER_FAILED, {"others": 0}, ResumeReason.NO_OTHER),
         (Outcome.WRITER_ABANDONED, {}, ResumeReason.WRITER_LOST),
-        (Outcome.WRITER_UNUSABLE, {}, ResumeReason.WRITER_LOST),
         (Outcome.WRITER_LOST, {"others": 0}, ResumeReason.NO_OTHER),
         (Outcome.WRITER_LOST, {"tries": 2}, ResumeReason.TRIED),
         (Outcome.WRITER_LOST, {"left_s": 4.9}, ResumeReason.LATE),
@@ -114,7 +113,7 @@ def test_what_lands_before_the_attempt_is_known_counts():
 def test_odd_notices_bring_nothing(odd):
     ranks = Ranks()
     usual = {"first": 0, "num_blocks": 2, "parts": [Part(0, 1, 0, BLOCK_BYTES)]}
-    notice = Landed(attempt="a1", rank=0, **{**usual, **odd})
+    notice = Written(attempt="a1", claim=CLAIM, rank=0, **{**usual, **odd})
     ranks.decode.mover.inbox.append(encode_sealed(notice))
     ranks.decode.settle()
     assert ranks.give_up() == {"r1": 0}
@@ -144,8 +143,7 @@ class Caching(Engine):
 
     async def falls_silent(self, writer: int) -> None:
         self.writers.ails[writer] = "no beats"
-        async with self.net.events.running():
-            self.writer_events.on_health(frozenset(), frozenset({writer}))
+        self.net._on_health(frozenset(), frozenset({writer}))
 
     async def lose(self, end: Callable[[], None] | None = None, landed: int = 3) -> None:
         """The writer of r1 falls silent (or what `end` says); its blocks are taken back."""
@@ -190,10 +188,13 @@ async def test_the_rest_of_a_lost_prefill_is_asked_of_another_writer(engine: Cac
     held = {block.block_id for block in engine.half.prefills.held()[first]}
     assert not held & set(job.block_ids), "its zombie may still write there"
     assert engine.counted("resume/writer_lost") == 1
+    assert await engine.claim(job.attempt, OTHER) == HELD
+    await engine.step()
     engine.output("r1")
+    await engine.done(job.attempt, writer=OTHER)
     engine.finish("r1")
     await engine.done(first, "abandoned")
-    engine.half.build_step()
+    await engine.step()
     engine.assert_clean()
 
 
@@ -212,8 +213,7 @@ async def test_a_writer_that_failed_is_not_the_other_one(
     """It responds, and whether its link is known to have failed by now does not matter."""
     engine.writers.members = members
     attempt = await begin(engine)
-    async with engine.net.events.running():
-        await engine.done(attempt, "failed")
+    await engine.done(attempt, "failed")
     assert engine.half.build_step().give_up
     engine.output(failed=["r1"])
     assert engine.counted("resume/writer_lost") == again
@@ -226,7 +226,6 @@ async def test_nobody_asks_more_often_than_allowed(engine: Caching):
     await engine.lose(landed=2)
     job = await engine.again(41)
     assert job is not None
-    await engine.network()
     await engine.claim(job.attempt, OTHER)
     await engine.falls_silent(OTHER)
     engine.half.build_step()
