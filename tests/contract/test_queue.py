@@ -22,7 +22,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.serve.embedded import EmbeddedNats
-from tests.builders import eventually, graph_secret, loop_time
+from tests.builders import eventually, graph_secret
 from tests.servers import PrivateServer, Server, jetstream_of, private_server
 from tests.twins.queue import MemoryBroker, MemoryQueue
 

@@ -14,6 +14,7 @@ from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
+from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.tasks import running as owned
 from tests.builders import eventually
 from tests.clusters import NatsCluster, nats_cluster
@@ -134,7 +135,7 @@ async def test_no_job_arrives_twice_or_stays_while_servers_are_killed(
         assert len(pushed) - len(arrived) <= 2 * len(Lane) * 2
 
 
-async def made_progress(arrived: set[bytes]) -> None:
+async def made_progress(arrived: list[bytes]) -> None:
     before = len(arrived)
     await eventually(lambda: len(arrived) >= before + 50, ELECTED_S)
 

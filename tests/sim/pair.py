@@ -85,6 +85,7 @@ class Pair:
         self.drops: Counter[str] = Counter()
         #: Decode engines with which a transfer has failed, and why.
         self.broken: list[tuple[str, str]] = []
+        self.claims_hold = True
         # One more, for a job that a test runs itself.
         self.cells = ClaimCells.for_claims(self.runners + 1)
 
@@ -114,7 +115,7 @@ class Pair:
             address=name,
             clock=self.clock,
             rng=random.Random(name),
-            until=self.cells.read,
+            until=lambda cell: self.cells.read(cell) if self.claims_hold else 0.0,
         )
         return await self.stack.enter_async_context(
             SimEngine(

@@ -132,7 +132,11 @@ async def test_a_push_without_an_answer_is_ambiguous(
     job = await prefill.pull(timeout_s=5)
     assert job is not None and job.payload == b"a"
     await job.ack()
-    assert (await decode.depth()).total == 0
+
+    async def is_empty() -> bool:
+        return (await decode.depth()).total == 0
+
+    await eventually(is_empty)
 
 
 # The store

@@ -66,13 +66,13 @@ def test_aborts_leave_the_others_whole(after_s: float, gone: list[str]):
 
 def test_when_no_write_succeeds_the_prompt_is_computed_once_for_all():
     async def script(pair: Pair) -> None:
-        pair.alive = False
+        pair.claims_hold = False
         for name in NAMES:
             await pair.submit(name, PROMPT, GREEDY)
         await pair.until(lambda: len(pair.ended) == 4)
         assert same(pair)
         # The leader goes first, and what it computes in the first step is in the cache.
-        assert pair.counts["remote/writer_failed"] <= 3
+        assert pair.counts["remote/writer_abandoned"] <= 3
         await idle(pair)
 
     play(script, num_blocks=160)

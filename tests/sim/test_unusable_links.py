@@ -77,10 +77,9 @@ def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it(seed: int):
     assert played.violations == []
     assert counts["request length"] == counts["remote/committed"] == 20
     assert counts["attempt written"] == 20
-    # Jobs that met the bad link were requested again, and are tries. So were those that no other
-    # worker had pulled in time, which are none.
-    met, again = counts["remote/writer_failed"], counts.get("remote/writer_unusable", 0)
-    assert 1 <= met <= 5
-    assert counts["decision/remote/long"] == 20 + met + again
-    assert counts.get("resume/writer_lost", 0) == met + again
+    # Jobs that met the bad link were requested again.
+    met = counts["remote/writer_failed"]
+    assert 1 <= met <= 8
+    assert counts["decision/remote/long"] == 20 + met
+    assert counts.get("resume/writer_lost", 0) == met
     assert "remote/deadline" not in counts

@@ -43,10 +43,17 @@ class Judge:
     """Checks the invariants of one run, and collects the violations."""
 
     def __init__(
-        self, loop: VirtualLoop, *, faultless: bool = False, only_broker_fails: bool = False
+        self,
+        loop: VirtualLoop,
+        *,
+        faultless: bool = False,
+        only_broker_fails: bool = False,
+        weather: bool = False,
     ):
-        """faultless, only_broker_fails: what the scenario has of faults."""
+        """faultless, only_broker_fails, weather: what the scenario has of faults."""
         self._loop, self._faultless = loop, faultless
+        #: Whether the network may repeat messages.
+        self._repeats = weather
         self.violations: list[str] = []
         #: Events by name; they show whether a run reached the states to be tested.
         self.counts: Counter[str] = Counter()
@@ -146,7 +153,7 @@ class Judge:
 
     def pulled(self, job: Job) -> None:
         attempt = decode_job(job.payload).attempt
-        if attempt in self._pulled:
+        if attempt in self._pulled and not self._repeats:
             self.violate(f"the job of attempt {attempt} was delivered twice")
         self._pulled.add(attempt)
 

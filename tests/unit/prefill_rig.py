@@ -55,6 +55,8 @@ class NotedJob:
         self.payload, self.sequence = job.payload, job.sequence
 
     async def ack(self) -> None:
+        for _ in range(3):  # what was published before has been handled then
+            await asyncio.sleep(0)
         self._acked.append(self.sequence)
         await self._job.ack()
 

@@ -242,7 +242,9 @@ class JobAttempt:
         lost, the engine waits for the end of the claim."""
         request, parts = self.request, self._parts
         if outcome != "written":
-            self._log(outcome, detail)
+            # The others are usual: a request was cancelled, or this worker leaves.
+            level = logging.WARNING if outcome in ("failed", "died") else logging.INFO
+            self._log(outcome, detail, level)
         done = Done(
             attempt=request.attempt,
             claim=claim,
@@ -257,9 +259,9 @@ class JobAttempt:
         except Unavailable as exc:
             self._log("its end could not be reported", str(exc))
 
-    def _log(self, what: str, why: str) -> None:
+    def _log(self, what: str, why: str, level: int = logging.INFO) -> None:
         ids = self.request.request_id, self.request.attempt
-        logger.info("request %s: attempt %s: %s: %s", *ids, what, why)
+        logger.log(level, "request %s: attempt %s: %s: %s", *ids, what, why)
 
 
 def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _PULL_S = 2.0
 _UNFIT_PAUSE_S = 0.2
+#: After a job that this worker cannot do, and others may.
+_LEFT_PAUSE_S = 0.25
 #: Until the broker is asked for a job again after it could not be reached.
 _BROKER_PAUSE_S = 0.2
 
@@ -84,6 +86,8 @@ class PrefillJobs:
             registry=registry,
         )
         self._leaving = asyncio.Event()
+        #: Whether the queue has nothing more for this worker.
+        self._stopped = False
         self._parts = WriterParts(
             namespace=namespace,
             lease_id=lease_id,
@@ -117,20 +121,23 @@ class PrefillJobs:
             try:
                 job = await self._queue.pull(timeout_s=_PULL_S, lanes=lanes)
             except Unavailable as exc:
-                if self._leaving.is_set():
+                if self._stopped:
                     return
                 logger.debug("no job pulled: %s", exc)
                 await asyncio.sleep(_BROKER_PAUSE_S)
                 continue
             if job is not None:
                 await self._run_job(job)
-            elif self._leaving.is_set():
+            elif self._stopped:
                 return
+            elif self._leaving.is_set():
+                await asyncio.sleep(0)  # the queue answers at once, and `stop` goes on
 
     async def stop(self) -> None:
         """The worker leaves: pulls no job any more, and renews the claims of those that it has."""
         self._leaving.set()
         await self._queue.stop_pulling()
+        self._stopped = True
 
     async def _run_job(self, job: Job) -> None:
         try:
@@ -150,6 +157,9 @@ class PrefillJobs:
         if outcome == "written":
             self._written_tokens.inc(request.tokens_to_compute)
         await _ack(job)
+        if outcome == "unusable":
+            # Its engine asks again at once. Others are to get that job.
+            await asyncio.sleep(_LEFT_PAUSE_S)
 
     def _begin(self, attempt: JobAttempt) -> None:
         if not self.working:

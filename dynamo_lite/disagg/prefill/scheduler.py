@@ -8,14 +8,22 @@ the session, which run on the bridge's.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import enum
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
-from dynamo_lite.disagg.messages import PrefillStep, RankResults, WorkerReport
-from dynamo_lite.disagg.prefill.running_job import BlockIds, JobState, RunningJob
+from dynamo_lite.disagg.messages import (
+    NOT_HELD,
+    BlockWrite,
+    PrefillStep,
+    PrefixRead,
+    RankResults,
+    WorkerReport,
+)
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
@@ -23,7 +31,116 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+
+#: Returns the blocks of a request, by request id, in the order of its tokens.
+BlockIds = Callable[[str], Sequence[int]]
+
+
+class _State(enum.Enum):
+    ARRIVED = "arrived"  # before its first step
+    READING = "reading"  # its prefix is read from the decode engine
+    RUNNING = "running"
+    STOPPED = "stopped"  # its request has finished with a read in flight
+    ENDING = "ending"  # its request has finished, and its ranks may have writes in flight
+
+
+@dataclass
+class _Job:
+    """One attempt in this engine; it counts blocks of the decode engine's size."""
+
+    params: PrefillJobParams
+    request: Prompt
+    #: Tokens per block of this engine.
+    block_size: int
+    state: _State = _State.ARRIVED
+    #: Number of the first block that no write covers yet.
+    written: int = 0
+    #: Monotonic time of the job's first step.
+    scheduled: float = 0.0
+    trace: TraceContext | None = None
+    #: Prompt tokens that were in this engine's prefix cache.
+    cached_tokens: int = 0
+    #: Whether the ranks know the decode engine.
+    announced: bool = False
+    #: Whether the last write is scheduled.
+    complete: bool = False
+    #: Why not all was written; the first reason that a rank has reported.
+    failure: str | None = None
+
+    @property
+    def attempt(self) -> str:
+        return self.params.attempt
+
+    @property
+    def first(self) -> int:
+        """Number of the first block to write, in the decode engine's blocks."""
+        return self.params.num_computed_tokens // self.params.block_size
+
+    def begin(self, now: float, cached: int) -> None:
+        """Its first step. cached: tokens of its prompt in this engine's prefix cache."""
+        self.state, self.scheduled, self.cached_tokens = _State.RUNNING, now, cached
+        self.written, self.trace = self.first, traced(self.request.trace_headers)
+
+    @property
+    def outcome(self) -> str:
+        """Of a job whose writes have ended."""
+        if self.failure is not None:
+            return "abandoned" if self.failure == NOT_HELD else "failed"
+        return "written" if self.complete else "abandoned"
+
+    def preempted(self) -> None:
+        """vLLM has preempted it: it is computed and written again from its first block."""
+        self.written = self.first
+
+    def read(self, block_ids: Sequence[int], external: int) -> PrefixRead:
+        """Begins the read of the prefix's last `external` tokens into `block_ids`, its blocks."""
+        prefix = self.params.prefix_block_ids
+        start = len(prefix) - external // self.block_size
+        self.state = _State.READING
+        return PrefixRead(
+            attempt=self.attempt,
+            request_id=self.request.request_id,
+            target_engine=self.params.engine_id,
+            local_ids=list(block_ids[start : len(prefix)]),
+            remote_ids=list(prefix[start:]),
+            cell=self.params.cell,
+        )
+
+    def write(self, done_tokens: int, block_ids: BlockIds, began: float) -> BlockWrite | None:
+        """The write of the blocks that this step completes; None if it completes none.
+
+        done_tokens: tokens that are computed after this step. began: when the step began.
+        """
+        total, size = self.params.num_tokens, self.params.block_size
+        remote = self.params.block_ids
+        # The last step may compute only the token to sample from. A block is left for its write.
+        last = done_tokens >= self.request.num_prompt_tokens
+        end = -(-total // size) if last else min(done_tokens, total - 1) // size
+        if end <= self.written and not last:
+            return None
+        own = list(block_ids(self.request.request_id))
+        start, skip = divmod(self.written * size, self.block_size)
+        behind = -(-min(end * size, total) // self.block_size)
+        write = BlockWrite(
+            attempt=self.attempt,
+            request_id=self.request.request_id,
+            target_engine=self.params.engine_id,
+            local_ids=own[start:behind],
+            remote_ids=remote[self.written - self.first : end - self.first],
+            last=last,
+            num_blocks=len(remote),
+            scheduled=self.scheduled,
+            first=self.written - self.first,
+            skip_tokens=skip,
+            cached_tokens=self.cached_tokens,
+            began=began,
+            trace=self.trace,
+            cell=self.params.cell,
+        )
+        self.written, self.complete = end, last
+        return write
 
 
 class PrefillScheduler:
@@ -52,7 +169,7 @@ class PrefillScheduler:
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: By request id, until nothing of the job is in flight in the ranks.
-        self._jobs: dict[str, RunningJob] = {}
+        self._jobs: dict[str, _Job] = {}
         self._step = PrefillStep()
         self._stepped_at = self._now()
 
@@ -64,7 +181,7 @@ class PrefillScheduler:
         Raises ProtocolError if the job's parameters are malformed.
         """
         job = self._job(request)
-        if job is None or job.state is not JobState.ARRIVED:
+        if job is None or job.state is not _State.ARRIVED:
             return 0, False
         # Prefix blocks are only offered if both engines' blocks have the same size.
         held = len(job.params.prefix_block_ids) * self._block_size
@@ -86,7 +203,7 @@ class PrefillScheduler:
         in this engine's prefix cache.
         """
         job = self._job(request)
-        if job is None or job.state is not JobState.ARRIVED:
+        if job is None or job.state is not _State.ARRIVED:
             return
         self._forget(job)
         now = self._now()
@@ -121,16 +238,16 @@ class PrefillScheduler:
         request_id, job = request.request_id, self._job(request)
         if job is None:
             return False
-        if job.state is JobState.ARRIVED:  # stopped before its first step
+        if job.state is _State.ARRIVED:  # stopped before its first step
             self._forget(job)
-        if job.state is JobState.READING:
+        if job.state is _State.READING:
             # vLLM keeps its blocks until the read has ended; the attempt's end is reported then.
-            job.state = JobState.STOPPED
+            job.state = _State.STOPPED
             return False
         if not job.announced:
             self._end(request_id, "abandoned")
             return False
-        job.state = JobState.ENDING
+        job.state = _State.ENDING
         self._step.ended.append((request_id, job.complete))
         return True
 
@@ -154,32 +271,32 @@ class PrefillScheduler:
         job = self._jobs.get(request_id)
         if job is None:
             return
-        if job.state is JobState.STOPPED:
+        if job.state is _State.STOPPED:
             self._end(request_id, "abandoned")
-        elif job.state is JobState.READING:
-            job.state = JobState.RUNNING
+        elif job.state is _State.READING:
+            job.state = _State.RUNNING
             if job.trace is not None:
                 note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
 
     @property
     def busy(self) -> bool:
         """Whether the engine must make steps, even with nothing to compute."""
-        over = (JobState.ENDING, JobState.STOPPED)
+        over = (_State.ENDING, _State.STOPPED)
         return any(job.state in over for job in self._jobs.values())
 
-    def _job(self, request: Prompt) -> RunningJob | None:
+    def _job(self, request: Prompt) -> _Job | None:
         """The job of this request, whose parameters are unpacked once; None for other requests."""
         job = self._jobs.get(request.request_id)
         if job is None and (params := unpack(request, PrefillJobParams)) is not None:
-            job = self._jobs[request.request_id] = RunningJob(params, request, self._block_size)
+            job = self._jobs[request.request_id] = _Job(params, request, self._block_size)
         return job
 
-    def _forget(self, job: RunningJob) -> None:
+    def _forget(self, job: _Job) -> None:
         """The job begins, or is stopped before: no other job names the engines to be forgotten."""
         self._step.forget += job.params.forget
         self._introduced.difference_update(job.params.forget)
 
-    def _announce(self, step: PrefillStep, job: RunningJob) -> None:
+    def _announce(self, step: PrefillStep, job: _Job) -> None:
         """Before the ranks' first read or write of the job: sends them its engine if needed."""
         if job.announced:
             return
