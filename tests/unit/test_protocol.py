@@ -569,7 +569,7 @@ OUT_OF_RANGE = [
     (prefill.decode_job, JOB, "block_ids", [[-1], [1 << 31]]),
     (prefill.decode_job, JOB, "deadline", ["soon"]),
     (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": 1}]),
-    (prefill.decode_claim, CLAIM, "claim", [-1, 1 << 63, None, "1"]),
+    (prefill.decode_claim, CLAIM, "claim", [-1, 0, 1 << 63, None, "1"]),
     (prefill.decode_claim, CLAIM, "held_s", [-1.0]),
     (prefill.decode_claim_reply, prefill.Held(for_s=1.0), "for_s", [0.0, 61.0]),
     (prefill.decode_done, prefill.Done(attempt="a", outcome="written"), "outcome", ["perhaps"]),
