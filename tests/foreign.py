@@ -14,16 +14,13 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.health import Heartbeat
+from dynamo_lite.protocol.health import Heartbeat, Leave
 from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.protocol.prefill import (
-    CancelAttempt,
     Claim,
+    Done,
     FirstToken,
-    Leave,
     RemotePrefillRequest,
-    WriterDone,
-    WriterStays,
 )
 from dynamo_lite.protocol.routing import PickRequest
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -78,10 +75,9 @@ def forged() -> list[bytes]:
     attempt = "a1"
     return [
         b"",
-        encode_sealed(Claim(attempt=attempt, writer_lease_id=1)),
-        encode_sealed(CancelAttempt(attempt=attempt, engine_id="e1")),
-        encode_sealed(WriterDone(attempt=attempt, writer_lease_id=1, outcome="died")),
-        encode_sealed(WriterStays(attempt=attempt, writer_lease_id=1, for_s=9.0)),
+        encode_sealed(Claim(attempt=attempt, claim=1, writer_lease_id=1)),
+        encode_sealed(Done(attempt=attempt, writer_lease_id=1, outcome="failed")),
+        encode_sealed(Done(attempt=attempt, claim=1, writer_lease_id=1, outcome="died")),
         encode_sealed(FirstToken(attempt=attempt, request_id="r1", token_id=1)),
         encode_sealed(Leave(lease_id=1)),
         encode_sealed(

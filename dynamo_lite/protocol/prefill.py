@@ -88,7 +88,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: AttemptId
     #: Random; the same in all messages of one writer about one attempt. Only the writer knows it.
-    claim: ClaimId
+    claim: Positive
     writer_lease_id: LeaseId
     #: Seconds since the worker pulled the job.
     held_s: Seconds = 0.0

@@ -20,21 +20,15 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
-from dynamo_lite.protocol.health import decode_heartbeat
+from dynamo_lite.protocol.health import Leave, decode_heartbeat, decode_leave
 from dynamo_lite.protocol.prefill import (
-    CancelAttempt,
     Claim,
-    Committed,
-    Leave,
-    WriterDone,
-    WriterStays,
-    decode_cancel_attempt,
+    Done,
+    Written,
     decode_claim,
+    decode_done,
     decode_job,
-    decode_leave,
-    decode_notice,
-    decode_writer_done,
-    decode_writer_stays,
+    decode_written,
 )
 from dynamo_lite.protocol.queue import decode_queue_reading
 from tests.builders import prefill_job
@@ -49,18 +43,16 @@ from tests.twins.queue import MemoryQueue
 FUZZ = settings(deadline=None, derandomize=True)
 
 
-def _done(attempt: str, outcome: Any, lease_id: int) -> WriterDone:
-    return WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=lease_id)
+def _done(attempt: str, outcome: Any, claim: int) -> Done:
+    return Done(attempt=attempt, claim=claim, outcome=outcome, writer_lease_id=2)
 
 
 #: Messages as another graph might send them: well-formed and sealed, but about nothing here.
 FOREIGN: tuple[tuple[str, Any], ...] = (
-    ("claim", Claim(attempt="foreign", writer_lease_id=2)),
-    ("writer_done", _done("foreign", "failed", 2)),
-    ("writer_stays", WriterStays(attempt="foreign", writer_lease_id=2, for_s=60.0)),
-    ("cancel", CancelAttempt(attempt="foreign", engine_id="e1")),
+    ("claim", Claim(attempt="foreign", claim=3, writer_lease_id=2)),
+    ("done", _done("foreign", "failed", 3)),
     ("leave", Leave(lease_id=2)),
-    ("notice", Committed(attempt="foreign", rank=0, num_blocks=3)),
+    ("notice", Written(attempt="foreign", claim=3, rank=0, num_blocks=3, last=True)),
     (
         "job",
         prefill_job("foreign", prompt_token_ids=[1, 2, 3], num_computed_tokens=0, block_ids=[0, 1]),
@@ -70,15 +62,13 @@ FOREIGN: tuple[tuple[str, Any], ...] = (
 
 DECODERS: dict[str, Decoder[Any]] = {
     "claim": decode_claim,
-    "writer_done": decode_writer_done,
-    "writer_stays": decode_writer_stays,
+    "done": decode_done,
     "leave": decode_leave,
     "explain": decode_explain,
-    "cancel": decode_cancel_attempt,
     "beat": decode_heartbeat,
     "queue_reading": decode_queue_reading,
     "job": decode_job,
-    "notice": decode_notice,
+    "notice": decode_written,
 }
 
 
@@ -100,13 +90,10 @@ class Attack:
         engine = "t", metadata.engine_id
         self.subjects = {
             "claim": names.claim_subject(*engine),
-            "writer_done": names.writer_done_subject(*engine),
-            "writer_stays": names.writer_stays_subject(*engine),
+            "done": names.done_subject(*engine),
             "leave": names.leave_subject(*engine),
             "describe": names.describe_subject(*engine),
             "explain": names.explain_subject(*engine),
-            "alive": names.alive_subject("t", 2),
-            "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
             "queue_reading": names.depth_subject("t"),
         }
@@ -195,11 +182,15 @@ class Attack:
         attempt = self._attempt()
         where, word = self.rng.choice(
             (
-                ("claim", Claim(attempt=attempt, writer_lease_id=99)),
-                ("writer_done", _done(attempt, "written", 99)),
-                ("writer_done", _done(attempt, "abandoned", 0)),
-                ("writer_stays", WriterStays(attempt=attempt, writer_lease_id=99, for_s=0.001)),
-                ("cancel", CancelAttempt(attempt=attempt, engine_id="e9")),
+                ("claim", Claim(attempt=attempt, claim=99, writer_lease_id=99)),
+                # From a writer that is registered: the claim of its own differs.
+                ("claim", Claim(attempt=attempt, claim=99, writer_lease_id=2)),
+                ("done", _done(attempt, "written", 99)),
+                ("done", _done(attempt, "abandoned", 99)),
+                ("done", _done(attempt, "died", 99)),
+                ("done", _done(attempt, "abandoned", 0)),
+                ("notice", Written(attempt=attempt, claim=99, rank=0, num_blocks=1, last=True)),
+                ("notice", Written(attempt=attempt, claim=0, rank=0, num_blocks=1)),
                 ("leave", Leave(lease_id=2)),
             )
         )

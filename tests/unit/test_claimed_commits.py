@@ -48,6 +48,17 @@ def test_a_commit_counts_under_the_claim_of_its_attempt_only(ranked: Ranked):
     assert ranked.counted(UNCLAIMED) == 3
 
 
+@pytest.mark.parametrize("claims", [{}, {"a1": 0}])
+def test_without_a_claim_nothing_counts(ranked: Ranked, claims: dict[str, int]):
+    """0 stands for no claim, also if the step or a writer names it."""
+    ranked.step(expect={"a1": "r1"}, blocks={"a1": (1, 2)}, claims=claims)
+    landed = commit(0, num_blocks=1, last=False)
+    assert ranked.step(landed, commit(0, num_blocks=2)) == NOTHING
+    assert ranked.step(give_up=[("a1", "r1")]) == (set(), {"r1"})
+    report = ranked.rank.report()
+    assert report is not None and report.landed == {"r1": 0}
+
+
 def test_a_commit_that_comes_before_its_claim_is_known_counts(ranked: Ranked):
     assert ranked.step(commit(5)) == NOTHING
     assert ranked.step(commit(5), expect={"a1": "r1"}) == NOTHING

@@ -332,6 +332,18 @@ async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
     assert await decode.claim(attempt) == HELD
 
 
+async def test_ranks_are_told_of_a_claim_once(decode: Decode):
+    decode.writers.members = (WRITER, 0xB)
+    attempt = await decode.ask("r1")
+    for _ in range(2):
+        assert await decode.claim(attempt) == HELD
+    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), Refused)
+    assert decode.half.build_step().claims == {attempt: CLAIM}
+    assert await decode.claim(attempt) == HELD
+    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), Refused)
+    assert decode.half.build_step().claims == {}
+
+
 async def test_the_word_of_another_claim_is_dropped(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     with pytest.raises(ProtocolError, match="is held under another claim"):

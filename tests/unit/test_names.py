@@ -44,8 +44,7 @@ def test_every_other_name():
     assert names.prefill_stream("dynamo") == "dynamo_prefill_queue"
     assert names.prefill_jobs_subject("dynamo") == "dynamo_prefill_queue.jobs"
     assert names.claim_subject("dynamo", "e1") == "dynamo_engine.e1.claim"
-    assert names.writer_done_subject("dynamo", "e1") == "dynamo_engine.e1.writer_done"
-    assert names.writer_stays_subject("dynamo", "e1") == "dynamo_engine.e1.writer_stays"
+    assert names.done_subject("dynamo", "e1") == "dynamo_engine.e1.done"
     assert names.describe_subject("dynamo", "e1") == "dynamo_engine.e1.describe"
     assert names.explain_subject("dynamo", "e1") == "dynamo_engine.e1.explain"
     assert names.forward_explain_subject("dynamo", 0x1F) == "dynamo_forward.1f.explain"
@@ -56,8 +55,6 @@ def test_every_other_name():
     assert names.planner_operation_key("dynamo", 12) == "dynamo/planner/ops/12"
     assert names.leave_subject("dynamo", "e1") == "dynamo_engine.e1.leave"
     assert names.health_subject("dynamo", "VllmWorker") == "dynamo_health.VllmWorker"
-    assert names.alive_subject("dynamo", LEASE) == "dynamo_prefill.694d967da694ea1a.alive"
-    assert names.cancel_subject("dynamo", LEASE) == "dynamo_prefill.694d967da694ea1a.cancel"
 
 
 def test_subjects_differ_by_namespace_component_endpoint_and_lease():

@@ -17,7 +17,6 @@ _ARGUMENTS = {
     "namespace": NAMESPACE,
     "engine_id": "e1",
     "lease_id": 0x1A,
-    "writer_lease_id": 0x1A,
     "router_lease_id": 0x1A,
     "prefill_lease_id": 0x1A,
     "operation": 7,
@@ -99,9 +98,9 @@ STREAM = names.prefill_stream(NAMESPACE)
     ("subject", "senders"),
     [
         (names.prefill_jobs_subject(NAMESPACE), ["VllmWorker"]),
-        (names.cancel_subject(NAMESPACE, 0x1A), ["VllmWorker"]),
         (names.kv_subject(NAMESPACE, "VllmWorker"), ["VllmWorker"]),
         (names.claim_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
+        (names.done_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
         (names.first_token_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
         (f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.any", ["PrefillWorker"]),
         (names.endpoint_subject(NAMESPACE, "Router", "pick", 0x1A), ["Frontend"]),

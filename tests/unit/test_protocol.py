@@ -18,7 +18,6 @@ from dynamo_lite.protocol import (
     decisions,
     forwarding,
     generate,
-    grant,
     health,
     kv,
     prefill,
@@ -99,7 +98,7 @@ FULL_REQUEST = generate.GenerateRequest(
     timeout_s=0.5,
     moved=True,
     session="t",
-    wire_version=8,
+    wire_version=9,
 )
 DELTAS = generate.Deltas(
     deltas=[
@@ -154,9 +153,9 @@ FULL_JOB = prefill.RemotePrefillRequest(
         last_token_id=9,
         cached_tokens=32,
     ),
-    wire_version=8,
+    wire_version=9,
 )
-STATUS = prefill.EngineStatus(
+STATUS = health.EngineStatus(
     metadata=ENGINE,
     free_blocks=60,
     total_blocks=64,
@@ -296,30 +295,14 @@ MESSAGES = [
     (JOB, prefill.decode_job),
     (FULL_JOB, prefill.decode_job),
     (
-        prefill.Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),
+        prefill.Claim(attempt="a1", claim=(1 << 63) - 1, writer_lease_id=LEASE, held_s=0.5),
         prefill.decode_claim,
     ),
+    (prefill.Held(for_s=3.0), prefill.decode_claim_reply),
+    (prefill.Refused(reason="withdrawn"), prefill.decode_claim_reply),
     (
-        prefill.Granted(
-            grant=grant.Grant(
-                id=7,
-                engine_id="e1",
-                attempt="a1",
-                writer_lease_id=31,
-                claim=3,
-                blocks=b"01",
-                for_s=0.5,
-                seal=b"23",
-            )
-        ),
-        prefill.decode_claim_reply,
-    ),
-    (prefill.ClaimRefused(reason="withdrawn"), prefill.decode_claim_reply),
-    (
-        prefill.WriterDone(
-            attempt="a1", outcome="failed", detail="why", writer_lease_id=31, number=3
-        ),
-        prefill.decode_writer_done,
+        prefill.Done(attempt="a1", claim=3, outcome="failed", detail="why", writer_lease_id=31),
+        prefill.decode_done,
     ),
     (
         prefill.FirstToken(
@@ -327,39 +310,33 @@ MESSAGES = [
         ),
         prefill.decode_first_token,
     ),
+    (health.Leave(lease_id=31), health.decode_leave),
     (
-        prefill.WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=7),
-        prefill.decode_writer_stays,
-    ),
-    (prefill.StayAccepted(), prefill.decode_stay_reply),
-    (prefill.StayRefused(reason="not claimed"), prefill.decode_stay_reply),
-    (prefill.CancelAttempt(attempt="a1", engine_id="e1"), prefill.decode_cancel_attempt),
-    (prefill.Leave(lease_id=31), prefill.decode_leave),
-    (
-        prefill.Committed(
+        prefill.Written(
             attempt="a1",
+            claim=7,
             rank=1,
             num_blocks=63,
             cached_tokens=32,
             writers=2,
             parts=[prefill.Part(0, 4, 64, 128)],
-            grant=7,
+            last=True,
         ),
-        prefill.decode_notice,
+        prefill.decode_written,
     ),
     (
-        prefill.Landed(
+        prefill.Written(
             attempt="a1",
+            claim=7,
             rank=1,
             first=16,
             num_blocks=8,
             writers=2,
             parts=[prefill.Part(0, 4, 64, 128)],
-            grant=7,
         ),
-        prefill.decode_notice,
+        prefill.decode_written,
     ),
-    (STATUS, prefill.decode_engine_status),
+    (STATUS, health.decode_engine_status),
 ]
 
 RECORDS_SENT = [
@@ -414,7 +391,7 @@ GOLDEN = [
 ]
 RECORDS = list(zip(RECORDS_SENT, _BYTES[len(MESSAGES) :], strict=True))
 
-MODULES = (decisions, forwarding, grant, generate, health, kv, prefill, queue, routing)
+MODULES = (decisions, forwarding, generate, health, kv, prefill, queue, routing)
 DECODERS = sorted(
     {
         name
@@ -447,7 +424,7 @@ def test_messages_are_these_bytes_and_come_back(message, decode, golden):
 
 def test_a_seal_is_these_bytes():
     seal = bytes.fromhex("dead292ee10d7215")
-    assert encode_sealed(prefill.Leave(lease_id=31)) == seal + b"\x81\xa8lease_id\x1f"
+    assert encode_sealed(health.Leave(lease_id=31)) == seal + b"\x81\xa8lease_id\x1f"
 
 
 SEALED = [(message, decode) for message, decode, _ in GOLDEN if isinstance(decode, SealedDecoder)]
@@ -515,7 +492,7 @@ MSGPACK = st.recursive(
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(
         st.sampled_from(["type", "attempt", "request_id", "deltas", "reason", "wire_version"]),
-        inner | st.sampled_from(["Hello", "Accepted", "Granted", "Deltas"]),
+        inner | st.sampled_from(["Hello", "Accepted", "Held", "Deltas"]),
         max_size=5,
     ),
     max_leaves=12,
@@ -570,7 +547,8 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
 HELLO = generate.Hello(client_id="c")
 SUBMIT = generate.Submit(request_id="r", request=b"")
 FIRST_TOKEN = prefill.FirstToken(request_id="r", attempt="a", token_id=1)
-COMMITTED = prefill.Committed(attempt="a", rank=0, num_blocks=1)
+CLAIM = prefill.Claim(attempt="a", claim=1, writer_lease_id=1)
+WRITTEN = prefill.Written(attempt="a", claim=1, rank=0, num_blocks=1)
 #: Values that a field of a message may not have.
 OUT_OF_RANGE = [
     (generate.decode_generate_request, REQUEST, "request_id", ["", "r" * 257]),
@@ -591,23 +569,16 @@ OUT_OF_RANGE = [
     (prefill.decode_job, JOB, "block_ids", [[-1], [1 << 31]]),
     (prefill.decode_job, JOB, "deadline", ["soon"]),
     (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": 1}]),
-    (
-        prefill.decode_writer_done,
-        prefill.WriterDone(attempt="a", outcome="written"),
-        "outcome",
-        ["perhaps"],
-    ),
+    (prefill.decode_claim, CLAIM, "claim", [-1, 0, 1 << 63, None, "1"]),
+    (prefill.decode_claim, CLAIM, "held_s", [-1.0]),
+    (prefill.decode_claim_reply, prefill.Held(for_s=1.0), "for_s", [0.0, 61.0]),
+    (prefill.decode_done, prefill.Done(attempt="a", outcome="written"), "outcome", ["perhaps"]),
     (prefill.decode_first_token, FIRST_TOKEN, "token_id", [-1]),
     (prefill.decode_first_token, FIRST_TOKEN, "cached_tokens", [1 << 31]),
-    (
-        prefill.decode_writer_stays,
-        prefill.WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
-        "for_s",
-        [0.0, 61.0],
-    ),
-    (prefill.decode_notice, COMMITTED, "rank", [-1]),
-    (prefill.decode_notice, COMMITTED, "writers", [0]),
-    (prefill.decode_notice, COMMITTED, "parts", [[[0, 0, 0, 64]]]),
+    (prefill.decode_written, WRITTEN, "claim", [-1, None]),
+    (prefill.decode_written, WRITTEN, "rank", [-1]),
+    (prefill.decode_written, WRITTEN, "writers", [0]),
+    (prefill.decode_written, WRITTEN, "parts", [[[0, 0, 0, 64]]]),
 ]
 
 

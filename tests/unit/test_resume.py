@@ -11,7 +11,7 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Part, RemotePrefillRequest, Written
 from tests.builders import CLAIM, ManualClock
 from tests.twins.mover import MemoryFabric
-from tests.unit.decode_engine import BLOCK, TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_engine import BLOCK, HELD, TIMEOUT_S, WRITER, prompt
 from tests.unit.decode_engine import Decode as Engine
 from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 
@@ -188,8 +188,10 @@ async def test_the_rest_of_a_lost_prefill_is_asked_of_another_writer(engine: Cac
     held = {block.block_id for block in engine.half.prefills.held()[first]}
     assert not held & set(job.block_ids), "its zombie may still write there"
     assert engine.counted("resume/writer_lost") == 1
-    await engine.claim(job.attempt, OTHER)
+    assert await engine.claim(job.attempt, OTHER) == HELD
+    await engine.step()
     engine.output("r1")
+    await engine.done(job.attempt, writer=OTHER)
     engine.finish("r1")
     await engine.done(first, "abandoned")
     await engine.step()
@@ -224,7 +226,6 @@ async def test_nobody_asks_more_often_than_allowed(engine: Caching):
     await engine.lose(landed=2)
     job = await engine.again(41)
     assert job is not None
-    await engine.network()
     await engine.claim(job.attempt, OTHER)
     await engine.falls_silent(OTHER)
     engine.half.build_step()

@@ -9,7 +9,7 @@ import pytest
 from dynamo_lite.disagg.decode.single_flight import min_shared_tokens, pays
 from dynamo_lite.protocol.options import DisaggOptions
 from tests.builders import ManualClock
-from tests.unit.decode_engine import BLOCK, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
+from tests.unit.decode_engine import BLOCK, HELD, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -151,7 +151,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     assert decode.admit(second) == 39
     assert asks(decode, third) == WAITS
     assert decode.counted("single_flight/miss") == 2
-    attempt = decode.half.prefills.by_request["r2"].attempt
+    attempt = decode.attempt_of("r2")
     await decode.step()
     await decode.claim(attempt)
     await decode.done(attempt, "failed")
@@ -164,8 +164,10 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
 
 
 async def test_nobody_waits_longer_than_the_leader(decode: Decode):
-    await leads(decode, sibling("r1"))
-    decode.clock.now += TIMEOUT_S - 1
+    attempt = await leads(decode, sibling("r1"))
+    for _ in range(int(TIMEOUT_S) - 1):
+        decode.pass_s(1.0)
+        assert await decode.claim(attempt) == HELD
     decode.sees()
     follower = sibling("r2")
     assert asks(decode, follower) == WAITS

@@ -66,16 +66,13 @@ async def test_the_limit_may_change_and_holds_for_what_is_asked_after_it(
     assert decode.half.build_step().give_up == [(after, "r2")]
 
 
-async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(
-    decode: Decode, clock: ManualClock
-):
+async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(decode: Decode):
     attempt = await decode.ask("r1", 100)
     job = await decode.queue.pull(timeout_s=0)
     assert job is not None
     decode.pass_s(LONG_S)
     assert decode.half.build_step().give_up == [(attempt, "r1")]
-    refused = await decode.claim(attempt)
-    assert isinstance(refused, Refused)
+    assert isinstance(await decode.claim(attempt), Refused)
     await decode.network()
     await job.ack()
     assert (await depth(decode)).total == 0
@@ -83,11 +80,11 @@ async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(
     decode.finish_last("r1")
 
 
-async def test_a_job_that_cannot_be_deleted_is_refused(decode: Decode):
+async def test_a_job_that_cannot_be_deleted_is_refused_when_it_is_delivered(decode: Decode):
     """The broker is out of reach, and the queue keeps the job."""
     attempt = await decode.ask("r1", 100)
-    decode.broker.set_connected(False)
     decode.pass_s(LONG_S)
+    decode.broker.set_connected(False)
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     await decode.network()
     decode.output(failed=["r1"])
@@ -96,35 +93,44 @@ async def test_a_job_that_cannot_be_deleted_is_refused(decode: Decode):
     job = await decode.queue.pull(timeout_s=0)
     assert job is not None and isinstance(await decode.claim(attempt), Refused)
     await job.ack()
+    assert (await depth(decode)).total == 0
     decode.finish_last("r1")
 
 
-async def test_a_job_whose_push_is_confirmed_late_is_deleted(decode: Decode, clock: ManualClock):
+async def test_a_job_whose_push_is_confirmed_late_is_deleted(decode: Decode):
     assert decode.admit(prompt("r1", 100)) > 0
     decode.half.build_step()
-    await decode.bridge.submitted.pop(0)
+    await decode.bridge.submitted.pop(0)  # the push begins
     decode.pass_s(LONG_S)
     [(attempt, _)] = decode.half.build_step().give_up
+    assert (await depth(decode)).total == 0
     await decode.network()
     assert (await depth(decode)).total == 0
+    assert decode.broker.stream("s", decode.queue_config).last_sequence == 1, "it was pushed"
     decode.output(failed=["r1"])
     assert decode.counted("remote/taken_back") == 1 and decode.counted("remote/refused") == 0
     assert isinstance(await decode.claim(attempt), Refused)
     decode.finish_last("r1")
 
 
-@pytest.mark.parametrize("cancelled", ["before its time", "before the ranks know", "later"])
+@pytest.mark.parametrize(
+    "cancelled", ["before its time", "before the engine knows", "before the ranks know", "later"]
+)
 async def test_a_request_may_end_at_any_time(decode: Decode, clock: ManualClock, cancelled: str):
     """Cancelled by its client, or moved to another worker."""
     attempt = await decode.ask("r1", 100)
     if cancelled == "before its time":
+        clock.now += LONG_S
         decode.finish("r1")
-    else:
-        decode.pass_s(LONG_S)
-    if cancelled == "before its time":
         assert (await decode.step()).give_up == [(attempt, "r1")]
         assert decode.counted("remote/cancelled") == 1
+    elif cancelled == "before the engine knows":
+        decode.pass_s(LONG_S)
+        decode.finish("r1")
+        assert decode.half.build_step().give_up == [(attempt, "r1")]
+        assert decode.counted("remote/taken_back") == 1
     else:
+        decode.pass_s(LONG_S)
         assert decode.half.build_step().give_up == [(attempt, "r1")]
         if cancelled == "before the ranks know":
             decode.finish("r1")
@@ -142,9 +148,7 @@ async def test_a_request_may_end_at_any_time(decode: Decode, clock: ManualClock,
     decode.assert_clean()
 
 
-async def test_followers_of_a_leader_that_was_taken_back_are_served(
-    decode: Decode, clock: ManualClock
-):
+async def test_followers_of_a_leader_that_was_taken_back_are_served(decode: Decode):
     assert decode.admit(sibling("r1", 100)) > 0
     decode.half.build_step()
     await decode.network()
