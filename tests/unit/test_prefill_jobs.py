@@ -12,12 +12,12 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import IncompatiblePeer, Refused
 from dynamo_lite.protocol.prefill import (
     Claim,
+    ClaimRefused,
     FirstToken,
     FirstTokenSampling,
     FirstTokenWanted,
     decode_first_token,
 )
-from dynamo_lite.protocol.prefill import Refused as ClaimRefused
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job, process_spec
 from tests.unit.prefill_rig import LEASE, POOL, NotedJob, Rig, ScriptedLinks, working
@@ -245,7 +245,8 @@ async def test_blocks_that_do_not_fit_are_never_claimed(wrong):
 
 
 @pytest.mark.parametrize(
-    "refusal", [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")]
+    "refusal",
+    [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")],
 )
 async def test_an_engine_that_refuses_hands_the_job_back_as_failed(refusal):
     async with working() as rig:
