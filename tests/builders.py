@@ -69,7 +69,7 @@ def endpoint_record(
     namespace: str = NAMESPACE,
     subject: str = "",
     stream: str | None = None,
-    certificate: str | None = None,
+    tls: bool = False,
     **fields: Any,
 ) -> EndpointRecord:
     """A registered component. subject: where it takes requests; the usual one if it is empty."""
@@ -79,9 +79,7 @@ def endpoint_record(
         endpoint=endpoint,
         namespace=namespace,
         lease_id=lease_id,
-        transport=EndpointTransport(
-            nats_tcp=subject or usual, stream=stream, certificate=certificate
-        ),
+        transport=EndpointTransport(nats_tcp=subject or usual, stream=stream, tls=tls),
         **fields,
     )
 

@@ -11,13 +11,13 @@ from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.serve.certificate_folder import make_certificates, make_server_certificates
 
 NAMESPACE = "n"
-#: Hosts of the servers' certificates.
+#: Hosts of the certificates.
 HOSTS = ("localhost", "127.0.0.1")
 
 
 def graph_folder(folder: Path, namespace: str = NAMESPACE) -> Path:
     """With a certificate of each component, and of servers of NATS and etcd."""
-    make_certificates(folder, namespace, all_permissions(namespace))
+    make_certificates(folder, namespace, all_permissions(namespace), HOSTS)
     make_server_certificates(folder, namespace, ("nats-server", "etcd-server"), HOSTS)
     return folder
 

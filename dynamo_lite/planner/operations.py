@@ -20,6 +20,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError, Refused, UnknownWorker
 from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.backoff import Backoff
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 
@@ -31,7 +32,7 @@ _RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 class Operations:
     """may_act: how long an act may take, in seconds; raises Unavailable unless this process leads.
     Called before each act. members: the main record of each live process. least: the minimum of a
-    component's workers."""
+    component's workers. certificates: of this process."""
 
     def __init__(
         self,
@@ -44,12 +45,13 @@ class Operations:
         clock: Clock,
         members: Callable[[], Iterable[EndpointRecord]],
         least: Callable[[str], int] = lambda component: 0,
+        certificates: Certificates | None = None,
     ):
         self._under_way = under_way
         self._members, self._least = members, least
         self._store, self._namespace = store, namespace
         self._connector, self._target, self._may_act = connector, target, may_act
-        self._clock = clock
+        self._clock, self._certificates = clock, certificates
 
     # Begin
 
@@ -227,7 +229,9 @@ class Operations:
         record = one.record
         if one.departure is None:
             worker = worker_of(record, self._namespace)
-            one.departure = Departure(worker, self._clock.monotonic)
+            one.departure = Departure(
+                worker, self._clock.monotonic, certificates=self._certificates
+            )
         verdict = await one.departure.look(self._members())
         late = self._clock.monotonic() - one.began > record.within_s
         if not isinstance(verdict, Safe) and not late:

@@ -170,6 +170,7 @@ class Planner:
             host.clock,
             lambda: self._observation.members.values(),
             self._least,
+            host.certificates,
         )
         host.spawn(self._run(connector), "planner")
         await host.register("plan")
@@ -349,7 +350,8 @@ class Planner:
         hosts = {m.host for m in members.values() if m.component == component}
         fit = self._connected.removable(component, hosts)
         spared = self._under_way.foreign | self._under_way.victims(members)
-        workers = (await drains.look(members.values())).workers(component)
+        seen = await drains.look(members.values(), self._host.certificates)
+        workers = seen.workers(component)
         among = {w.record.lease_id for w in workers if w.record.host in fit} - spared
         found = victim([worker.candidate for worker in workers], among=among)
         if isinstance(found, NoVictim):

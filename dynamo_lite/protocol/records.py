@@ -34,8 +34,8 @@ class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     #: HOST:PORT of the TCP server for its token deltas, or of its HTTP server; absent for endpoints
     #: that answer with one reply.
     stream: str | None = None
-    #: SHA-256 of the certificate of that TCP server, hexadecimal; absent if it does not use TLS.
-    certificate: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    #: Whether that TCP server uses TLS.
+    tls: bool = False
 
 
 class StockEngine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -39,9 +39,9 @@ def identity(namespace: str, component: str) -> str:
 
 def with_files(url: str, folder: Path | None, component: str) -> str:
     """The URL of NATS or etcd with the component's files where it means TLS and names no others."""
-    if folder is None or not url.strip().startswith(("tls://", "https://")):
-        return url
     base, _, query = url.partition("?")
+    if folder is None or not ("tls://" in base or "https://" in base):
+        return url
     given = [pair for pair in query.split("&") if pair]
     names = {pair.partition("=")[0] for pair in given}
     files, own = files_of(folder, component), {"cert", "key"} & names

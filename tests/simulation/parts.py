@@ -350,7 +350,7 @@ class _Answers(asyncio.Protocol):
 
 def surroundings(world: "World", process: SimProcess) -> ProcessEnvironment:
     def status(
-        _: ProcessSpec, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
+        _: Any, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
     ) -> AbstractAsyncContextManager[Status]:
         return SimStatus(process.host, health, registry)
 

@@ -20,6 +20,7 @@ from prometheus_client import (
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -74,17 +75,17 @@ class ProcessEnvironment:
         )
     )
     open_status: Callable[
-        [ProcessSpec, Health, Probes, CollectorRegistry, OnDrop],
+        ["Host", Health, Probes, CollectorRegistry, OnDrop],
         AbstractAsyncContextManager[Status],
-    ] = lambda spec, health, probes, registry, on_drop: StatusServer(
+    ] = lambda host, health, probes, registry, on_drop: StatusServer(
         health,
         registry,
-        spec.bind_host,
-        spec.status_port,
+        host.spec.bind_host,
+        host.spec.status_port,
         on_drop=on_drop,
         probes=probes,
         vllm_registry=REGISTRY,
-        tls=spec.status_tls,
+        certificates=host.own_certificates,
     )
     clock: Clock = SYSTEM_CLOCK
 
@@ -160,17 +161,25 @@ class _Process:
             drops=drops,
             tracer=tracer,
             secret=None if secret_file is None else GraphSecret(Path(secret_file)),
+            certificates=self._certificates(),
         )
         self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
         if self._spec.nats_url:
             stack.enter_context(_count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
-            environment.open_status(self._spec, self._health, probes, registry, drops)
+            environment.open_status(self.host, self._health, probes, registry, drops)
         )
         self.host.status_url = status.url
         # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
         await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
+
+    def _certificates(self) -> Certificates | None:
+        """Raises ConfigError."""
+        spec = self._spec
+        if spec.certificates is None:
+            return None
+        return Certificates(Path(spec.certificates), spec.namespace, spec.component)
 
     async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
         spec = self._spec
