@@ -67,6 +67,14 @@ SecretFile = Annotated[
         " all hosts. Default: that of the graph that runs on --state-dir."
     ),
 ]
+CertificatesDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificates",
+        help="The graph's certificates: a folder with ca.pem, Operator.pem and Operator-key.pem."
+        " Default: that of the graph that runs on --state-dir.",
+    ),
+]
 Targets = Annotated[
     list[str], typer.Argument(metavar="COMPONENT=N...", help="For example VllmWorker=3.")
 ]

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.protocol.permissions import OPERATOR
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
+from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.overview.compose import state_of
 from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.run_state import read_run
-from dynamo_lite.serve.secret_file import running_secret
+from dynamo_lite.serve.run_state import read_run, running_certificates
 
 _MEMBER_COLUMNS = (
     *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
@@ -41,10 +42,25 @@ class Place:
 
     etcd_url: str
     namespace: str
+    #: The folder with the operator's certificate; None: without one.
+    folder: Path | None = None
+
+    def certificates(self) -> Certificates | None:
+        """Those of who uses the commands. Raises ConfigError."""
+        if self.folder is None:
+            return None
+        return Certificates(self.folder, self.namespace, OPERATOR)
 
 
-def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> Place:
-    """Takes the flags, or else what the running graph of `state_dir` uses.
+def find_place(
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    folder: Path | None = None,
+    component: str = OPERATOR,
+) -> Place:
+    """Takes the flags, or else what the running graph of `state_dir` uses. folder: of certificates.
+    component: whose certificate the URL gets.
 
     Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
     """
@@ -54,7 +70,19 @@ def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> 
         raise StartupError(f"no graph runs on {state_dir}; name a server with --etcd-url")
     if namespace is None:
         namespace = running.namespace if running else "dynamo"
-    return Place(etcd_url=url, namespace=checked_namespace(namespace))
+    folder = folder or running_certificates(running, checked_namespace(namespace))
+    return Place(etcd_url=with_files(url, folder, component), namespace=namespace, folder=folder)
+
+
+def find_nats(state_dir: Path, nats_url: str | None, folder: Path | None) -> str:
+    """As `find_place`, of NATS."""
+    running = read_run(state_dir)
+    url = nats_url or (running.nats if running else None)
+    if url is None:
+        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
+    if folder is None and running is not None:
+        folder = running_certificates(running, running.namespace)
+    return with_files(url, folder, OPERATOR)
 
 
 def checked_namespace(namespace: str) -> str:
@@ -74,12 +102,7 @@ class Broker:
 
 
 def find_broker(state_dir: Path, nats_url: str | None, secret_file: Path | None) -> Broker:
-    """Takes the flags, or else what the running graph of `state_dir` uses. Raises StartupError."""
-    running = read_run(state_dir)
-    url = nats_url or (running.nats if running else None)
-    if url is None:
-        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
-    return Broker(nats_url=url, secret_file=secret_file or running_secret(running, url))
+    return Broker(nats_url=find_nats(state_dir, nats_url, None), secret_file=secret_file)
 
 
 def open_broker(broker: Broker) -> AbstractAsyncContextManager[Messaging]:
@@ -121,7 +144,7 @@ def find_seals(state_dir: Path, place: Place, secret_file: Path | None) -> Recor
     running = read_run(state_dir)
     if running is not None and running.namespace != place.namespace:
         running = None
-    return RecordSeals.of_file(secret_file or running_secret(running, place.etcd_url))
+    return RecordSeals.of_file(secret_file)
 
 
 def unchecked(members: Iterable[EndpointRecord], seals: RecordSeals) -> str:
@@ -170,16 +193,21 @@ async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
     return _decoded(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
 
 
-async def facts_of(records: Iterable[EndpointRecord]) -> dict[str, dict[str, Any]]:
-    """Maps each status URL to what its process reports at /health."""
+async def facts_of(
+    records: Iterable[EndpointRecord], certificates: Certificates | None = None
+) -> dict[str, dict[str, Any]]:
+    """Maps each status URL to what its process reports at /health. certificates: of who asks."""
     urls = sorted({record.status_url for record in records})
-    reports = await asyncio.gather(*(fetch_health(url) for url in urls))
+    reports = await asyncio.gather(*(fetch_health(url, certificates) for url in urls))
     return dict(zip(urls, reports, strict=True))
 
 
-async def states(records: Iterable[EndpointRecord]) -> dict[str, str]:
+async def states(
+    records: Iterable[EndpointRecord], certificates: Certificates | None
+) -> dict[str, str]:
     """Maps each status URL to the state that its process reports (see `state_of`)."""
-    return {url: state_of(facts) for url, facts in (await facts_of(records)).items()}
+    found = await facts_of(records, certificates)
+    return {url: state_of(facts) for url, facts in found.items()}
 
 
 async def link_rows(place: Place) -> list[dict[str, Any]]:

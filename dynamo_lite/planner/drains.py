@@ -10,8 +10,8 @@ from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.drain import DrainCandidate, Writers
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.overview.compose import processes, state_of
 from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.overview.compose import processes, state_of
 from dynamo_lite.runtime.overview.fetch import TIMEOUT_S, fetch_health
 
 ROLES: Mapping[str, Role] = {name: role for role, name in COMPONENTS.items()}

@@ -73,7 +73,9 @@ class TlsAcceptor:
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             protocol = self._make()
-            task = self._tasks.start(self._handshake(connection, peer[0], protocol), name="TLS handshake")
+            task = self._tasks.start(
+                self._handshake(connection, peer[0], protocol), name="TLS handshake"
+            )
             task.add_done_callback(partial(self._ended, connection, protocol))
             self._pending.add(protocol, peer[0], task.cancel)
 

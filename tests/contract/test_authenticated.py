@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from dynamo_lite.runtime.own_certificate import make_certificate
 
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
@@ -19,7 +20,6 @@ from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.own_certificate import make_certificate
 from dynamo_lite.runtime.secret import GraphSecret
 from tests.builders import endpoint_record, eventually, generate_request, graph_secret
 from tests.contract.generating import Setup, open_setup, tokens

@@ -129,9 +129,7 @@ async def test_a_client_without_a_certificate_gets_no_session(
 
 
 @pytest.mark.parametrize("kind", ["expired", "component", "no certificates"])
-async def test_a_client_sends_nothing_to_who_is_not_a_worker_of_its_graph(
-    worker: Setup, kind: str
-):
+async def test_a_client_sends_nothing_to_who_is_not_a_worker_of_its_graph(worker: Setup, kind: str):
     own, component, expected = of(worker.folder, "Frontend"), "VllmWorker", ""
     seen: list[str] = []
     if kind == "expired":

@@ -65,9 +65,7 @@ async def test_probes_need_no_certificate_and_the_rest_does(folder: Path, url: s
         assert (await client.get(f"{url}/metrics")).status_code == 200
 
 
-async def test_a_certificate_of_another_graph_opens_nothing(
-    folder: Path, url: str, tmp_path: Path
-):
+async def test_a_certificate_of_another_graph_opens_nothing(folder: Path, url: str, tmp_path: Path):
     other = graph_folder(tmp_path / "other")
     async with client_of(of(other, "Operator")) as client:
         with pytest.raises(httpx.TransportError):

@@ -30,7 +30,7 @@ from dynamo_lite.runtime.permits import (
     grant_of,
     verdict,
 )
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig

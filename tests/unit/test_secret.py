@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from dynamo_lite.serve.secret_file import given_secret, made_secret, running_secret
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
 from dynamo_lite.serve import secret_file
 from dynamo_lite.serve.embedded import check_folders
 from dynamo_lite.serve.run_state import RunState, write_private
-from dynamo_lite.serve.secret_file import given_secret, made_secret, running_secret
 from tests.builders import ManualClock, graph_secret
 
 OLD, NEW = b"o" * 32, b"n" * 32

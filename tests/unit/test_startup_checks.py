@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from dynamo_lite.serve.secret_file import check_exposure
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.secret_file import check_exposure
 from dynamo_lite.serve.startup_checks import (
     check_planner_budget,
     check_stored_responses,

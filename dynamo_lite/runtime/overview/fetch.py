@@ -20,9 +20,7 @@ _PORTS = {"http": 80, "https": 443}
 _decode_facts = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-async def fetch_health(
-    status_url: str, certificates: Certificates | None = None
-) -> dict[str, Any]:
+async def fetch_health(status_url: str, certificates: Certificates | None = None) -> dict[str, Any]:
     """The facts that a process reports at /health.
 
     Empty if it does not respond in time, or not with a JSON object.
