@@ -15,7 +15,8 @@ _GRACE_S, _TTL_S = 30.0, 30.0
 
 
 class Departure:
-    """now: monotonic. lives: whether the process of a record is there. certificates: of who asks."""
+    """now: monotonic. lives: whether the process of a record is there. certificates: of who asks,
+    if it has any."""
 
     def __init__(
         self,

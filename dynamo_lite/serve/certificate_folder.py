@@ -1,4 +1,4 @@
-"""Makes the certificates that `runtime/certificates.py` reads, and the authority that signs them."""
+"""Makes the certificates that `runtime/certificates.py` reads, and their authority."""
 
 import datetime
 import ipaddress

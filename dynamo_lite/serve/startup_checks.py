@@ -216,9 +216,9 @@ def check_certificates(
         if not is_loopback(bind_host):
             raise ConfigError(
                 [
-                    f"{option}: {bind_host} is reachable from other hosts, so processes that listen there need"
-                    f" certificates: make them (dynamo-lite access certs DIR --namespace {namespace})"
-                    " and name their folder: Graph.certificates: DIR"
+                    f"{option}: {bind_host} is reachable from other hosts, so processes that"
+                    " listen there need certificates: make them (dynamo-lite access certs DIR"
+                    f" --namespace {namespace}) and name their folder, Graph.certificates"
                 ]
             )
         return

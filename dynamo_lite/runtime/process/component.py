@@ -158,8 +158,8 @@ class Host:
         """Registers an endpoint under the lease; call it when the endpoint is already served.
 
         component: name of a service inside this process; empty for the process's own.
-        stream: HOST:PORT of the token stream. tls: whether it uses TLS. engine: the stock engine that this process stands
-        for. Raises LeaseLost or StoreUnavailable.
+        stream: HOST:PORT of the token stream. tls: whether it uses TLS. engine: the stock engine
+        that this process stands for. Raises LeaseLost or StoreUnavailable.
         """
         component = component or self.spec.component
         name = (self.spec.namespace, component, endpoint, self.lease.id)

@@ -1,7 +1,7 @@
 """The status server of one process: `/health`, `/live`, `/ready`, `/metrics`, `/metrics/vllm`.
 
-Over HTTPS everybody who reaches it may read the first three, as probes do, and the other routes only
-who has a certificate of the graph.
+Over HTTPS everybody who reaches it may read the first three, as probes do, and the other routes
+only who has a certificate of the graph.
 """
 
 import asyncio
