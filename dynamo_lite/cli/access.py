@@ -23,7 +23,7 @@ from dynamo_lite.cli.arguments import (
 )
 from dynamo_lite.cli.listing import checked_namespace, find_nats, find_place
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
+from dynamo_lite.protocol.permissions import OPERATOR, Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
@@ -31,6 +31,7 @@ from dynamo_lite.runtime.address import (
     parse_nats_url,
     redact,
 )
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -101,7 +102,7 @@ def etcd(
     name = _named(namespace)
     permissions = chosen(name, component or ())
     if make is not None and etcd_url is not None:
-        make_users(etcd_url, name, permissions, make)
+        make_users(with_files(etcd_url, certificates, OPERATOR), name, permissions, make)
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")

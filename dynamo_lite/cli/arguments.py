@@ -71,6 +71,7 @@ CertificatesDir = Annotated[
     Path | None,
     typer.Option(
         "--certificates",
+        envvar="DYNAMO_LITE_CERTIFICATES",
         help="The graph's certificates: a folder with ca.pem, Operator.pem and Operator-key.pem."
         " Default: that of the graph that runs on --state-dir.",
     ),

@@ -8,13 +8,13 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
 
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.runtime.certificates import with_files
 from tests.builders import prefill_job
 from tests.deploy.compose import Compose, planes
 from tests.ports import reserved_port
@@ -76,13 +76,15 @@ async def test_a_request_is_answered(services: dict[str, Serving]) -> None:
 
 async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str, Serving]) -> None:
     done: asyncio.Queue[WriterDone] = asyncio.Queue()
-    urls = compose.environment("decode")
-    secret = compose.container("decode").path("/etc/dynamo-lite-secret/secret")
+    folder = compose.container("decode").path("/etc/dynamo-lite-access")
+    urls = {
+        name: with_files(url, folder, "VllmWorker")
+        for name, url in compose.environment("decode").items()
+    }
     decode = decode_engine(
         nats_url=urls["DYNAMO_LITE_NATS_URL"],
         etcd_url=urls["DYNAMO_LITE_ETCD_URL"],
         namespace=NAMESPACE,
-        secret=Path(secret),
         done=done,
     )
     async with asyncio.timeout(60), decode as queue:
@@ -96,10 +98,9 @@ def test_the_operator_sees_it_and_nothing_was_refused(
 ) -> None:
     listed = operator(compose, "ps")
     assert listed.count(" ready ") >= 3, listed
-    secret = compose.container("operator").path("/etc/dynamo-lite-secret/secret")
     option = "VllmWorker.max-local-prefill-length"
-    operator(compose, "config", "set", f"{option}=700", "--secret-file", str(secret))
-    assert "700" in operator(compose, "config", "get", "--secret-file", str(secret))
+    operator(compose, "config", "set", f"{option}=700")
+    assert "700" in operator(compose, "config", "get")
     broker = (compose.container("nats").root / "nats-server.log").read_text()
     output = "".join(line for service in services.values() for line in service.output)
     assert "violation" not in broker.lower()
