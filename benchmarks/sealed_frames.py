@@ -3,16 +3,18 @@
 import argparse
 import asyncio
 import multiprocessing
-import ssl
+import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from benchmarks.command import begin, parser_of, write_json
 from benchmarks.figures import spread
-from dynamo_lite.runtime.own_certificate import make_certificate
+from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
 
 _ABOUT = """\
 One process sends frames to another on the processes' own event loop: one for each step,
@@ -33,12 +35,14 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=10_000, help="per round (default 10000)")
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
     options = begin(parser)
-    found = measure(options)
+    with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
+        make_certificates(Path(folder), "bench", ["VllmWorker", "Frontend"])
+        found = measure(options, Path(folder))
     report(found)
     write_json(options.json, [{"kind": kind, "costs": costs} for kind, costs in found.items()])
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[bool, list[Costs]]]:
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[bool, list[Costs]]]:
     """By kind of steps, and by whether there is TLS."""
     found: dict[str, dict[bool, list[Costs]]] = {}
     paced = max(1, options.frames // 20)
@@ -50,7 +54,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[bool, list[Costs]]]:
             rounds: dict[bool, list[Costs]] = {True: [], False: []}
             for number in range(options.rounds):
                 for tls in (True, False) if number % 2 else (False, True):
-                    rounds[tls].append(uvloop.run(_send(tls, size, frames, pause_s)))
+                    certified = folder if tls else None
+                    rounds[tls].append(uvloop.run(_send(certified, size, frames, pause_s)))
             found[f"{size} bytes, {title}"] = rounds
     return found
 
@@ -84,17 +89,18 @@ class _Received(asyncio.Protocol):
         self.ended.set()
 
 
-async def _send(tls: bool, size: int, frames: int, pause_s: float) -> Costs:
+async def _send(folder: Path | None, size: int, frames: int, pause_s: float) -> Costs:
+    """folder: of the certificates; None: without TLS."""
     loop = asyncio.get_running_loop()
     connected: asyncio.Future[asyncio.Transport] = loop.create_future()
-    context = make_certificate().context if tls else None
+    context = None if folder is None else Certificates(folder, "bench", "VllmWorker").server()
     async with await loop.create_server(
         lambda: _Accepted(connected), "127.0.0.1", 0, ssl=context
     ) as server:
         port = server.sockets[0].getsockname()[1]
         spawn = multiprocessing.get_context("spawn")
         told, tells = spawn.Pipe(duplex=False)
-        receiver = spawn.Process(target=_receive, args=(port, tls, tells), daemon=True)
+        receiver = spawn.Process(target=_receive, args=(port, folder, tells), daemon=True)
         receiver.start()
         async with asyncio.timeout(_START_S):
             transport = await connected
@@ -109,13 +115,11 @@ async def _send(tls: bool, size: int, frames: int, pause_s: float) -> Costs:
     return 1e6 * used_s / frames, 1e6 * received_s / frames
 
 
-def _receive(port: int, tls: bool, tells: Connection) -> None:
+def _receive(port: int, folder: Path | None, tells: Connection) -> None:
     """In a process of its own."""
 
     async def receive() -> float:
-        context = ssl.create_default_context() if tls else None
-        if context is not None:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context = None if folder is None else Certificates(folder, "bench", "Frontend").client()
         received = _Received()
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: received, "127.0.0.1", port, ssl=context)

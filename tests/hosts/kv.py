@@ -113,7 +113,7 @@ class Kv:
         return found
 
     async def _ask(self, subject: str, payload: bytes) -> bytes:
-        async with open_messaging(self._rig.nats.url, self._rig.directory / "secret") as messaging:
+        async with open_messaging(self._rig.nats.url, None) as messaging:
             return await messaging.request(subject, payload, timeout_s=5.0)
 
 

@@ -243,12 +243,11 @@ class Graph(Command):
     @property
     def servers(self) -> list[str]:
         """Options of `serve` for a service that joins this graph."""
-        servers = ["--nats-url", self.nats_url, "--etcd-url", self.etcd_url]
-        return servers + (["--secret-file", self.run.secret] if self.run.secret else [])
+        return ["--nats-url", self.nats_url, "--etcd-url", self.etcd_url]
 
     def messaging(self) -> AbstractAsyncContextManager[Messaging]:
         """A context: messages as this graph's own processes send them."""
-        return open_messaging(self.nats_url, self.run.secret or None)
+        return open_messaging(self.nats_url, None)
 
     def processes(self, component: str = "") -> list[ProcessState]:
         return [p for p in self.run.processes if component in ("", p.service)]
