@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import msgspec
 
@@ -14,10 +13,10 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.secret import GraphSecret
-from dynamo_lite.serve.run_state import RunState
+from dynamo_lite.serve.run_state import RunState, running_certificates
 
 _FIND_S = 10.0
 _ANSWER_S = 60.0
@@ -27,12 +26,12 @@ _PROMPT_TOKENS = 40
 class DirectClient:
     """Use `direct_client`."""
 
-    def __init__(self, member: EndpointRecord, secret: GraphSecret | None):
+    def __init__(self, member: EndpointRecord, certificates: Certificates | None):
         self._member = member
         self._running: dict[str, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self.transport = RemoteGenerateClient(
-            "bench", self._on_deltas, self._on_lost, secret=secret
+            "bench", self._on_deltas, self._on_lost, certificates=certificates
         )
 
     async def generate(self, tokens: int) -> None:
@@ -68,6 +67,8 @@ async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClie
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
-        client = DirectClient(member, GraphSecret(Path(run.secret)) if run.secret else None)
+        folder = running_certificates(run, run.namespace)
+        own = None if folder is None else Certificates(folder, run.namespace, "Frontend")
+        client = DirectClient(member, own)
         async with client.transport:
             yield client
