@@ -63,7 +63,7 @@ class DirectClient:
 async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClient]:
     """A client of the one live worker of `service`."""
     async with (
-        EtcdStore(run.etcd) as store,
+        EtcdStore(run.etcd_url("Frontend")) as store,
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)

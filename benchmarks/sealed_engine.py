@@ -31,7 +31,8 @@ requests of 64 tokens, in turn:
   off  no TLS, on a nats-server and an etcd without authentication
 
 Counted is the CPU time of the decode worker and its engine. The tiny model computes
-less than any other, so this is the highest share that TLS can have on one core. `benchmarks.sealing` has workers whose engines compute nothing.
+less than any other, so this is the highest share that TLS can have on one core.
+`benchmarks.sealing` has workers whose engines compute nothing.
 """
 
 

@@ -1,4 +1,4 @@
-"""A graph as on several hosts, and a stranger who reaches each of its ports with no secret."""
+"""A graph as on several hosts, and a stranger who reaches each of its ports with no certificate."""
 
 import os
 import re

@@ -462,9 +462,6 @@ def test_everything_that_is_sent_has_a_golden_value():
 
 @pytest.mark.parametrize(("message", "decode", "golden"), GOLDEN)
 def test_every_truncation_is_refused(message, decode, golden):
-    for end in range(len(sent)):
-        with pytest.raises(ProtocolError, match="malformed message"):
-            decode(sent[:end])
     for end in range(len(golden)):
         with pytest.raises(ProtocolError, match="malformed message"):
             decode(golden[:end])
