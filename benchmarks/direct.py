@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import msgspec
 
@@ -78,7 +77,7 @@ def as_frontend(run: RunState) -> Certificates | None:
 async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClient]:
     """A client of the one live worker of `service`."""
     async with (
-        EtcdStore(run.etcd) as store,
+        EtcdStore(run.etcd_url("Frontend")) as store,
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)

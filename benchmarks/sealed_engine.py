@@ -26,13 +26,13 @@ _ABOUT = """\
 Two graphs of configs/agg.yaml with the tiny model answer the same streamed chat
 requests of 64 tokens, in turn:
 
-  on   as `serve` starts a graph whose address other hosts reach: mutual
-       TLS on the connections between Frontend and worker, TLS to etcd
+  on   as `serve` starts a graph whose address other hosts reach: TLS on the
+       connections between Frontend and worker, TLS to etcd
   off  no TLS, on a nats-server and an etcd without authentication
 
 Counted is the CPU time of the decode worker and its engine. The tiny model computes
-less than any other, so this is the highest share that TLS can have on
-one core. `benchmarks.sealing` has workers whose engines compute nothing.
+less than any other, so this is the highest share that TLS can have on one core.
+`benchmarks.sealing` has workers whose engines compute nothing.
 """
 
 

@@ -24,6 +24,7 @@ CPU time of each process, all that a turn of its event loop costs included.
 #: Bytes of a step with a few requests, and of one with many.
 _SIZES = (150, 4000)
 _START_S = 30.0
+_NAMESPACE = "bench"
 
 #: Microseconds of sender and receiver.
 Costs = tuple[float, float]
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
     options = begin(parser)
     with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
-        make_certificates(Path(folder), "bench", ["VllmWorker", "Frontend"])
+        make_certificates(Path(folder), _NAMESPACE, ("VllmWorker", "Frontend"))
         found = measure(options, Path(folder))
     report(found)
     write_json(options.json, [{"kind": kind, "costs": costs} for kind, costs in found.items()])
@@ -54,8 +55,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[bool, l
             rounds: dict[bool, list[Costs]] = {True: [], False: []}
             for number in range(options.rounds):
                 for tls in (True, False) if number % 2 else (False, True):
-                    certified = folder if tls else None
-                    rounds[tls].append(uvloop.run(_send(certified, size, frames, pause_s)))
+                    own = folder if tls else None
+                    rounds[tls].append(uvloop.run(_send(own, size, frames, pause_s)))
             found[f"{size} bytes, {title}"] = rounds
     return found
 
@@ -93,7 +94,8 @@ async def _send(folder: Path | None, size: int, frames: int, pause_s: float) -> 
     """folder: of the certificates; None: without TLS."""
     loop = asyncio.get_running_loop()
     connected: asyncio.Future[asyncio.Transport] = loop.create_future()
-    context = None if folder is None else Certificates(folder, "bench", "VllmWorker").server()
+    own = None if folder is None else Certificates(folder, _NAMESPACE, "VllmWorker")
+    context = None if own is None else own.server()
     async with await loop.create_server(
         lambda: _Accepted(connected), "127.0.0.1", 0, ssl=context
     ) as server:
@@ -119,7 +121,8 @@ def _receive(port: int, folder: Path | None, tells: Connection) -> None:
     """In a process of its own."""
 
     async def receive() -> float:
-        context = None if folder is None else Certificates(folder, "bench", "Frontend").client()
+        own = None if folder is None else Certificates(folder, _NAMESPACE, "Frontend")
+        context = None if own is None else own.client()
         received = _Received()
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: received, "127.0.0.1", port, ssl=context)

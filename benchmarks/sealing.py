@@ -35,8 +35,8 @@ _ABOUT = """\
 Two graphs answer the same streamed chat requests of 64 tokens, in turn. Both have
 the shipped Frontend and decode worker; the engines compute nothing.
 
-  on   as `serve` starts a graph whose address other hosts reach: mutual
-       TLS on the connections between Frontend and workers, TLS to etcd
+  on   as `serve` starts a graph whose address other hosts reach: TLS on the
+       connections between Frontend and workers, TLS to etcd
   off  no TLS, on a nats-server and an etcd without authentication
 
 As in `benchmarks.runtime` a worker is measured at the pace of --step-ms and busy,

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
@@ -23,9 +22,7 @@ from dynamo_lite.protocol.records import (
     RankMetadata,
 )
 from dynamo_lite.runtime.process.component import ProcessSpec
-from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.runtime.store import Lease, Store
-from dynamo_lite.serve.run_state import write_private
 
 #: The default namespace and engine id here.
 NAMESPACE, ENGINE = "t", "e1"
@@ -188,9 +185,3 @@ def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
         "arrival_time": 1.0,
     }
     return GenerateRequest(request_id=request_id, **(fields | changes))
-
-
-def graph_secret(path: Path, *keys: bytes) -> GraphSecret:
-    """A secret file at `path`, with a new key or these."""
-    write_private(path, b"".join(key.hex().encode() + b"\n" for key in keys) or new_secret())
-    return GraphSecret(path)

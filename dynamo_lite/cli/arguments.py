@@ -60,13 +60,6 @@ NatsUrl = Annotated[
         " the first host.",
     ),
 ]
-SecretFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="The graph's secret: one or two lines of 64 hexadecimal digits, mode 600. The same on"
-        " all hosts. Default: that of the graph that runs on --state-dir."
-    ),
-]
 CertificatesDir = Annotated[
     Path | None,
     typer.Option(

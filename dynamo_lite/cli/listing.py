@@ -22,7 +22,6 @@ from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.overview.compose import state_of
 from dynamo_lite.runtime.overview.fetch import fetch_health
-from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.run_state import read_run, running_certificates
 
@@ -31,7 +30,6 @@ _MEMBER_COLUMNS = (
 )
 _LINK_COLUMNS = ("prefill", "decode", "state", "next_try", "detail")
 _UNKNOWN = "-"
-_SECRET_HINT = "name it with --secret-file FILE, or its graph's --state-dir"
 
 T = TypeVar("T")
 
@@ -75,7 +73,7 @@ def find_place(
 
 
 def find_nats(state_dir: Path, nats_url: str | None, folder: Path | None) -> str:
-    """As `find_place`, of NATS."""
+    """As `find_place`, the URL of NATS."""
     running = read_run(state_dir)
     url = nats_url or (running.nats if running else None)
     if url is None:
@@ -92,24 +90,11 @@ def checked_namespace(namespace: str) -> str:
     return namespace
 
 
-@dataclass(frozen=True, kw_only=True)
-class Broker:
-    """How to send messages to the processes of a graph."""
+def open_broker(nats_url: str) -> AbstractAsyncContextManager[Messaging]:
+    """A context."""
+    from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-    nats_url: str
-    #: None if the graph authenticates no messages.
-    secret_file: Path | None
-
-
-def find_broker(state_dir: Path, nats_url: str | None, secret_file: Path | None) -> Broker:
-    return Broker(nats_url=find_nats(state_dir, nats_url, None), secret_file=secret_file)
-
-
-def open_broker(broker: Broker) -> AbstractAsyncContextManager[Messaging]:
-    """A context. Raises StartupError for a secret file that cannot be used."""
-    from dynamo_lite.runtime.nats.open import open_messaging
-
-    return open_messaging(broker.nats_url, broker.secret_file)
+    return NatsMessaging(nats_url)
 
 
 def open_store(place: Place) -> AbstractAsyncContextManager[Store]:
@@ -123,60 +108,20 @@ def on_store(
     state_dir: Path,
     etcd_url: str | None,
     namespace: str | None,
+    folder: Path | None,
     work: Callable[[Store, Place], Awaitable[T]],
 ) -> T:
-    """Runs `work` on the etcd of a graph.
+    """Runs `work` on the etcd of a graph. folder: of certificates.
 
     Raises StartupError, Unavailable, ConfigError, and what `work` raises.
     """
-    place = find_place(state_dir, etcd_url, namespace)
+    place = find_place(state_dir, etcd_url, namespace, folder)
 
     async def run() -> T:
         async with open_store(place) as store:
             return await work(store, place)
 
     return asyncio.run(run())
-
-
-def find_seals(state_dir: Path, place: Place, secret_file: Path | None) -> RecordSeals:
-    """Seals with the secret of the flag, or else with that of the running graph of `state_dir`, if
-    it is the one at `place`. Raises StartupError for a secret file that cannot be used."""
-    running = read_run(state_dir)
-    if running is not None and running.namespace != place.namespace:
-        running = None
-    return RecordSeals.of_file(secret_file)
-
-
-def unchecked(members: Iterable[EndpointRecord], seals: RecordSeals) -> str:
-    """What is to be said where the processes have a secret and this command has none."""
-    if seals.checked or not any(member.authenticated for member in members):
-        return ""
-    return f"the seals of the records were not checked: this graph has a secret; {_SECRET_HINT}"
-
-
-async def check_may_write(
-    store: Store,
-    keys: Sequence[str],
-    members: Iterable[EndpointRecord],
-    seals: RecordSeals,
-) -> None:
-    """Raises StartupError where the processes would ignore what is written at `keys` without a
-    secret.
-
-    Where no process is alive, a sealed record shows that the graph has a secret.
-    """
-    if seals.checked:
-        return
-    # A process beside a stock engine reads no sealed records.
-    ours = [member for member in members if member.engine is None]
-    if any(member.authenticated for member in ours):
-        raise StartupError(f"nothing was changed: this graph has a secret; {_SECRET_HINT}")
-    for key in () if ours else keys:
-        data = await store.get(key)
-        if data is not None and is_sealed(data):
-            raise StartupError(
-                f"nothing was changed: {key} is sealed with a secret; {_SECRET_HINT}"
-            )
 
 
 async def members(place: Place) -> list[EndpointRecord]:

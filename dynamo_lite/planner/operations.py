@@ -17,7 +17,7 @@ from dynamo_lite.planner.policy.drain import Safe
 from dynamo_lite.planner.target import Target
 from dynamo_lite.planner.under_way import RunningOperation, UnderWay
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused, UnknownWorker
-from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, RoleCounts
+from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import Certificates
@@ -110,7 +110,7 @@ class Operations:
         """Cancels a start. Raises Unavailable or StoreUnavailable."""
         self._may_act()
         if (one := self._under_way.get(operation)) is not None:
-            await self._store_phase(one, "withdrawing")
+            await self._under_way.enter(one, "withdrawing")
 
     # Go on
 
@@ -130,7 +130,7 @@ class Operations:
         try:
             async with asyncio.timeout(within_s):
                 if not one.stored:
-                    await self._store_phase(one, one.record.phase)
+                    await self._under_way.enter(one, one.record.phase)
                 await self._go_on(one, counted)
         except Refused as exc:
             logger.warning("%s: %s", what, exc)
@@ -142,11 +142,6 @@ class Operations:
             one.failures = restart.failures
             one.retry_at = self._clock.monotonic() + restart.delay_s
             logger.warning("%s is tried again in %g s: %s", what, restart.delay_s, exc)
-
-    async def _store_phase(self, one: RunningOperation, phase: ChangePhase) -> None:
-        if one.needs_new_id:
-            await self._under_way.renumber(one, await self._target.new_id(one.record.id))
-        await self._under_way.enter(one, phase)
 
     async def _go_on(self, one: RunningOperation, counted: Counted) -> None:
         counts = counted.roles[one.record.component]

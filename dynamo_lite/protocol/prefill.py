@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
 from dynamo_lite.protocol.grant import AttemptId, BlockId, EngineId, Grant, GrantId
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
@@ -242,13 +242,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)
-decode_job: Decoder[RemotePrefillRequest] = SealedDecoder(RemotePrefillRequest)
-decode_claim: Decoder[Claim] = SealedDecoder(Claim)
+decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)
+decode_claim: Decoder[Claim] = Decoder(Claim)
 decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
-decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
-decode_first_token: Decoder[FirstToken] = SealedDecoder(FirstToken)
-decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
+decode_writer_done: Decoder[WriterDone] = Decoder(WriterDone)
+decode_first_token: Decoder[FirstToken] = Decoder(FirstToken)
+decode_writer_stays: Decoder[WriterStays] = Decoder(WriterStays)
 decode_stay_reply: Decoder[StayAccepted | StayRefused] = Decoder(StayAccepted | StayRefused)
-decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
-decode_leave: Decoder[Leave] = SealedDecoder(Leave)
-decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)
+decode_cancel_attempt: Decoder[CancelAttempt] = Decoder(CancelAttempt)
+decode_leave: Decoder[Leave] = Decoder(Leave)
+decode_notice: Decoder[Committed | Landed] = Decoder(Committed | Landed)

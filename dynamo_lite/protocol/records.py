@@ -74,8 +74,6 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: Seconds since the epoch, for display only.
     started_at: float = 0.0
     model: str = ""
-    #: Whether the process authenticates messages with a secret.
-    authenticated: bool = False
     #: Version of dynamo-lite in that process, for display; empty before 0.2.0.
     version: str = ""
     #: The process's WIRE_VERSION; 0: not said, before 0.2.0.

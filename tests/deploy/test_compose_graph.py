@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.runtime.certificates import with_files
 from tests.builders import prefill_job
@@ -88,7 +88,7 @@ async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str
         done=done,
     )
     async with asyncio.timeout(60), decode as queue:
-        await queue.push(encode_sealed(prefill_job("a1", engine_id=ENGINE)), message_id="a1")
+        await queue.push(encode(prefill_job("a1", engine_id=ENGINE)), message_id="a1")
         said = await done.get()
         assert (said.attempt, said.outcome) == ("a1", "written")
 

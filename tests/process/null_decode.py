@@ -3,9 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
@@ -22,8 +20,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.open import open_messaging
-from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import engine_metadata, grant_for, prefill_job
 
 ENGINE = "e1"
@@ -37,7 +34,6 @@ async def decode_engine(
     nats_url: str,
     etcd_url: str,
     namespace: str,
-    secret: Path,
     done: asyncio.Queue[WriterDone],
     engine_id: str = ENGINE,
     config: QueueConfig | None = None,
@@ -50,7 +46,6 @@ async def decode_engine(
     holders: has, for each attempt that is claimed and not over, the lease of its writer. promised:
     gets the attempt and the lease of each promise that is accepted.
     """
-    seals = GrantSeals(GraphSecret(secret))
     held: dict[str, int] = {} if holders is None else holders
     kept: set[tuple[str, int]] = set() if promised is None else promised
     over: set[str] = set()
@@ -62,7 +57,7 @@ async def decode_engine(
             return encode(ClaimRefused(reason="unknown or ended attempt"))
         held[asked.attempt] = asked.writer_lease_id
         grant = grant_for(asked, prefill_job(asked.attempt, engine_id=engine_id))
-        return encode(Granted(grant=seals.sealed(grant)))
+        return encode(Granted(grant=grant))
 
     async def stays(payload: bytes) -> bytes:
         said = decode_writer_stays(payload)
@@ -81,7 +76,7 @@ async def decode_engine(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         store = await enter(EtcdStore(etcd_url))
-        messaging = await enter(open_messaging(nats_url, str(secret)))
+        messaging = await enter(NatsMessaging(nats_url))
         for subject, handler in (
             (names.claim_subject, claim),
             (names.writer_stays_subject, stays),
@@ -93,4 +88,4 @@ async def decode_engine(
         key = names.nixl_metadata_key(namespace, engine_id)
         await store.put(key, encode_engine(metadata), lease=lease)
         config = config or QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
-        yield await enter(open_queue(nats_url, namespace, config, str(secret)))
+        yield await enter(open_queue(nats_url, namespace, config))

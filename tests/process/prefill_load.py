@@ -5,7 +5,7 @@ import itertools
 from collections import defaultdict
 
 from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import WriterDone
 from tests.builders import eventually, prefill_job
 from tests.process.null_decode import ENGINE
@@ -33,7 +33,7 @@ class Jobs:
             await eventually(lambda: len(self.open) < OUTSTANDING, _PATIENCE_S)
             self.pushed.add(attempt := f"a{number}")
             job = prefill_job(attempt, engine_id=ENGINE)
-            await queue.push(encode_sealed(job), message_id=attempt)
+            await queue.push(encode(job), message_id=attempt)
 
     async def listen(self) -> None:
         while True:

@@ -13,7 +13,6 @@ from typing import Any
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.queue.base import Job
-from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
@@ -152,10 +151,7 @@ class Judge:
     def said(self, subject: str, payload: bytes) -> None:
         """A component has published something."""
         if subject.endswith(".writer_done"):
-            done = decode_writer_done(payload)
-            self._ends_told.add(done.attempt)
-            if done.detail.startswith(BadGrant.SAYS):
-                self.counts["jobs without a grant that holds"] += 1
+            self._ends_told.add(decode_writer_done(payload).attempt)
 
     def job_ended(self, job: Job, lease_id: int) -> None:
         """A worker removes a job from the queue. No other worker gets it, so its engine must not

@@ -11,24 +11,19 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.disagg.attempts.attempt import Attempt, AttemptState, Refusal, Terms
-from dynamo_lite.disagg.attempts.grants import GrantWanted
 from dynamo_lite.disagg.attempts.instructions import Hold, Instruction, Outcome
 from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.engine_events import EngineEvents
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.disagg.queue.puller import JetStreamJob
-from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.grant import Grant
-from dynamo_lite.protocol.prefill import decode_job, decode_notice
+from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
@@ -98,17 +93,6 @@ class _TakesBackClaimed(Ledger):
         return super().tick(now)
 
 
-class _UngrantedCommits(DecodeRank):
-    """A decode engine accepts each commit, whatever grant it names."""
-
-    def _add_notice(self, payload: bytes) -> None:
-        notice = decode_notice(payload)
-        awaited = self._awaited.get(notice.attempt)
-        if awaited is not None and awaited.notices.grant is not None:
-            notice = msgspec.structs.replace(notice, grant=awaited.notices.grant)
-        super()._add_notice(encode_sealed(notice))
-
-
 class _NoAttemptId(DecodeScheduler):
     """A remote prefill has the caller's request id, also when the request is retried."""
 
@@ -165,17 +149,6 @@ class _NoPermit(PrefillRank):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs | {"verdict": always_granted})
-
-
-def _no_grant_check(worker: PrefillWorker, host: Host) -> None:
-    """A writer takes each grant for its own."""
-    assert worker._jobs is not None
-
-    def unchecked(grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
-        assert grant is not None and wanted
-        return HeldGrant(grant.id, grant.for_s - elapsed_s)
-
-    worker._jobs._claims._checked = unchecked
 
 
 class _ByAddress(MetadataDirectory):
@@ -326,14 +299,12 @@ MUTANTS: dict[str, Mutant] = {
     "no-quarantine": Mutant(_ASTRAY, Shipped(ledger=_NoQuarantine)),
     "no-prefix-hold": Mutant("which is not kept for", Shipped(decode_scheduler=_NoPrefixHold)),
     "takes-back-claimed": Mutant(_ASTRAY, Shipped(ledger=_TakesBackClaimed)),
-    "ungranted-commits": Mutant("is wrong", Shipped(decode_rank=_UngrantedCommits)),
     "no-attempt-id": Mutant("are taken", Shipped(decode_scheduler=_NoAttemptId)),
     "no-deadline": Mutant("still waits for remote KV", Shipped(ledger=_NoDeadline)),
     "first-token-twice": Mutant("tokens instead of", Shipped(first_tokens=_FirstTokenTwice)),
     "ack-on-dequeue": Mutant(_UNCLAIMED, Shipped(pulled=_ack_on_dequeue)),
     "no-fence": Mutant(_ASTRAY, Shipped(prefill_rank=_NoFence)),
     "no-permit": Mutant(_ASTRAY, Shipped(prefill_rank=_NoPermit)),
-    "no-grant-check": _worker(_ASTRAY, _no_grant_check),
     "metadata-by-address": _worker(_ASTRAY, _metadata_by_address),
     "silently-used-up": _worker(_UNCLAIMED, _silently_used_up),
     "wall-clock-deadline": Mutant(_UNCLAIMED, Shipped(pulled=_by_wall_clock)),

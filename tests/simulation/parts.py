@@ -160,8 +160,6 @@ class _Pulls:
                 if job is None:
                     return None
                 self._judge.pulled(job)
-                if self._world.intruder is not None:
-                    self._world.intruder.pulled(job)
                 self._watch(job)
                 self._held.add(job)
                 self._judge.jobs_held(len(self._held), self._lease_id)
@@ -266,21 +264,11 @@ class SimParts:
 
 
 class _HeardMessaging(NatsMessaging):
-    """Tells the judge of each message before its handler, and after it was published. An intruder
-    may answer requests first."""
+    """Tells the judge of each message before its handler, and after it was published."""
 
     def __init__(self, url: str, world: "World", on_drop: OnDrop):
         super().__init__(url, on_drop=on_drop)
         self._world = world
-
-    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        intruder = self._world.intruder
-        if intruder is not None and (answer := intruder.answer(subject)) is not None:
-            return answer
-        reply = await super().request(subject, payload, timeout_s=timeout_s)
-        if intruder is not None:
-            intruder.answered(subject, payload, reply)
-        return reply
 
     async def publish(self, subject: str, payload: bytes) -> None:
         await super().publish(subject, payload)

@@ -17,7 +17,7 @@ from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.disagg.queue.base import QueueConfig
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -150,7 +150,6 @@ class Decode:
         max_local: int = LIMIT,
         *,
         hash_block_size: int | None = BLOCK,
-        secret_file: str | None = None,
         overlapping_steps: int = 1,
         cache: CacheBlocks | None = None,
     ):
@@ -174,7 +173,7 @@ class Decode:
             queue=self.queue_config,
         )
         self.half = DecodeScheduler(
-            engine_config(role, lease_ttl_s=TTL_S, secret_file=secret_file),
+            engine_config(role, lease_ttl_s=TTL_S),
             BLOCK,
             self.pool,
             clients=self.clients,
@@ -260,7 +259,7 @@ class Decode:
 
     async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
-        reply = decode_claim_reply(await self.writer_events.on_claim(encode_sealed(claim)))
+        reply = decode_claim_reply(await self.writer_events.on_claim(encode(claim)))
         if isinstance(reply, ClaimRefused):
             return reply
         return Granted()
@@ -269,13 +268,13 @@ class Decode:
         self, attempt: str, writer: int = WRITER, number: int = 0
     ) -> StayAccepted | StayRefused:
         stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
-        return decode_stay_reply(await self.writer_events.on_stays(encode_sealed(stays)))
+        return decode_stay_reply(await self.writer_events.on_stays(encode(stays)))
 
     async def done(
         self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
     ) -> None:
         done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
-        await self.writer_events.on_done(encode_sealed(done))
+        await self.writer_events.on_done(encode(done))
 
     async def cancels(self, *attempts: str) -> None:
         """Waits until the writer has got cancels for these attempts, in this order."""
@@ -301,7 +300,7 @@ class Decode:
 
     async def leave(self, lease_id: int) -> bytes:
         """The component with this lease announces that it shuts down."""
-        return await self.take_leave(encode_sealed(Leave(lease_id=lease_id)))
+        return await self.take_leave(encode(Leave(lease_id=lease_id)))
 
     async def take_leave(self, payload: bytes) -> bytes:
         return await self.net._on_leave(payload)

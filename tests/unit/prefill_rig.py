@@ -8,13 +8,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine import AttemptOutcome, OnFirstToken
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.job_waits import USUAL_WAITS, JobWaits
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job, QueueConfig
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import (
     Claim,
@@ -137,7 +136,6 @@ class Rig:
         redeliver_s: float,
         links: PeerLinks | None = None,
         tracer: Tracer | None = None,
-        seals: GrantSeals | None = None,
         waits: JobWaits = USUAL_WAITS,
     ):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
@@ -160,7 +158,6 @@ class Rig:
             registry=self.registry,
             links=links,
             tracer=tracer,
-            seals=seals,
             waits=waits,
             clock=Clock(boottime=lambda: self.boottime_s),
         )
@@ -193,7 +190,7 @@ class Rig:
         self.tasks.append(asyncio.create_task(self.jobs.run()))
 
     async def push(self, job: RemotePrefillRequest | bytes) -> None:
-        payload = job if isinstance(job, bytes) else encode_sealed(job)
+        payload = job if isinstance(job, bytes) else encode(job)
         if not isinstance(job, bytes):
             self.pushed_jobs[job.attempt] = job
         self.pushed += 1
@@ -229,7 +226,6 @@ async def working(
     redeliver_s: float = 30.0,
     links: PeerLinks | None = None,
     tracer: Tracer | None = None,
-    seals: GrantSeals | None = None,
     waits: JobWaits = USUAL_WAITS,
 ) -> AsyncIterator[Rig]:
     """ack_wait_s: what the worker believes. redeliver_s: what the broker does. pulls: from the
@@ -239,7 +235,6 @@ async def working(
         redeliver_s=redeliver_s,
         links=links,
         tracer=tracer,
-        seals=seals,
         waits=waits,
     )
     serve = rig.messaging.serve

@@ -8,7 +8,7 @@ import pytest
 from dynamo_lite.disagg.attempts.instructions import DeleteJob
 from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json, encode_sealed
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.decisions import decode_explained
 from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.prefill import Granted, Leave, WriterDone
@@ -126,7 +126,7 @@ async def test_an_engine_leaves_when_it_is_told_to_and_not_for_lost_keys():
         await asyncio.sleep(1.0)
         assert not scene.given_up
         leave = names.leave_subject(NAMESPACE, ENGINE)
-        await scene.decode.messaging.request(leave, encode_sealed(Leave(lease_id=1)), timeout_s=1.0)
+        await scene.decode.messaging.request(leave, encode(Leave(lease_id=1)), timeout_s=1.0)
         await scene.given_up_within(0.1, queued)
         assert scene.counted("leaving") == 1
         assert scene.decode.admit(prompt("r2", 10)) == 0
@@ -273,7 +273,7 @@ async def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
                 assert await scene.decode.claim(attempt, WRITER) == Granted()
                 done = WriterDone(attempt=attempt, writer_lease_id=WRITER, outcome="failed")
                 subject = names.writer_done_subject(NAMESPACE, ENGINE)
-                await scene.decode.messaging.publish(subject, encode_sealed(done))
+                await scene.decode.messaging.publish(subject, encode(done))
             else:
                 await scene.decode.network()
             await asyncio.sleep(60)  # virtual, and cut short

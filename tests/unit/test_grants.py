@@ -1,16 +1,13 @@
 """Grants: who makes them, who believes them, and what is written without one."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from dynamo_lite.disagg.attempts.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.disagg.counters import DROPPED, LATE
 from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.grant import Grant, blocks_digest
 from dynamo_lite.protocol.prefill import (
@@ -24,8 +21,7 @@ from dynamo_lite.protocol.prefill import (
     decode_claim_reply,
 )
 from dynamo_lite.runtime.permits import PermitVerdict
-from dynamo_lite.runtime.secret import TAG_BYTES
-from tests.builders import ENGINE, ManualClock, eventually, grant_for, graph_secret, prefill_job
+from tests.builders import ENGINE, eventually, grant_for, prefill_job
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode
 from tests.unit.prefill_rig import LEASE, Rig, working
@@ -35,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 OTHER = 0xB
 UNGRANTED = f"{DROPPED}/ungranted"
-OLD_KEY, NEW_KEY = b"o" * 32, b"n" * 32
 
 
 # The check
@@ -94,28 +89,6 @@ def test_a_digest_is_of_the_blocks_their_order_and_their_use():
     ]
     assert len(set(digests)) == len(digests)
     assert blocks_digest([1, 2], [3]) == blocks_digest((1, 2), (3,))
-
-
-# The seal
-
-
-def test_a_seal_holds_for_what_was_sealed_with_the_secret(tmp_path: Path):
-    seals = GrantSeals(graph_secret(tmp_path / "secret", OLD_KEY))
-    others = GrantSeals(graph_secret(tmp_path / "other", NEW_KEY))
-    sealed = seals.sealed(RIGHT)
-    assert len(sealed.seal) == TAG_BYTES
-    assert seals.authentic(sealed) and not others.authentic(sealed)
-    assert not seals.authentic(RIGHT)
-    for change in ({"id": 8}, {"writer_lease_id": OTHER}, {"for_s": 31.0}, {"blocks": b""}):
-        assert not seals.authentic(msgspec.structs.replace(sealed, **change))
-
-
-def test_during_a_rotation_both_keys_seal_and_open(tmp_path: Path):
-    old = GrantSeals(graph_secret(tmp_path / "old", OLD_KEY, NEW_KEY))
-    new = GrantSeals(graph_secret(tmp_path / "new", NEW_KEY, OLD_KEY))
-    assert old.sealed(RIGHT) != new.sealed(RIGHT)
-    for one in (old, new):
-        assert old.authentic(one.sealed(RIGHT)) and new.authentic(one.sealed(RIGHT))
 
 
 # The writer
@@ -192,19 +165,6 @@ async def test_a_grant_that_is_replayed_for_the_next_claim_of_the_same_attempt()
         assert rig.engine.written == []
 
 
-@pytest.mark.parametrize("sealed", [True, False])
-async def test_a_worker_with_the_secret_writes_under_sealed_grants_only(tmp_path: Path, sealed):
-    seals = GrantSeals(graph_secret(tmp_path / "secret"))
-    async with working(seals=seals) as rig:
-        grant = grant_for(Claim(attempt="a1", writer_lease_id=LEASE, number=1), prefill_job())
-        rig.verdicts = [Granted(grant=seals.sealed(grant) if sealed else grant)]
-        await rig.push(prefill_job())
-        if not sealed:
-            return await refused(rig, GrantFault.SEAL)
-        await rig.answered("ack")
-        assert rig.engine.written == ["a1"]
-
-
 @virtual
 async def test_no_write_starts_after_a_grant_has_expired():
     wanted = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=10)
@@ -237,7 +197,7 @@ async def test_an_answer_that_took_longer_than_its_grant_holds_is_not_used():
 
 
 async def answer(decode: Decode, claim: Claim) -> Granted | ClaimRefused:
-    return decode_claim_reply(await decode.writer_events.on_claim(encode_sealed(claim)))
+    return decode_claim_reply(await decode.writer_events.on_claim(encode(claim)))
 
 
 async def granted(decode: Decode, claim: Claim) -> Grant:
@@ -285,16 +245,6 @@ async def test_the_grant_of_an_attempt_that_has_ended_is_not_told(decode: Decode
     assert decode.half.build_step().grants == {}
 
 
-async def test_an_engine_with_the_secret_seals_its_grants(tmp_path: Path):
-    secret = graph_secret(tmp_path / "secret")
-    decode = Decode(ManualClock(), secret_file=str(tmp_path / "secret"))
-    async with decode.queue:
-        attempt = await decode.ask()
-        grant = await granted(decode, Claim(attempt=attempt, writer_lease_id=WRITER))
-        await decode.network()
-    assert GrantSeals(secret).authentic(grant)
-
-
 # The decode ranks
 
 
@@ -306,7 +256,7 @@ class Ranked:
         self.rank = DecodeRank(self.mover)
 
     def step(self, *notices: Committed | Landed, **step) -> tuple[set[str], set[str]]:
-        self.mover.inbox += [encode_sealed(notice) for notice in notices]
+        self.mover.inbox += [encode(notice) for notice in notices]
         self.rank.step(DecodeStep(**{"poll": True, **step}))
         results = self.rank.results()
         return results.received, results.lost

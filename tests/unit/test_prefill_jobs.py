@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_lite.disagg.prefill.job_waits import JobWaits
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import BrokerUnavailable, IncompatiblePeer, NoResponders, Refused
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -52,7 +52,7 @@ async def computing(**options: Any) -> AsyncIterator[Rig]:
 async def cancel(rig: Rig, attempt: str) -> None:
     subject = names.cancel_subject(NAMESPACE, LEASE)
     cancel = CancelAttempt(attempt=attempt, engine_id=ENGINE)
-    await rig.messaging.publish(subject, encode_sealed(cancel))
+    await rig.messaging.publish(subject, encode(cancel))
 
 
 # How jobs end
@@ -249,7 +249,7 @@ async def test_a_job_of_another_version_is_told_to_its_engine():
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"\xff\xff", b"\x80", encode_sealed(prefill_job(wire_version=WIRE_VERSION + 1))],
+    [b"", b"\xff\xff", b"\x80", encode(prefill_job(wire_version=WIRE_VERSION + 1))],
 )
 async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
     async with working() as rig:

@@ -18,7 +18,7 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
@@ -180,7 +180,7 @@ def targets(*engines: Decode) -> dict[str, bytes]:
 
 
 def notice(attempt: str) -> bytes:
-    return encode_sealed(Committed(attempt=attempt, rank=0, num_blocks=4))
+    return encode(Committed(attempt=attempt, rank=0, num_blocks=4))
 
 
 # Writing
@@ -621,7 +621,7 @@ def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
 def test_a_commit_of_something_else_is_not_believed(checked, commit, caplog):
     _, decode = checked
     decode.settle(**expected("a1", 10))
-    decode.mover.inbox.append(encode_sealed(commit))
+    decode.mover.inbox.append(encode(commit))
     assert decode.settle() == (set(), {"r-a1"})
     assert decode.rank.stats.take()[MISMATCH] == 1
     assert "request r-a1: attempt a1: its commits do not fit" in caplog.text

@@ -20,11 +20,10 @@ from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.writer_events import WriterEvents
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     ProtocolError,
@@ -37,7 +36,6 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
@@ -78,8 +76,7 @@ class ControlSession:
         self._clock, self._on_drop = clock, on_drop
         self.workers = PrefillWorkers(config, on_drop)
         self.queue_watch = QueueWatch(config, self.workers, live, clock.monotonic, on_drop)
-        seals = GrantSeals.of_file(config.secret_file)
-        self._granting = Granting(book, config.engine_id, seals, new_grant)
+        self._granting = Granting(book, config.engine_id, new_grant)
         #: None until the session is open: before that nothing is submitted to the bridge.
         self._connected: _Connected | None = None
         #: Whether the component has announced that it shuts down.
@@ -104,7 +101,6 @@ class ControlSession:
                 self._role.component,
                 on_change=self._live.change,
                 on_drop=self._on_drop,
-                seals=RecordSeals.of_file(config.secret_file),
             )
             await enter(options.following(on_failure))
             await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
@@ -140,7 +136,7 @@ class ControlSession:
             return
         try:
             lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
-            payload = encode_sealed(job)
+            payload = encode(job)
             sequence = await self._connected.queue.push(payload, message_id=job.attempt, lane=lane)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
             logger.info(

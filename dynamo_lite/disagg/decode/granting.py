@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from dynamo_lite.disagg.attempts.attempt import Refusal
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import Claim
 
@@ -19,11 +18,9 @@ class Granting:
         self,
         book: LockedLedger,
         engine_id: str,
-        seals: GrantSeals,
         new_grant: Callable[[], int],
     ):
-        self._book, self._engine_id = book, engine_id
-        self._seals, self._new_grant = seals, new_grant
+        self._book, self._engine_id, self._new_grant = book, engine_id, new_grant
 
     def answer(self, claim: Claim, now: float) -> Grant | Refusal:
         """A claim that is asked again, because its answer got lost, gets the same grant again."""
@@ -37,7 +34,7 @@ class Granting:
             # Done before the writer gets its grant, so that the ranks learn the grant before the
             # first commit, or in the step after it.
             self._book.leave_grant(claim.attempt, terms.grant)
-        grant = Grant(
+        return Grant(
             id=terms.grant,
             engine_id=self._engine_id,
             attempt=claim.attempt,
@@ -46,4 +43,3 @@ class Granting:
             blocks=terms.blocks,
             for_s=min(terms.for_s, _LONGEST_S),
         )
-        return self._seals.sealed(grant)

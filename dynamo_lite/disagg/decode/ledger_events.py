@@ -12,7 +12,7 @@ from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import CancelAttempt
 from dynamo_lite.runtime.messaging import Messaging
@@ -98,4 +98,4 @@ class LedgerEvents:
         elif isinstance(instruction, CancelWriter):
             cancel = CancelAttempt(attempt=instruction.attempt, engine_id=config.engine_id)
             subject = names.cancel_subject(config.namespace, instruction.writer_lease_id)
-            await self._messaging.publish(subject, encode_sealed(cancel))
+            await self._messaging.publish(subject, encode(cancel))

@@ -18,7 +18,7 @@ from dynamo_lite.disagg.messages import NOT_GRANTED, BlockWrite
 from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, split
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.runtime.permits import Permit, PermitVerdict
@@ -225,8 +225,8 @@ class BlockWrites:
         }
         if write.last:
             share["cached_tokens"] = write.cached_tokens
-            return encode_sealed(Committed(num_blocks=write.num_blocks, **share))
-        return encode_sealed(Landed(first=write.first, num_blocks=len(write.remote_ids), **share))
+            return encode(Committed(num_blocks=write.num_blocks, **share))
+        return encode(Landed(first=write.first, num_blocks=len(write.remote_ids), **share))
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
         if not self._alive():

@@ -9,10 +9,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.disagg.attempts.grants import GrantFault, GrantWanted, check_grant
 from dynamo_lite.disagg.engine import AttemptOutcome
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.job_waits import JobWaits
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BadGrant, DeadlineExceeded, ProtocolError, Unavailable
 from dynamo_lite.protocol.grant import Grant, blocks_digest
 from dynamo_lite.protocol.prefill import (
@@ -56,14 +55,13 @@ class Claims:
         namespace: str,
         lease_id: int,
         messaging: Messaging,
-        seals: GrantSeals,
         registry: CollectorRegistry,
         clock: Clock,
         on_drop: OnDrop,
         waits: JobWaits,
     ):
         self._namespace, self._lease_id, self._waits = namespace, lease_id, waits
-        self._messaging, self._seals, self._on_drop = messaging, seals, on_drop
+        self._messaging, self._on_drop = messaging, on_drop
         self._boottime = clock.boottime
         self._bad_grants = Counter(
             "dynamo_lite_prefill_bad_grants",
@@ -119,8 +117,7 @@ class Claims:
         return self._checked(answer.grant, wanted_grant, self._boottime() - since)
 
     def _checked(self, grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
-        authentic = grant is not None and self._seals.authentic(grant)
-        mismatch = check_grant(grant, wanted, authentic=authentic, elapsed_s=elapsed_s)
+        mismatch = check_grant(grant, wanted, authentic=True, elapsed_s=elapsed_s)
         if mismatch is not None:
             self._bad_grants.labels(mismatch.fault.value).inc()
             raise BadGrant(mismatch.detail)
@@ -152,7 +149,7 @@ class Claims:
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:
             await self._messaging.wait_connected(self._waits.report_s)
-            await self._messaging.publish(subject, encode_sealed(done))
+            await self._messaging.publish(subject, encode(done))
         except Unavailable as exc:
             about = request_id, ended.attempt, exc
             logger.warning("request %s: attempt %s: could not report its end: %s", *about)
@@ -175,7 +172,7 @@ class Claims:
         )
         subject = names.first_token_subject(self._namespace, request.engine_id)
         try:
-            await self._messaging.publish(subject, encode_sealed(first))
+            await self._messaging.publish(subject, encode(first))
         except Unavailable as exc:
             about = request.request_id, request.attempt, exc
             logger.info("request %s: attempt %s: its first token was not sent: %s", *about)
@@ -205,7 +202,7 @@ async def ask_claim(
             break
         now = msgspec.structs.replace(claim, held_s=claim.held_s + tried * timeout_s)
         try:
-            reply = await messaging.request(subject, encode_sealed(now), timeout_s=timeout_s)
+            reply = await messaging.request(subject, encode(now), timeout_s=timeout_s)
         except DeadlineExceeded:
             unanswered = DeadlineExceeded(f"request to {subject}", (tried + 1) * timeout_s)
             continue

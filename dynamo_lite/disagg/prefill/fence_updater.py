@@ -13,7 +13,7 @@ import logging
 
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import (
     RemotePrefillRequest,
@@ -92,7 +92,7 @@ class FenceUpdater:
         subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
         try:
             reply = await self._host.messaging.request(
-                subject, encode_sealed(stays), timeout_s=self._promise_s / 6
+                subject, encode(stays), timeout_s=self._promise_s / 6
             )
             answer = decode_stay_reply(reply)
         except (Unavailable, DeadlineExceeded, ProtocolError) as exc:

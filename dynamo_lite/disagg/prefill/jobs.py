@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.disagg.engine import PrefillEngine
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.claims import Claims
 from dynamo_lite.disagg.prefill.job_runner import JobRunner
 from dynamo_lite.disagg.prefill.job_trace import trace_job
@@ -41,7 +40,7 @@ _UNFIT_PAUSE_S = 0.2
 class PrefillJobs:
     """fit: whether the engine can take a job now; while not, no job is pulled. links: the
     links to decode engines; None if all count as usable. permits: those that the engine's ranks
-    read. seals: checks those of grants. tracer: None without tracing.
+    read. tracer: None without tracing.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class PrefillJobs:
         registry: CollectorRegistry,
         fit: Callable[[], bool] = lambda: True,
         links: PeerLinks | None = None,
-        seals: GrantSeals | None = None,
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
         tracer: Tracer | None = None,
@@ -71,7 +69,6 @@ class PrefillJobs:
             namespace=namespace,
             lease_id=lease_id,
             messaging=messaging,
-            seals=seals or GrantSeals(None),
             registry=registry,
             clock=clock,
             on_drop=on_drop,

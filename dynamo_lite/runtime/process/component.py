@@ -23,7 +23,6 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.held_keys import HeldKeys
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
@@ -47,8 +46,6 @@ class ProcessSpec:
     nats_url: str
     etcd_url: str
     state_dir: str
-    #: See `runtime/secret.py`; None: messages are not authenticated.
-    secret_file: str | None = None
     #: Processes of this service that the same supervisor runs.
     instances: int = 1
     #: Where the status server and the token stream listen.
@@ -117,7 +114,6 @@ class Host:
         clock: Clock = SYSTEM_CLOCK,
         drops: OnDrop = uncounted,
         tracer: Tracer | None = None,
-        secret: GraphSecret | None = None,
         certificates: Certificates | None = None,
     ):
         self.spec = spec
@@ -128,7 +124,6 @@ class Host:
         self.clock = clock
         self.drops = drops
         self.tracer = tracer
-        self.secret = secret
         #: Of this component; None: it has none.
         self.certificates = certificates
         self.status_url = ""
@@ -177,7 +172,6 @@ class Host:
             status_url=self.status_url,
             started_at=self.clock.wall(),
             model=model,
-            authenticated=self.secret is not None,
             version=__version__,
             wire_version=WIRE_VERSION,
             engine=engine,

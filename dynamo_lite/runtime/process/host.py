@@ -25,7 +25,7 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging, NoBroker
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.readiness import ProbeBody, Probes, liveness, readiness
@@ -39,7 +39,6 @@ from dynamo_lite.runtime.process.stop import (
     stop_on_signals,
 )
 from dynamo_lite.runtime.retry import retry_while_unavailable
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
@@ -69,9 +68,7 @@ class ProcessEnvironment:
     )
     open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
         lambda spec, on_drop: (
-            open_messaging(spec.nats_url, spec.secret_file, on_drop)
-            if spec.nats_url
-            else NoBroker()
+            NatsMessaging(spec.nats_url, on_drop=on_drop) if spec.nats_url else NoBroker()
         )
     )
     open_status: Callable[
@@ -146,7 +143,7 @@ class _Process:
         tracer = await self._open_tracer(stack)
         store = await stack.enter_async_context(environment.open_store(self._spec))
         messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
-        ttl_s, secret_file = self._spec.lease_ttl_s, self._spec.secret_file
+        ttl_s = self._spec.lease_ttl_s
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
         self.host = Host(
@@ -160,7 +157,6 @@ class _Process:
             clock=environment.clock,
             drops=drops,
             tracer=tracer,
-            secret=None if secret_file is None else GraphSecret(Path(secret_file)),
             certificates=self._certificates(),
         )
         self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)

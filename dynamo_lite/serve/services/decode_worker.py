@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo_lite.disagg.engine import DecodeEngine, KvEvents
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import Load
@@ -189,7 +189,7 @@ class VllmWorker:
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
         for _ in range(_LEAVE_TRIES):
             try:
-                leave = encode_sealed(Leave(lease_id=host.lease.id))
+                leave = encode(Leave(lease_id=host.lease.id))
                 await host.messaging.request(subject, leave, timeout_s=1.0)
                 return
             except (DeadlineExceeded, Unavailable) as exc:

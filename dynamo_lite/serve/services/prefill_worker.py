@@ -9,7 +9,6 @@ import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
-from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
@@ -89,7 +88,6 @@ class PrefillWorker:
             registry=host.registry,
             fit=lambda: probe.verdict()[0] and not links.hopeless,
             links=links,
-            seals=GrantSeals(host.secret),
             clock=host.clock,
             on_drop=host.drops,
             tracer=host.tracer,
