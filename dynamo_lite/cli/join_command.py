@@ -95,13 +95,17 @@ def join(
 
     \b
     dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\
-      --etcd-url http://10.0.0.9:2379
+      --etcd-url 'https://etcd-1:2379?login=etcd-login' --certificates certificates
     """
     from dynamo_lite.cli.listing import find_place
     from dynamo_lite.forward.join import COMPONENTS, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
-    from dynamo_lite.serve.startup_checks import check_certificates, check_url_syntax
+    from dynamo_lite.serve.startup_checks import (
+        check_certificates,
+        check_exposed_urls,
+        check_url_syntax,
+    )
 
     options = _options(
         url=url,
@@ -117,6 +121,7 @@ def join(
     component = COMPONENTS[options.role]
     place = find_place(state_dir, etcd_url, namespace, certificates, component)
     check_url_syntax(None, place.etcd_url)
+    check_exposed_urls(None, place.etcd_url, certified=place.folder is not None)
     check_certificates(place.folder, place.namespace, [component], bind_host, "--bind-host")
     spec = ProcessSpec(
         namespace=place.namespace,
