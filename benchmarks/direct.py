@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -16,7 +17,8 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.serve.run_state import RunState, running_certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
+from dynamo_lite.serve.run_state import RunState
 
 _FIND_S = 10.0
 _ANSWER_S = 60.0
@@ -31,7 +33,11 @@ class DirectClient:
         self._running: dict[str, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self.transport = RemoteGenerateClient(
-            "bench", self._on_deltas, self._on_lost, certificates=certificates
+            "bench",
+            self._on_deltas,
+            self._on_lost,
+            certificates=certificates,
+            component=member.component,
         )
 
     async def generate(self, tokens: int) -> None:
@@ -59,6 +65,15 @@ class DirectClient:
             self._running.pop(request_id).set_exception(RuntimeError(why))
 
 
+def as_frontend(run: RunState) -> Certificates | None:
+    """Of a graph that has made its certificates itself; None if it has none."""
+    if not run.certificates:
+        return None
+    folder = Path(run.certificates)
+    make_certificates(folder, run.namespace, ["Frontend"])
+    return Certificates(folder, run.namespace, "Frontend")
+
+
 @asynccontextmanager
 async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClient]:
     """A client of the one live worker of `service`."""
@@ -67,8 +82,6 @@ async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClie
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
-        folder = running_certificates(run, run.namespace)
-        own = None if folder is None else Certificates(folder, run.namespace, "Frontend")
-        client = DirectClient(member, own)
+        client = DirectClient(member, as_frontend(run))
         async with client.transport:
             yield client

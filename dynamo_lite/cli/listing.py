@@ -139,7 +139,7 @@ async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
 
 
 async def facts_of(
-    records: Iterable[EndpointRecord], certificates: Certificates | None = None
+    records: Iterable[EndpointRecord], certificates: Certificates | None
 ) -> dict[str, dict[str, Any]]:
     """Maps each status URL to what its process reports at /health. certificates: of who asks."""
     urls = sorted({record.status_url for record in records})

@@ -34,6 +34,7 @@ class Graph:
         host: Any = SimpleNamespace(
             store=MemoryStore(),
             spec=SimpleNamespace(namespace="n"),
+            certificates=None,
             drops=lambda what: None,
             clock=Clock(monotonic=lambda: self.now),
         )
