@@ -137,7 +137,7 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
     async with Scene().open(WRITER) as scene:
         key = names.live_options_key(NAMESPACE, "VllmWorker")
         await scene.ask("r1")
-        changed = LiveOptionsRecord(values={"max-local-prefill-length": 20}, version=3)
+        changed = LiveOptionsRecord(values={"max-local-prefill-length": 20})
         await scene.store.put(key, encode_json(changed))
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r2", 10)) == 0
