@@ -144,3 +144,17 @@ def test_what_gave_the_secret_says_what_to_use(tmp_path: Path):
         done = invoke(*words, "--secret-file", "x")
         assert done.returncode == 2 and "removed in 0.3.0" in done.stderr, words
         assert "certificates" in done.stderr.lower()
+
+
+def test_join_needs_them_where_others_reach_it(tmp_path: Path):
+    joining = ("join", "--url", "http://127.0.0.1:1", "--role", "both", "--protocol", "nixl")
+    plain = invoke(*joining, "--etcd-url", "http://etcd.invalid")
+    assert plain.returncode == 2 and "reached over TLS only: write https://" in plain.stderr
+    local = (*joining, "--etcd-url", "http://127.0.0.1:1", "--namespace", "n")
+    bare = invoke(*local, "--bind-host", "0.0.0.0")
+    assert bare.returncode == 2
+    assert bare.stderr.startswith("error: --bind-host: 0.0.0.0 is reachable from other hosts")
+    folder = graph_folder(tmp_path / "certificates")
+    expire(folder, "Engine")
+    bad = invoke(*local, "--bind-host", "0.0.0.0", "--certificates", str(folder))
+    assert bad.returncode == 2 and f"{folder}/Engine.pem: it has expired" in bad.stderr
