@@ -17,6 +17,7 @@ from aetcd import rpc
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import ServerAddress
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class EtcdClient(aetcd.Client):
         self._user, self._secret = address.user, address.password
         self._authenticating = asyncio.Lock()
         self._address, self._backend = address, backend
-        self._files = _files(address)
+        self._files, self._log_limit = _files(address), LogLimit(60.0)
         self._channels = [backend.open_channel(host, address) for host in address.hosts]
         #: Those with certificates that were renewed since.
         self._replaced: list[Any] = []
@@ -117,7 +118,8 @@ class EtcdClient(aetcd.Client):
             if (files := _files(self._address)) == self._files:
                 return
         except ConfigError as exc:
-            logger.warning("%s What was read before stays in use.", exc)
+            if self._log_limit.allow() is not None:
+                logger.warning("%s What was read before stays in use.", exc)
             return
         self._files = files
         self._replaced += self._channels

@@ -13,6 +13,7 @@ from nats import errors
 from nats.aio.transport import TcpTransport
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.nats.client import PersistentClient
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -29,13 +30,14 @@ class TlsClient(PersistentClient):
 
     def __init__(self, files: TlsFiles):
         super().__init__()
-        self._files = files
+        self._files, self._log_limit = files, LogLimit(60.0)
 
     def _new_transport(self) -> TcpTransport:
         try:
             self.options["tls"] = self._files.context()
         except ConfigError as exc:
-            logger.warning("%s What was read before stays in use.", exc)
+            if self._log_limit.allow() is not None:
+                logger.warning("%s What was read before stays in use.", exc)
         return _TlsTransport()
 
     def _connect_command(self) -> bytes:
