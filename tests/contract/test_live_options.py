@@ -72,12 +72,11 @@ BAD = [
     b"{}",
     b"\xff",
     b"[" * 10_000,
-    b'{"values":{"max-local-prefill-length":-1},"version":9}',
-    b'{"values":{"max-local-prefill-length":1.5},"version":9}',
-    b'{"values":{"remote-prefill-timeout-s":null},"version":9}',
-    b'{"values":{"what-is-this":1},"version":9}',
-    b'{"values":{"max-local-prefill-length":7},"version":0}',
-    b'{"values":{"max-local-prefill-length":7}}',
+    b'{"values":{"max-local-prefill-length":-1}}',
+    b'{"values":{"max-local-prefill-length":1.5}}',
+    b'{"values":{"remote-prefill-timeout-s":null}}',
+    b'{"values":{"what-is-this":1}}',
+    b'{"seal":"00","record":{"values":{}}}',
 ]
 
 
