@@ -14,9 +14,10 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.run_state import RunState
 
 _FIND_S = 10.0
@@ -27,12 +28,16 @@ _PROMPT_TOKENS = 40
 class DirectClient:
     """Use `direct_client`."""
 
-    def __init__(self, member: EndpointRecord, secret: GraphSecret | None):
+    def __init__(self, member: EndpointRecord, certificates: Certificates | None):
         self._member = member
         self._running: dict[str, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self.transport = RemoteGenerateClient(
-            "bench", self._on_deltas, self._on_lost, secret=secret
+            "bench",
+            self._on_deltas,
+            self._on_lost,
+            certificates=certificates,
+            component=member.component,
         )
 
     async def generate(self, tokens: int) -> None:
@@ -60,14 +65,23 @@ class DirectClient:
             self._running.pop(request_id).set_exception(RuntimeError(why))
 
 
+def as_frontend(run: RunState) -> Certificates | None:
+    """Of a graph that has made its certificates itself; None if it has none."""
+    if not run.certificates:
+        return None
+    folder = Path(run.certificates)
+    make_certificates(folder, run.namespace, ["Frontend"])
+    return Certificates(folder, run.namespace, "Frontend")
+
+
 @asynccontextmanager
 async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClient]:
     """A client of the one live worker of `service`."""
     async with (
-        EtcdStore(run.etcd) as store,
+        EtcdStore(run.etcd_url("Frontend")) as store,
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
-        client = DirectClient(member, GraphSecret(Path(run.secret)) if run.secret else None)
+        client = DirectClient(member, as_frontend(run))
         async with client.transport:
             yield client

@@ -111,7 +111,7 @@ def main() -> None:
                 "graphs.agg:Frontend",
                 "configs/agg.yaml",
                 *("--namespace", "local", "--nats-url", remote.run.nats),
-                *("--etcd-url", remote.run.etcd, "--secret-file", remote.run.secret),
+                *("--etcd-url", remote.run.etcd),
             )
         )
         lengths = asyncio.run(measure(remote, local, options))

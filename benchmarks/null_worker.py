@@ -41,7 +41,7 @@ class NullWorker:
     async def start(self, host: Host) -> dict[str, Any]:
         enter = self._stack.enter_async_context
         engine = await enter(NullEngine(token_id=TOKEN_ID))
-        server = await enter(GenerateServer(engine, secret=host.secret))
+        server = await enter(GenerateServer(engine))
         host.spawn(self._deliver(engine, server), "engine-steps")
         await host.register("generate", stream=server.stream_address)
         return {}

@@ -1,4 +1,4 @@
-"""CPU time that the graph's secret and TLS cost a decode worker with vLLM, per streamed request."""
+"""CPU time that TLS costs a decode worker with vLLM, per streamed request."""
 
 import argparse
 import asyncio
@@ -26,13 +26,13 @@ _ABOUT = """\
 Two graphs of configs/agg.yaml with the tiny model answer the same streamed chat
 requests of 64 tokens, in turn:
 
-  on   as `serve` starts a graph whose address other hosts reach: a secret, TLS on
-       the connections between Frontend and worker, TLS to etcd
-  off  no secret and no TLS, on a nats-server and an etcd without authentication
+  on   as `serve` starts a graph whose address other hosts reach: TLS on the
+       connections between Frontend and worker, TLS to etcd
+  off  no TLS, on a nats-server and an etcd without authentication
 
 Counted is the CPU time of the decode worker and its engine. The tiny model computes
-less than any other, so this is the highest share that the secret and TLS can have on
-one core. `benchmarks.sealing` has workers whose engines compute nothing.
+less than any other, so this is the highest share that TLS can have on one core.
+`benchmarks.sealing` has workers whose engines compute nothing.
 """
 
 

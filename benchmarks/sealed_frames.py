@@ -3,16 +3,18 @@
 import argparse
 import asyncio
 import multiprocessing
-import ssl
+import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from benchmarks.command import begin, parser_of, write_json
 from benchmarks.figures import spread
-from dynamo_lite.runtime.own_certificate import make_certificate
+from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
 
 _ABOUT = """\
 One process sends frames to another on the processes' own event loop: one for each step,
@@ -22,6 +24,7 @@ CPU time of each process, all that a turn of its event loop costs included.
 #: Bytes of a step with a few requests, and of one with many.
 _SIZES = (150, 4000)
 _START_S = 30.0
+_NAMESPACE = "bench"
 
 #: Microseconds of sender and receiver.
 Costs = tuple[float, float]
@@ -33,12 +36,14 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=10_000, help="per round (default 10000)")
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
     options = begin(parser)
-    found = measure(options)
+    with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
+        make_certificates(Path(folder), _NAMESPACE, ("VllmWorker", "Frontend"))
+        found = measure(options, Path(folder))
     report(found)
     write_json(options.json, [{"kind": kind, "costs": costs} for kind, costs in found.items()])
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[bool, list[Costs]]]:
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[bool, list[Costs]]]:
     """By kind of steps, and by whether there is TLS."""
     found: dict[str, dict[bool, list[Costs]]] = {}
     paced = max(1, options.frames // 20)
@@ -50,7 +55,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[bool, list[Costs]]]:
             rounds: dict[bool, list[Costs]] = {True: [], False: []}
             for number in range(options.rounds):
                 for tls in (True, False) if number % 2 else (False, True):
-                    rounds[tls].append(uvloop.run(_send(tls, size, frames, pause_s)))
+                    own = folder if tls else None
+                    rounds[tls].append(uvloop.run(_send(own, size, frames, pause_s)))
             found[f"{size} bytes, {title}"] = rounds
     return found
 
@@ -84,17 +90,19 @@ class _Received(asyncio.Protocol):
         self.ended.set()
 
 
-async def _send(tls: bool, size: int, frames: int, pause_s: float) -> Costs:
+async def _send(folder: Path | None, size: int, frames: int, pause_s: float) -> Costs:
+    """folder: of the certificates; None: without TLS."""
     loop = asyncio.get_running_loop()
     connected: asyncio.Future[asyncio.Transport] = loop.create_future()
-    context = make_certificate().context if tls else None
+    own = None if folder is None else Certificates(folder, _NAMESPACE, "VllmWorker")
+    context = None if own is None else own.server()
     async with await loop.create_server(
         lambda: _Accepted(connected), "127.0.0.1", 0, ssl=context
     ) as server:
         port = server.sockets[0].getsockname()[1]
         spawn = multiprocessing.get_context("spawn")
         told, tells = spawn.Pipe(duplex=False)
-        receiver = spawn.Process(target=_receive, args=(port, tls, tells), daemon=True)
+        receiver = spawn.Process(target=_receive, args=(port, folder, tells), daemon=True)
         receiver.start()
         async with asyncio.timeout(_START_S):
             transport = await connected
@@ -109,13 +117,12 @@ async def _send(tls: bool, size: int, frames: int, pause_s: float) -> Costs:
     return 1e6 * used_s / frames, 1e6 * received_s / frames
 
 
-def _receive(port: int, tls: bool, tells: Connection) -> None:
+def _receive(port: int, folder: Path | None, tells: Connection) -> None:
     """In a process of its own."""
 
     async def receive() -> float:
-        context = ssl.create_default_context() if tls else None
-        if context is not None:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        own = None if folder is None else Certificates(folder, _NAMESPACE, "Frontend")
+        context = None if own is None else own.client()
         received = _Received()
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: received, "127.0.0.1", port, ssl=context)

@@ -1,7 +1,7 @@
 """A graph of the shipped Frontend and decode workers around engines that compute nothing.
 
 As `null_worker.py`, but with the whole decode worker: its port for requests has TLS where the
-graph's address is not a loopback one, and its notices are sealed.
+graph's address is not a loopback one.
 """
 
 import asyncio

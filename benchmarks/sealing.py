@@ -1,4 +1,4 @@
-"""CPU time that the graph's secret and TLS cost the Frontend and a worker, per streamed request."""
+"""CPU time that TLS costs the Frontend and a worker, per streamed request."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 
 FRONTEND_TARGET = 1.05
 WORKER_TARGET = 1.10
-#: Options of `serve` for a secret and TLS.
+#: Options of `serve` for TLS.
 ON = ("--Graph.bind-host=0.0.0.0",)
 
 _WORKERS = ("VllmWorker", BUSY_WORKER)
@@ -35,9 +35,9 @@ _ABOUT = """\
 Two graphs answer the same streamed chat requests of 64 tokens, in turn. Both have
 the shipped Frontend and decode worker; the engines compute nothing.
 
-  on   as `serve` starts a graph whose address other hosts reach: a secret, TLS on
-       the connections between Frontend and workers, TLS to etcd
-  off  no secret and no TLS, on a nats-server and an etcd without authentication
+  on   as `serve` starts a graph whose address other hosts reach: TLS on the
+       connections between Frontend and workers, TLS to etcd
+  off  no TLS, on a nats-server and an etcd without authentication
 
 As in `benchmarks.runtime` a worker is measured at the pace of --step-ms and busy,
 its steps following one another. The numbers are CPU time of each process from

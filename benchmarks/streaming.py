@@ -81,7 +81,6 @@ def start(stack: ExitStack) -> dict[str, RunningGraph]:
         if graphs:
             run = graphs["on"].run
             options += ["--nats-url", run.nats, "--etcd-url", run.etcd]
-            options += ["--secret-file", run.secret]
         graphs[kind] = stack.enter_context(
             running_graph("graphs.disagg:Frontend", CONFIG, *options)
         )

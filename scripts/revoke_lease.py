@@ -36,6 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--wait", action="store_true", help="wait until the processes are gone")
     parser.add_argument("--timeout", type=float, default=60.0, help="timeout of --wait in seconds")
     parser.add_argument("--etcd-url", help="default: the variable DYNAMO_LITE_ETCD_URL")
+    parser.add_argument("--certificates", type=Path, help="folder with Operator.pem and its key")
     parser.add_argument("--namespace")
     parser.add_argument("--state-dir", type=Path, default=Path(".dynamo-lite"))
     return parser.parse_args()
@@ -49,10 +50,10 @@ async def revoke(args: argparse.Namespace) -> None:
     if args.etcd_url:
         check_argument("etcd-url", args.etcd_url)
     etcd_url = args.etcd_url or os.environ.get(VARIABLES["etcd-url"])
-    place = find_place(args.state_dir, etcd_url, args.namespace)
+    place = find_place(args.state_dir, etcd_url, args.namespace, args.certificates)
     records = await members(place)
     if not args.lease and not args.component:
-        print(as_table(as_rows(records, await states(records))))
+        print(as_table(as_rows(records, await states(records, place.certificates()))))
         return
     chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
     if not chosen:

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
@@ -24,9 +23,7 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.runtime.process.component import ProcessSpec
-from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.runtime.store import Lease, Store
-from dynamo_lite.serve.run_state import write_private
 
 #: The default namespace and engine id here.
 NAMESPACE, ENGINE = "t", "e1"
@@ -73,7 +70,7 @@ def endpoint_record(
     namespace: str = NAMESPACE,
     subject: str = "",
     stream: str | None = None,
-    certificate: str | None = None,
+    tls: bool = False,
     **fields: Any,
 ) -> EndpointRecord:
     """A registered component. subject: where it takes requests; the usual one if it is empty."""
@@ -83,9 +80,7 @@ def endpoint_record(
         endpoint=endpoint,
         namespace=namespace,
         lease_id=lease_id,
-        transport=EndpointTransport(
-            nats_tcp=subject or usual, stream=stream, certificate=certificate
-        ),
+        transport=EndpointTransport(nats_tcp=subject or usual, stream=stream, tls=tls),
         **fields,
     )
 
@@ -182,9 +177,3 @@ def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
         "arrival_time": 1.0,
     }
     return GenerateRequest(request_id=request_id, **(fields | changes))
-
-
-def graph_secret(path: Path, *keys: bytes) -> GraphSecret:
-    """A secret file at `path`, with a new key or these."""
-    write_private(path, b"".join(key.hex().encode() + b"\n" for key in keys) or new_secret())
-    return GraphSecret(path)

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -71,16 +71,16 @@ def subjects(namespace: str, ids: Iterable[str]) -> list[str]:
 
 
 def forged() -> list[bytes]:
-    """One of each kind, as a process of a graph without a secret sends it."""
+    """One of each kind, as a process of the graph sends it."""
     attempt = "a1"
     return [
         b"",
-        encode_sealed(Claim(attempt=attempt, claim=1, writer_lease_id=1)),
-        encode_sealed(Done(attempt=attempt, writer_lease_id=1, outcome="failed")),
-        encode_sealed(Done(attempt=attempt, claim=1, writer_lease_id=1, outcome="died")),
-        encode_sealed(FirstToken(attempt=attempt, request_id="r1", token_id=1)),
-        encode_sealed(Leave(lease_id=1)),
-        encode_sealed(
+        encode(Claim(attempt=attempt, claim=1, writer_lease_id=1)),
+        encode(Done(attempt=attempt, writer_lease_id=1, outcome="failed")),
+        encode(Done(attempt=attempt, claim=1, writer_lease_id=1, outcome="died")),
+        encode(FirstToken(attempt=attempt, request_id="r1", token_id=1)),
+        encode(Leave(lease_id=1)),
+        encode(
             RemotePrefillRequest(
                 engine_id="e1",
                 request_id="r1",

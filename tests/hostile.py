@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-SEAL_BYTES = 8
 _NATS = b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB x_engine.e1.cancel 1\r\nx\r\nPING\r\n'
 _RANGE = b'{"key":"AA==","range_end":"AA=="}'
 #: To NATS, status servers and etcd.
@@ -61,24 +60,16 @@ class Spoiler:
         return self._rng.choice((message[:at], message[at:], message + message[:at], message * 2))
 
     def _fields(self, message: bytes) -> bytes:
-        """Well-formed, with a field or two changed, dropped or taken from another message.
-
-        A seal stays what it was.
-        """
+        """Well-formed, with a field or two changed, dropped or taken from another message."""
         json = message[:1] == b"{"
         codec = msgspec.json if json else msgspec.msgpack
-        for seal in (0, SEAL_BYTES):
-            try:
-                value = codec.decode(message[seal:])
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
+        try:
+            value = codec.decode(message)
             for _ in range(self._rng.randint(1, 2)):
                 value = self._change(value, json)
-            try:
-                return message[:seal] + codec.encode(value)
-            except (TypeError, OverflowError, UnicodeEncodeError):
-                break
-        return self._bits(message)
+            return codec.encode(value)
+        except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeError):
+            return self._bits(message)
 
     def _change(self, value: Any, json: bool) -> Any:
         """One place in `value`, at any depth, is changed."""
@@ -106,7 +97,7 @@ class Spoiler:
     def _borrowed(self, value: Any) -> Any:
         """A field of the same type out of another message: another attempt's id, say."""
         try:
-            other = msgspec.msgpack.decode(self._rng.choice(self._pool)[SEAL_BYTES:])
+            other = msgspec.msgpack.decode(self._rng.choice(self._pool))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return value
         fields = other.values() if isinstance(other, dict) else ()

@@ -1,4 +1,4 @@
-"""`dynamo-lite access`: who may use NATS and etcd, and with which credentials.
+"""`dynamo-lite access`: who may use NATS and etcd, and with which credentials; certificates.
 
 Prints users with the least rights, as nats-server's configuration and as commands of etcdctl, and
 makes those of etcd; and prints variables with which etcdctl and `nats` reach a graph's servers.
@@ -13,10 +13,17 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
-from dynamo_lite.cli.listing import checked_namespace, find_broker, find_place
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    CertificatesDir,
+    EtcdUrl,
+    Namespace,
+    NatsUrl,
+    StateDir,
+)
+from dynamo_lite.cli.listing import checked_namespace, find_nats, find_place
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
+from dynamo_lite.protocol.permissions import OPERATOR, Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
@@ -24,6 +31,7 @@ from dynamo_lite.runtime.address import (
     parse_nats_url,
     redact,
 )
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -33,9 +41,11 @@ _ANSWER_S, _TIMEOUT_S = 30, 60.0
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""Users of NATS and etcd: those for your own servers, and the credentials of a graph.
+    help="""A graph's certificates, and its users of NATS and etcd.
 
     \b
+    dynamo-lite access certs certificates --namespace dynamo
+    dynamo-lite access certs certificates --namespace dynamo --server nats --host nats.example
     dynamo-lite access nats --namespace dynamo > users.conf
     dynamo-lite access etcd --namespace dynamo --component PrefillWorker
     eval "$(dynamo-lite access etcd --env)"; etcdctl get --prefix dynamo
@@ -71,6 +81,7 @@ def etcd(
         ),
     ] = None,
     etcd_url: EtcdUrl = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print the commands of `etcdctl` that make a user with the least rights for each component.
@@ -82,12 +93,16 @@ def etcd(
         raise ConfigError(["--make needs --etcd-url, and goes without --env"])
     if env:
         _check_alone(component, namespace)
-        print(_as_shell(etcd_environment(find_place(state_dir, etcd_url, None).etcd_url)))
+        print(
+            _as_shell(
+                etcd_environment(find_place(state_dir, etcd_url, None, certificates).etcd_url)
+            )
+        )
         return
     name = _named(namespace)
     permissions = chosen(name, component or ())
     if make is not None and etcd_url is not None:
-        make_users(etcd_url, name, permissions, make)
+        make_users(with_files(etcd_url, certificates, OPERATOR), name, permissions, make)
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")
@@ -99,6 +114,7 @@ def nats(
     namespace: Namespace = None,
     env: _Env = False,
     nats_url: NatsUrl = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print a part of nats-server's configuration: a user with the least rights per component.
@@ -109,10 +125,53 @@ def nats(
     """
     if env:
         _check_alone(component, namespace)
-        print(_as_shell(_nats_environment(find_broker(state_dir, nats_url, None).nats_url)))
+        print(_as_shell(_nats_environment(find_nats(state_dir, nats_url, certificates))))
     else:
         name = _named(namespace)
         print(nats_configuration(name, chosen(name, component or ())), end="")
+
+
+@app.command("certs")
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    namespace: Namespace = None,
+    component: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--component", help="Only that of this one, or of a service of yours; may be repeated."
+        ),
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="A name or address that they are for, too; may be repeated."),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", help="Only that of your own nats or etcd; may be repeated."),
+    ] = None,
+) -> None:
+    """Make a graph's authority, and a certificate for each component. What is there is kept.
+
+    Files: ca.pem and ca-key.pem (the authority), COMPONENT.pem and COMPONENT-key.pem. A host of the
+    graph gets ca.pem and those of its components, in the folder that Graph.certificates names.
+    ca-key.pem is needed only here. To renew one, remove its two files and run the command again:
+    running processes use the new files from their next connection on.
+
+    With --server: nats-server.pem or etcd-server.pem with its key, for the hosts, and localhost.
+    """
+    from dynamo_lite.serve.certificate_folder import make_certificates, make_server_certificates
+
+    name, hosts = _named(namespace), host or []
+    if server is not None:
+        if component or set(server) - {"nats", "etcd"}:
+            raise ConfigError(["--server is nats or etcd, and goes without --component"])
+        names = [f"{one}-server" for one in server]
+        made = make_server_certificates(folder, name, names, ["localhost", "127.0.0.1", *hosts])
+    else:
+        if wrong := [one for one in component or () if not one.isalnum() or not one.isascii()]:
+            raise ConfigError([f"--component {one}: not the name of a service" for one in wrong])
+        made = make_certificates(folder, name, component or all_permissions(name), hosts)
+    print(f"{folder}: made {', '.join(made) or 'nothing: all are there'}")
 
 
 def _check_alone(component: list[str] | None, namespace: str | None) -> None:

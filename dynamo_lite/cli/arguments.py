@@ -60,11 +60,13 @@ NatsUrl = Annotated[
         " the first host.",
     ),
 ]
-SecretFile = Annotated[
+CertificatesDir = Annotated[
     Path | None,
     typer.Option(
-        help="The graph's secret: one or two lines of 64 hexadecimal digits, mode 600. The same on"
-        " all hosts. Default: that of the graph that runs on --state-dir."
+        "--certificates",
+        envvar="DYNAMO_LITE_CERTIFICATES",
+        help="The graph's certificates: a folder with ca.pem, Operator.pem and Operator-key.pem."
+        " Default: that of the graph that runs on --state-dir.",
     ),
 ]
 Targets = Annotated[

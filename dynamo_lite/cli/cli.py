@@ -30,6 +30,7 @@ from dynamo_lite.cli.arguments import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    CertificatesDir,
     EtcdUrl,
     Json,
     LogLines,
@@ -109,13 +110,6 @@ def serve(
     service_name: Annotated[str | None, typer.Option(help="Start only this service.")] = None,
     nats_url: NatsUrl = None,
     etcd_url: EtcdUrl = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="The graph's secret: one or two lines of 64 hexadecimal digits, mode 600. The"
-            " same on all hosts. Without --nats-url one is made."
-        ),
-    ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     dry_run: Annotated[
@@ -176,7 +170,6 @@ def serve(
         state_dir=state_dir,
         nats_url=nats_url,
         etcd_url=etcd_url,
-        secret_file=secret_file,
         only=service_name,
         log_level="DEBUG" if verbose else "INFO",
         log_format=log_format,
@@ -213,6 +206,7 @@ def examples(
 @app.command()
 def ps(
     etcd_url: EtcdUrl = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     links: Annotated[
@@ -232,13 +226,13 @@ def ps(
     has failed or the engines do not fit; DETAIL shows why. The last lines show how many prefill
     workers each decode engine can use: those whose link has not failed.
     """
-    place = listing.find_place(state_dir, etcd_url, namespace)
+    place = listing.find_place(state_dir, etcd_url, namespace, certificates)
 
     async def read_rows() -> list[dict[str, Any]]:
         if links:
             return await listing.link_rows(place)
         members = await listing.members(place)
-        return listing.as_rows(members, await listing.states(members))
+        return listing.as_rows(members, await listing.states(members, place.certificates()))
 
     rows = asyncio.run(read_rows())
     show = listing.as_link_table if links else listing.as_table
@@ -252,6 +246,7 @@ def top(
         float, typer.Option(min=0.2, max=60, help="Seconds between two frames.")
     ] = 1.0,
     etcd_url: EtcdUrl = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON.")] = False,
@@ -272,7 +267,7 @@ def top(
     # Rich's parts for a live display, and what reads the metrics.
     from dynamo_lite.cli.top import show
 
-    place = listing.find_place(state_dir, etcd_url, namespace)
+    place = listing.find_place(state_dir, etcd_url, namespace, certificates)
     asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))
 
 

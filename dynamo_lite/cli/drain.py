@@ -16,6 +16,7 @@ import typer
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     EXIT_CUT_OFF,
+    CertificatesDir,
     EtcdUrl,
     Namespace,
     StateDir,
@@ -72,6 +73,7 @@ def drain(
         float, typer.Option(min=0.1, help="Longest wait in seconds; the drain goes on.")
     ] = 300.0,
     etcd_url: EtcdUrl = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the choice as JSON.")] = False,
@@ -97,7 +99,7 @@ def drain(
     if bool(lease) == (component is not None):
         raise ConfigError(["give either LEASE or --pick COMPONENT"])
     wanted = parse_lease(lease) if lease else 0
-    place = find_place(state_dir, etcd_url, namespace)
+    place = find_place(state_dir, etcd_url, namespace, certificates)
 
     async def work() -> bool:
         """Returns whether its work was cut off."""
@@ -152,7 +154,7 @@ async def pick(
     """
     if component not in ROLES:
         raise ConfigError([f"--pick {component}: accepted: {', '.join(ROLES)}"])
-    seen = await look(await members(place))
+    seen = await look(await members(place), place.certificates())
     workers = seen.workers(component)
     if not workers:
         raise StartupError(f"no live worker of component {component}")
@@ -166,7 +168,7 @@ async def pick(
 
 async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
     """The process with this lease. Raises as `pick`."""
-    seen = await look(await members(place))
+    seen = await look(await members(place), place.certificates())
     record = seen.records.get(lease_id)
     if record is None:
         known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
@@ -203,7 +205,7 @@ class _Watch:
 
     def __init__(self, place: Place, record: EndpointRecord, say: Say):
         self._place, self._say = place, say
-        self._departure = Departure(record, time.monotonic, _lives)
+        self._departure = Departure(record, time.monotonic, _lives, place.certificates())
         self._began = time.monotonic()
         self._told, self._safe = "", False
 

@@ -14,17 +14,16 @@ from dynamo_lite.cli import decision_view, forward_view
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     EXIT_FAILED,
+    CertificatesDir,
     EtcdUrl,
     Json,
     Namespace,
     NatsUrl,
-    SecretFile,
     StateDir,
 )
 from dynamo_lite.cli.listing import (
-    Broker,
     Place,
-    find_broker,
+    find_nats,
     find_place,
     members,
     open_broker,
@@ -74,7 +73,7 @@ def explain(
     ] = None,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Json = False,
@@ -96,21 +95,19 @@ def explain(
         raise ConfigError(["give either REQUEST_ID or --last N"])
     if len(request_id) > 256:
         raise ConfigError(["REQUEST_ID: at most 256 characters"])
-    place = find_place(state_dir, etcd_url, namespace)
-    broker = find_broker(state_dir, nats_url, secret_file)
+    place = find_place(state_dir, etcd_url, namespace, certificates)
+    nats = find_nats(state_dir, nats_url, certificates)
     wanted = Explain(request_id=request_id, last=last or 4096)
-    raise typer.Exit(_run(place, broker, wanted, as_json))
+    raise typer.Exit(_run(place, nats, wanted, as_json))
 
 
-def _run(place: Place, broker: Broker, wanted: Explain, as_json: bool) -> int:
+def _run(place: Place, nats: str, wanted: Explain, as_json: bool) -> int:
     """Returns the exit code. wanted: of one request, or the last ones of all."""
-    engines, forwarders = asyncio.run(_ask_both(place, broker, wanted))
+    engines, forwarders = asyncio.run(_ask_both(place, nats, wanted))
     for engine in engines.silent:
         print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
     for lease in forwarders.silent:
         print(f"warning: Forwarder {lease} does not respond", file=sys.stderr)
-    if broker.secret_file is None and (engines.silent or forwarders.silent):
-        print("warning: if the graph has a secret, name it: --secret-file FILE", file=sys.stderr)
     taken, forwarded = engines.taken[-wanted.last :], forwarders.taken[-wanted.last :]
     if as_json:
         rows = [*decision_view.as_json(taken), *forward_view.as_json(forwarded)]
@@ -138,7 +135,7 @@ def _run(place: Place, broker: Broker, wanted: Explain, as_json: bool) -> int:
 
 
 async def _ask_both(
-    place: Place, broker: Broker, wanted: Explain
+    place: Place, nats: str, wanted: Explain
 ) -> tuple[_Answers[Decision], _Answers[ForwardDecision]]:
     """Raises StartupError, Unavailable."""
     async with open_store(place) as store:
@@ -153,7 +150,7 @@ async def _ask_both(
         f"{lease:x}": names.forward_explain_subject(place.namespace, lease)
         for lease in sorted({record.lease_id for record in found})
     }
-    async with open_broker(broker) as messaging:
+    async with open_broker(nats) as messaging:
         return await asyncio.gather(
             _ask_all(messaging, engines, wanted, _of_engine),
             _ask_all(messaging, forwarders, wanted, _of_forwarder),

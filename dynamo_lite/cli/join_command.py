@@ -1,5 +1,6 @@
 """`dynamo-lite join`: registers a stock engine for Forwarders."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -52,6 +53,13 @@ def join(
     ] = None,
     namespace: Namespace = None,
     etcd_url: EtcdUrl = None,
+    certificates: Annotated[
+        Path | None,
+        typer.Option(
+            help="The graph's certificates: a folder with ca.pem and those of Engine, PrefillEngine"
+            " or DecodeEngine; needed with --bind-host."
+        ),
+    ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     grace_s: Annotated[
         float,
@@ -87,13 +95,17 @@ def join(
 
     \b
     dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\
-      --etcd-url http://10.0.0.9:2379
+      --etcd-url 'https://etcd-1:2379?login=etcd-login' --certificates certificates
     """
     from dynamo_lite.cli.listing import find_place
     from dynamo_lite.forward.join import COMPONENTS, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
-    from dynamo_lite.serve.startup_checks import check_url_syntax
+    from dynamo_lite.serve.startup_checks import (
+        check_certificates,
+        check_exposed_urls,
+        check_url_syntax,
+    )
 
     options = _options(
         url=url,
@@ -106,15 +118,19 @@ def join(
         ca_file=ca_file,
         health_interval_s=health_interval_s,
     )
-    place = find_place(state_dir, etcd_url, namespace)
+    component = COMPONENTS[options.role]
+    place = find_place(state_dir, etcd_url, namespace, certificates, component)
     check_url_syntax(None, place.etcd_url)
+    check_exposed_urls(None, place.etcd_url, certified=place.folder is not None)
+    check_certificates(place.folder, place.namespace, [component], bind_host, "--bind-host")
     spec = ProcessSpec(
         namespace=place.namespace,
-        component=COMPONENTS[options.role],
+        component=component,
         instance=0,
         nats_url="",
         etcd_url=place.etcd_url,
         state_dir=str(state_dir),
+        certificates=None if place.folder is None else str(place.folder.absolute()),
         bind_host=bind_host,
         lease_ttl_s=lease_ttl_s,
         grace_s=grace_s,

@@ -16,21 +16,20 @@ from typing import Any, TypeVar
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.protocol.permissions import OPERATOR
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
+from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.overview.compose import state_of
 from dynamo_lite.runtime.overview.fetch import fetch_health
-from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.run_state import read_run
-from dynamo_lite.serve.secret_file import running_secret
+from dynamo_lite.serve.run_state import read_run, running_certificates
 
 _MEMBER_COLUMNS = (
     *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
 )
 _LINK_COLUMNS = ("prefill", "decode", "state", "next_try", "detail")
 _UNKNOWN = "-"
-_SECRET_HINT = "name it with --secret-file FILE, or its graph's --state-dir"
 
 T = TypeVar("T")
 
@@ -41,10 +40,25 @@ class Place:
 
     etcd_url: str
     namespace: str
+    #: The folder with the operator's certificate; None: without one.
+    folder: Path | None = None
+
+    def certificates(self) -> Certificates | None:
+        """Those of who uses the commands. Raises ConfigError."""
+        if self.folder is None:
+            return None
+        return Certificates(self.folder, self.namespace, OPERATOR)
 
 
-def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> Place:
-    """Takes the flags, or else what the running graph of `state_dir` uses.
+def find_place(
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    folder: Path | None = None,
+    component: str = OPERATOR,
+) -> Place:
+    """Takes the flags, or else what the running graph of `state_dir` uses. folder: of certificates.
+    component: whose certificate the URL gets.
 
     Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
     """
@@ -54,7 +68,19 @@ def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> 
         raise StartupError(f"no graph runs on {state_dir}; name a server with --etcd-url")
     if namespace is None:
         namespace = running.namespace if running else "dynamo"
-    return Place(etcd_url=url, namespace=checked_namespace(namespace))
+    folder = folder or running_certificates(running, checked_namespace(namespace))
+    return Place(etcd_url=with_files(url, folder, component), namespace=namespace, folder=folder)
+
+
+def find_nats(state_dir: Path, nats_url: str | None, folder: Path | None) -> str:
+    """As `find_place`, the URL of NATS."""
+    running = read_run(state_dir)
+    url = nats_url or (running.nats if running else None)
+    if url is None:
+        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
+    if folder is None and running is not None:
+        folder = running_certificates(running, running.namespace)
+    return with_files(url, folder, OPERATOR)
 
 
 def checked_namespace(namespace: str) -> str:
@@ -64,29 +90,11 @@ def checked_namespace(namespace: str) -> str:
     return namespace
 
 
-@dataclass(frozen=True, kw_only=True)
-class Broker:
-    """How to send messages to the processes of a graph."""
+def open_broker(nats_url: str) -> AbstractAsyncContextManager[Messaging]:
+    """A context."""
+    from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-    nats_url: str
-    #: None if the graph authenticates no messages.
-    secret_file: Path | None
-
-
-def find_broker(state_dir: Path, nats_url: str | None, secret_file: Path | None) -> Broker:
-    """Takes the flags, or else what the running graph of `state_dir` uses. Raises StartupError."""
-    running = read_run(state_dir)
-    url = nats_url or (running.nats if running else None)
-    if url is None:
-        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
-    return Broker(nats_url=url, secret_file=secret_file or running_secret(running, url))
-
-
-def open_broker(broker: Broker) -> AbstractAsyncContextManager[Messaging]:
-    """A context. Raises StartupError for a secret file that cannot be used."""
-    from dynamo_lite.runtime.nats.open import open_messaging
-
-    return open_messaging(broker.nats_url, broker.secret_file)
+    return NatsMessaging(nats_url)
 
 
 def open_store(place: Place) -> AbstractAsyncContextManager[Store]:
@@ -100,60 +108,20 @@ def on_store(
     state_dir: Path,
     etcd_url: str | None,
     namespace: str | None,
+    folder: Path | None,
     work: Callable[[Store, Place], Awaitable[T]],
 ) -> T:
-    """Runs `work` on the etcd of a graph.
+    """Runs `work` on the etcd of a graph. folder: of certificates.
 
     Raises StartupError, Unavailable, ConfigError, and what `work` raises.
     """
-    place = find_place(state_dir, etcd_url, namespace)
+    place = find_place(state_dir, etcd_url, namespace, folder)
 
     async def run() -> T:
         async with open_store(place) as store:
             return await work(store, place)
 
     return asyncio.run(run())
-
-
-def find_seals(state_dir: Path, place: Place, secret_file: Path | None) -> RecordSeals:
-    """Seals with the secret of the flag, or else with that of the running graph of `state_dir`, if
-    it is the one at `place`. Raises StartupError for a secret file that cannot be used."""
-    running = read_run(state_dir)
-    if running is not None and running.namespace != place.namespace:
-        running = None
-    return RecordSeals.of_file(secret_file or running_secret(running, place.etcd_url))
-
-
-def unchecked(members: Iterable[EndpointRecord], seals: RecordSeals) -> str:
-    """What is to be said where the processes have a secret and this command has none."""
-    if seals.checked or not any(member.authenticated for member in members):
-        return ""
-    return f"the seals of the records were not checked: this graph has a secret; {_SECRET_HINT}"
-
-
-async def check_may_write(
-    store: Store,
-    keys: Sequence[str],
-    members: Iterable[EndpointRecord],
-    seals: RecordSeals,
-) -> None:
-    """Raises StartupError where the processes would ignore what is written at `keys` without a
-    secret.
-
-    Where no process is alive, a sealed record shows that the graph has a secret.
-    """
-    if seals.checked:
-        return
-    # A process beside a stock engine reads no sealed records.
-    ours = [member for member in members if member.engine is None]
-    if any(member.authenticated for member in ours):
-        raise StartupError(f"nothing was changed: this graph has a secret; {_SECRET_HINT}")
-    for key in () if ours else keys:
-        data = await store.get(key)
-        if data is not None and is_sealed(data):
-            raise StartupError(
-                f"nothing was changed: {key} is sealed with a secret; {_SECRET_HINT}"
-            )
 
 
 async def members(place: Place) -> list[EndpointRecord]:
@@ -170,16 +138,21 @@ async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
     return _decoded(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
 
 
-async def facts_of(records: Iterable[EndpointRecord]) -> dict[str, dict[str, Any]]:
-    """Maps each status URL to what its process reports at /health."""
+async def facts_of(
+    records: Iterable[EndpointRecord], certificates: Certificates | None
+) -> dict[str, dict[str, Any]]:
+    """Maps each status URL to what its process reports at /health. certificates: of who asks."""
     urls = sorted({record.status_url for record in records})
-    reports = await asyncio.gather(*(fetch_health(url) for url in urls))
+    reports = await asyncio.gather(*(fetch_health(url, certificates) for url in urls))
     return dict(zip(urls, reports, strict=True))
 
 
-async def states(records: Iterable[EndpointRecord]) -> dict[str, str]:
+async def states(
+    records: Iterable[EndpointRecord], certificates: Certificates | None
+) -> dict[str, str]:
     """Maps each status URL to the state that its process reports (see `state_of`)."""
-    return {url: state_of(facts) for url, facts in (await facts_of(records)).items()}
+    found = await facts_of(records, certificates)
+    return {url: state_of(facts) for url, facts in found.items()}
 
 
 async def link_rows(place: Place) -> list[dict[str, Any]]:

@@ -4,8 +4,6 @@ A key is `Component.option`, as in a section of the configuration file.
 """
 
 import json
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,21 +13,18 @@ from msgspec import UNSET
 
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
+    CertificatesDir,
     EtcdUrl,
     Json,
     Namespace,
-    SecretFile,
     StateDir,
 )
 from dynamo_lite.cli.listing import (
     Place,
-    check_may_write,
     facts_of,
-    find_seals,
     members_in,
     on_store,
     table,
-    unchecked,
 )
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
@@ -42,7 +37,6 @@ from dynamo_lite.protocol.live_options import (
     decode_live_options,
 )
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.removed import removed_option
 
@@ -60,9 +54,6 @@ app = typer.Typer(
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config unset VllmWorker.max-local-prefill-length
 
-    Where the graph has a secret, what is stored is sealed with it, and the commands need it: it
-    is that of the graph that runs on --state-dir, or --secret-file.
-
     Keys are those of the configuration file; its values are used where nothing is set.
     Values that are set are stored in etcd, for all processes of the component, until they
     are unset, also across restarts. All processes follow within a second.
@@ -74,7 +65,7 @@ app = typer.Typer(
 def get(
     key: Annotated[str, typer.Argument(metavar="[KEY]", help="Show only this option.")] = "",
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Json = False,
@@ -87,17 +78,14 @@ def get(
     component, only = split_key(key) if key else ("", "")
 
     async def look(store: Store, place: Place) -> list[dict[str, Any]]:
-        seals = find_seals(state_dir, place, secret_file)
         running = await members_in(store, place.namespace)
-        if warning := unchecked(running, seals):
-            print(f"warning: {warning}", file=sys.stderr)
         return [
             row
             for name in ([component] if component else LIVE_OPTIONS)
-            for row in await rows(store, place.namespace, name, running, seals, only)
+            for row in await rows(store, place, name, running, only)
         ]
 
-    found = on_store(state_dir, etcd_url, namespace, look)
+    found = on_store(state_dir, etcd_url, namespace, certificates, look)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -118,7 +106,7 @@ def set_(
         list[str], typer.Argument(metavar="KEY=VALUE...", help="The value is read as YAML.")
     ],
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -130,7 +118,7 @@ def set_(
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config set VllmWorker.max-prefill-queue-size=4 VllmWorker.max-remote-prefills=1
     """
-    _edit(parse_edits(edits), state_dir, etcd_url, namespace, secret_file)
+    _edit(parse_edits(edits), state_dir, etcd_url, namespace, certificates)
 
 
 @app.command("unset")
@@ -142,16 +130,16 @@ def unset(
         ),
     ],
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
     """Use the values of the configuration file again.
 
     A component alone (`VllmWorker`) stands for all of its options; that also replaces
-    an invalid record in etcd, such as one that was written by hand or is not authentic.
+    an invalid record in etcd, such as one that was written by hand.
     """
-    _edit(parse_unsets(keys), state_dir, etcd_url, namespace, secret_file)
+    _edit(parse_unsets(keys), state_dir, etcd_url, namespace, certificates)
 
 
 def _edit(
@@ -159,22 +147,21 @@ def _edit(
     state_dir: Path,
     etcd_url: str | None,
     namespace: str | None,
-    secret_file: Path | None,
+    certificates: Path | None,
 ) -> None:
     from dynamo_lite.cli import planner
 
     async def change(store: Store, place: Place) -> dict[str, list[Any]]:
-        seals = find_seals(state_dir, place, secret_file)
-        keys = [names.live_options_key(place.namespace, component) for component in edits]
-        await check_may_write(store, keys, await members_in(store, place.namespace), seals)
         if (edit := edits.get("Planner")) is not None:
-            await planner.check_options(store, place, edit, seals)
+            await planner.check_options(store, place, edit)
         return {
-            component: await write(store, place.namespace, component, edit, seals)
+            component: await write(store, place.namespace, component, edit)
             for component, edit in edits.items()
         }
 
-    for component, changes in on_store(state_dir, etcd_url, namespace, change).items():
+    for component, changes in on_store(
+        state_dir, etcd_url, namespace, certificates, change
+    ).items():
         for key, before, after in changes:
             print(f"{key}: {shown(before)} -> {shown(after)}")
         if not changes:
@@ -240,49 +227,40 @@ def replaces(component: str, edit: Edit) -> bool:
     return all(edit.get(option) is UNSET for option in LIVE_OPTIONS[component])
 
 
-async def read(
-    store: Store, namespace: str, component: str, seals: RecordSeals = UNSEALED
-) -> Values:
-    """What is set. Raises StartupError for a record that is invalid or not authentic."""
+async def read(store: Store, namespace: str, component: str) -> Values:
+    """What is set. Raises StartupError for an invalid record."""
     key = names.live_options_key(namespace, component)
-    record = _decoded(key, component, await store.get(key), seals)
-    return record.values if record else {}
+    return _decoded(key, component, await store.get(key))
 
 
-def _decoded(
-    key: str, component: str, data: bytes | None, seals: RecordSeals
-) -> LiveOptionsRecord | None:
+def _decoded(key: str, component: str, data: bytes | None) -> Values:
     try:
-        return None if data is None else decode_live_options(seals.opened(key, data), component)
+        return {} if data is None else decode_live_options(data, component)
     except ProtocolError as exc:
         repair = f"`dynamo-lite config unset {component}` replaces it"
         raise StartupError(f"the record in etcd is invalid: {key}: {exc}; {repair}") from exc
 
 
 async def write(
-    store: Store, namespace: str, component: str, edit: Edit, seals: RecordSeals = UNSEALED
+    store: Store, namespace: str, component: str, edit: Edit
 ) -> list[tuple[str, Any, Any]]:
     """Changes these options and no others, even with concurrent writers. Returns key, value before
     and value after of each difference; UNSET: the value of the file.
 
-    A record that is invalid or not authentic is only replaced by an edit that unsets all options.
+    An invalid record is only replaced by an edit that unsets all options.
     Raises StartupError for such a record, and Unavailable.
     """
     key = names.live_options_key(namespace, component)
     for _ in range(_TRIES):
         data = await store.get(key)
         try:
-            old = _decoded(key, component, data, seals)
+            before = _decoded(key, component, data)
         except StartupError:
             if not replaces(component, edit):
                 raise
-            old = None
-        before = old.values if old else {}
+            before = {}
         values = edited(before, edit)
-        # By the clock, so that it exceeds also that of a record that somebody has deleted.
-        version = max(old.version + 1 if old else 1, time.time_ns() // 1_000_000)
-        new = encode_json(LiveOptionsRecord(values=values, version=version))
-        if await store.swap(key, data, seals.sealed(key, new)):
+        if await store.swap(key, data, encode_json(LiveOptionsRecord(values=values))):
             both = ((o, before.get(o, UNSET), values.get(o, UNSET)) for o in edit)
             return [(f"{component}.{o}", was, now) for o, was, now in both if was != now]
     raise Unavailable(f"{key}: not changed: {_TRIES} conflicts with concurrent writers; try again")
@@ -290,18 +268,18 @@ async def write(
 
 async def rows(
     store: Store,
-    namespace: str,
+    place: Place,
     component: str,
     running: Iterable[EndpointRecord],
-    seals: RecordSeals,
     only: str = "",
 ) -> list[dict[str, Any]]:
     """A row for each option, or for `only`. Without a live process: for each that is set.
 
     set: left out where nothing is. file: the values of the live processes, without repetition.
     """
-    values = await read(store, namespace, component, seals)
-    facts = await facts_of(member for member in running if member.component == component)
+    values = await read(store, place.namespace, component)
+    here = [member for member in running if member.component == component]
+    facts = await facts_of(here, place.certificates())
     files = [each.get("options", {}).get("file", {}) for each in facts.values()]
     found: list[dict[str, Any]] = []
     for option in [only] if only else LIVE_OPTIONS[component] if facts else values:

@@ -16,25 +16,22 @@ import typer
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     EXIT_FAILED,
+    CertificatesDir,
     EtcdUrl,
     Json,
     Namespace,
-    SecretFile,
     StateDir,
     Targets,
 )
 from dynamo_lite.cli.listing import (
     Place,
-    check_may_write,
     facts_of,
-    find_seals,
     members_in,
     on_store,
     table,
 )
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.scale import parse_targets
-from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.connector import COMPONENTS, by_role
 from dynamo_lite.planner.drains import ROLES
 from dynamo_lite.planner.policy.limits import contradictions, refusals
@@ -46,7 +43,6 @@ from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, PauseRecord, TargetRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
-from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
 
 _TRIES = 20
@@ -66,9 +62,6 @@ app = typer.Typer(
 
     The planner is the service Planner (graphs.disagg_planner). Its options change with
     `dynamo-lite config set Planner.OPTION=VALUE`.
-
-    Where the graph has a secret, its records are sealed with it, and `set`, `unset` and `pause`
-    need it: it is that of the graph that runs on --state-dir, or --secret-file.
     """,
 )
 
@@ -76,7 +69,7 @@ app = typer.Typer(
 @app.command("status")
 def _status(
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Json = False,
@@ -87,11 +80,7 @@ def _status(
     pending (another number has to be wanted for a while), acting (an order is not confirmed)
     or settling (workers are starting or draining). Exit code 1: no planner runs.
     """
-
-    async def find(store: Store, place: Place) -> PlannerState:
-        return await look(store, place, find_seals(state_dir, place, secret_file))
-
-    seen = on_store(state_dir, etcd_url, namespace, find)
+    seen = on_store(state_dir, etcd_url, namespace, certificates, look)
     print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
     if not seen.planners:
         raise typer.Exit(EXIT_FAILED)
@@ -101,22 +90,23 @@ def _status(
 def _pause(
     reason: Annotated[str, typer.Option(help="Why; `planner status` shows it.")] = "",
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
     """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
 
     async def write(store: Store, place: Place) -> None:
-        await pause(store, place, reason, find_seals(state_dir, place, secret_file))
+        await pause(store, place, reason)
 
-    on_store(state_dir, etcd_url, namespace, write)
+    on_store(state_dir, etcd_url, namespace, certificates, write)
     print("paused; `dynamo-lite planner resume` goes on")
 
 
 @app.command("resume")
 def _resume(
     etcd_url: EtcdUrl = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -125,7 +115,7 @@ def _resume(
     async def write(store: Store, place: Place) -> bool:
         return await store.delete(names.planner_pause_key(place.namespace))
 
-    was = on_store(state_dir, etcd_url, namespace, write)
+    was = on_store(state_dir, etcd_url, namespace, certificates, write)
     print("resumed" if was else "it was not paused")
 
 
@@ -133,7 +123,7 @@ def _resume(
 def _set(
     targets: Targets,
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -150,10 +140,9 @@ def _set(
     wanted = parse_targets(targets)
 
     async def write(store: Store, place: Place) -> TargetRecord:
-        seals = find_seals(state_dir, place, secret_file)
-        return await set_counts(store, place, wanted, seals)
+        return await set_counts(store, place, wanted)
 
-    record = on_store(state_dir, etcd_url, namespace, write)
+    record = on_store(state_dir, etcd_url, namespace, certificates, write)
     numbers = ", ".join(f"{component}={number}" for component, number in record.manual.items())
     print(f"set: {numbers}  (version {record.version} by {record.by})")
 
@@ -164,7 +153,7 @@ def _unset(
         list[str] | None, typer.Argument(metavar="[COMPONENT...]", help="For example VllmWorker.")
     ] = None,
     etcd_url: EtcdUrl = None,
-    secret_file: SecretFile = None,
+    certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -178,10 +167,9 @@ def _unset(
     """
 
     async def write(store: Store, place: Place) -> tuple[TargetRecord, Mapping[str, int]]:
-        seals = find_seals(state_dir, place, secret_file)
-        return await unset_counts(store, place, components or [], seals)
+        return await unset_counts(store, place, components or [])
 
-    record, gone = on_store(state_dir, etcd_url, namespace, write)
+    record, gone = on_store(state_dir, etcd_url, namespace, certificates, write)
     if not gone:
         print("no number is set")
         return
@@ -199,7 +187,7 @@ class PlannerState:
     target: TargetRecord | None
     paused: PauseRecord | None
     operations: list[OperationRecord]
-    #: Records that cannot be read or are not authentic.
+    #: Records that cannot be read.
     malformed: list[str]
 
     @property
@@ -213,17 +201,15 @@ class PlannerState:
         return self.led_by or next(iter(self.planners.values()), {})
 
 
-async def look(store: Store, place: Place, seals: RecordSeals = UNSEALED) -> PlannerState:
-    """Without a secret seals are not checked."""
+async def look(store: Store, place: Place) -> PlannerState:
     entries = await store.get_prefix(names.planner_prefix(place.namespace))
     malformed: list[str] = []
-    leader_key = names.planner_leader_key(place.namespace)
 
     def decoded(key: str, kind: type[Any]) -> Any:
         if (data := entries.get(key)) is None:
             return None
         try:
-            return decode_json(data if key == leader_key else seals.opened(key, data), kind)
+            return decode_json(data, kind)
         except ProtocolError as exc:
             malformed.append(f"{key}: {exc}")
             return None
@@ -233,7 +219,7 @@ async def look(store: Store, place: Place, seals: RecordSeals = UNSEALED) -> Pla
     found = await _facts(store, place)
     return PlannerState(
         planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
-        leader=decoded(leader_key, LeaderRecord),
+        leader=decoded(names.planner_leader_key(place.namespace), LeaderRecord),
         target=decoded(names.planner_target_key(place.namespace), TargetRecord),
         paused=decoded(names.planner_pause_key(place.namespace), PauseRecord),
         operations=sorted((op for op in operations if op is not None), key=lambda op: op.id),
@@ -241,21 +227,15 @@ async def look(store: Store, place: Place, seals: RecordSeals = UNSEALED) -> Pla
     )
 
 
-async def pause(store: Store, place: Place, reason: str, seals: RecordSeals = UNSEALED) -> None:
-    """Raises StartupError where the planner would ignore it: without the graph's secret."""
+async def pause(store: Store, place: Place, reason: str) -> None:
     record = PauseRecord(by=_whoami(), reason=reason[:1024], at=SYSTEM_CLOCK.wall())
-    key = names.planner_pause_key(place.namespace)
-    await check_may_write(store, [key], await members_in(store, place.namespace), seals)
-    await store.put(key, seals.sealed(key, encode_json(record)))
+    await store.put(names.planner_pause_key(place.namespace), encode_json(record))
 
 
-async def set_counts(
-    store: Store, place: Place, wanted: Mapping[str, int], seals: RecordSeals = UNSEALED
-) -> TargetRecord:
+async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> TargetRecord:
     """Raises ConfigError for numbers that the planner would not reach, StartupError without a
-    planner that leads or without the graph's secret, Unavailable after many conflicts with other
-    writers."""
-    state = await look(store, place, seals)
+    planner that leads, Unavailable after many conflicts with other writers."""
+    state = await look(store, place)
     if not state.planners:
         raise StartupError(_NONE)
     if all(facts.get("dry_run") for facts in state.planners.values()):
@@ -267,21 +247,20 @@ async def set_counts(
     mistakes = _refusals(facts, wanted, manual)
     if mistakes:
         raise ConfigError(mistakes)
-    target = await _target(store, place, state, seals)
+    target = _target(store, place)
     return await _tried(lambda: target.set_manual(wanted, "set by an operator"))
 
 
 async def unset_counts(
-    store: Store, place: Place, components: Collection[str], seals: RecordSeals = UNSEALED
+    store: Store, place: Place, components: Collection[str]
 ) -> tuple[TargetRecord, Mapping[str, int]]:
     """The planner decides about these components again; none: about all. Returns the record and
     the numbers that were set.
 
-    Raises ConfigError for a component without a number, StartupError without the graph's secret,
-    Unavailable after many conflicts.
+    Raises ConfigError for a component without a number, Unavailable after many conflicts.
     """
-    state = await look(store, place, seals)
-    target = await _target(store, place, state, seals)
+    state = await look(store, place)
+    target = _target(store, place)
     manual = state.target.manual if state.target is not None else {}
     if unknown := [name for name in components if name not in manual]:
         have = ", ".join(manual) or "none"
@@ -290,14 +269,8 @@ async def unset_counts(
     return await _tried(lambda: target.unset(list(gone))), gone
 
 
-async def _target(store: Store, place: Place, state: PlannerState, seals: RecordSeals) -> Target:
-    """Raises StartupError where the planner would ignore what it writes."""
-    key = names.planner_target_key(place.namespace)
-    await check_may_write(store, [key], await members_in(store, place.namespace), seals)
-    seen = [facts.get("newest") for facts in state.planners.values()] if seals.checked else []
-    newest = max((version for version in seen if isinstance(version, int)), default=0)
-    records = AuthenticRecords(seals, newest=newest)
-    return Target(store, place.namespace, _whoami(), SYSTEM_CLOCK, records)
+def _target(store: Store, place: Place) -> Target:
+    return Target(store, place.namespace, _whoami(), SYSTEM_CLOCK)
 
 
 async def _tried(write: Callable[[], Awaitable[TargetRecord]]) -> TargetRecord:
@@ -307,9 +280,7 @@ async def _tried(write: Callable[[], Awaitable[TargetRecord]]) -> TargetRecord:
     return await write()
 
 
-async def check_options(
-    store: Store, place: Place, edit: Edit, seals: RecordSeals = UNSEALED
-) -> None:
+async def check_options(store: Store, place: Place, edit: Edit) -> None:
     """Raises ConfigError when the planner's options would contradict each other.
 
     The values of the file and the devices of one worker are those that a live planner reports, or
@@ -321,7 +292,7 @@ async def check_options(
         file |= facts.get("options", {}).get("file", {})
         devices |= facts.get("planner", {}).get("devices", {})
     replaced = replaces("Planner", edit)
-    now = {} if replaced else await read(store, place.namespace, "Planner", seals)
+    now = {} if replaced else await read(store, place.namespace, "Planner")
     planned = applied({**file, **edited(now, edit)}, PlannerOptions())
     if mistakes := contradictions(planned, by_role(devices)):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
@@ -362,7 +333,7 @@ async def _facts(store: Store, place: Place) -> dict[int, Mapping[str, Any]]:
     """What each planner reports at /health, by its lease."""
     found = await members_in(store, place.namespace)
     records = [record for record in found if record.component == "Planner"]
-    facts = await facts_of(records)
+    facts = await facts_of(records, place.certificates())
     return {record.lease_id: facts[record.status_url] for record in records}
 
 
@@ -384,8 +355,6 @@ def as_text(state: PlannerState) -> str:
     if not state.planners:
         return "\n".join([*lines, "no planner runs"])
     facts = state.shown
-    refused = facts.get("refused", {})
-    lines += [f"! the planner ignores {key}: {why}" for key, why in refused.items()]
     if state.leader is None:
         lines.append("no planner leads")
     else:

@@ -19,6 +19,7 @@ from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
 from dynamo_lite.runtime.overview.compose import ELSEWHERE
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
+from dynamo_lite.runtime.store import Store
 
 #: Width of a plain frame; only a failed link's long reason is wider.
 _PLAIN_WIDTH = 160
@@ -42,10 +43,14 @@ async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) ->
 
 async def second_overview(place: Place, interval_s: float) -> Overview:
     """Rates need two."""
-    async with open_store(place) as store, Observer(store, place.namespace) as observer:
+    async with open_store(place) as store, _observer(store, place) as observer:
         await observer.look()
         await asyncio.sleep(interval_s)
         return await observer.look()
+
+
+def _observer(store: Store, place: Place) -> Observer:
+    return Observer(store, place.namespace, certificates=place.certificates())
 
 
 async def _print_one(place: Place, interval_s: float, *, as_json: bool) -> None:
@@ -64,7 +69,7 @@ async def _watch(place: Place, interval_s: float) -> None:
     console = Console(highlight=False)
     live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
     loop = asyncio.get_running_loop()
-    async with open_store(place) as store, Observer(store, place.namespace) as observer:
+    async with open_store(place) as store, _observer(store, place) as observer:
         with live or contextlib.nullcontext():
             due = loop.time()
             while True:

@@ -52,8 +52,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str
     etcd_url: str
     role: DecodeEngineConfig | PrefillEngineConfig
-    #: See `runtime/secret.py`; None: messages are not authenticated.
-    secret_file: str | None = None
 
 
 def write_engine_config(path: Path, config: EngineConfig) -> None:

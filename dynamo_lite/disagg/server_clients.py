@@ -8,7 +8,7 @@ from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Store
 
 
@@ -28,12 +28,11 @@ class NatsEtcdClients:
     def __init__(self, config: EngineConfig):
         self._config = config
 
-    def messaging(self) -> AbstractAsyncContextManager[Messaging]:
-        return open_messaging(self._config.nats_url, self._config.secret_file)
+    def messaging(self) -> NatsMessaging:
+        return NatsMessaging(self._config.nats_url)
 
     def store(self) -> EtcdStore:
         return EtcdStore(self._config.etcd_url)
 
     def queue(self, config: QueueConfig) -> PrefillQueue:
-        own = self._config
-        return open_queue(own.nats_url, own.namespace, config, own.secret_file)
+        return open_queue(self._config.nats_url, self._config.namespace, config)

@@ -104,7 +104,7 @@ class ForwardServer:
             max_headers=_MAX_HEADERS,
         )
         try:
-            if self._tls is None:
+            if (tls := self._tls) is None:
                 self._listener = await loop.create_server(
                     connection, sock=self._sock, backlog=_BACKLOG
                 )
@@ -112,7 +112,7 @@ class ForwardServer:
                 self._acceptor = TlsAcceptor(
                     self._sock,
                     connection,
-                    self._tls,
+                    lambda: tls,
                     self._pending,
                     handshake_s=HANDSHAKE_S,
                     backlog=_BACKLOG,

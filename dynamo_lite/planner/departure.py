@@ -8,21 +8,25 @@ from dynamo_lite.planner.policy.drain import Leaving, Safe, Unsafe, safe, writte
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.planner import OperationRecord
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.certificates import Certificates
 
 #: Of a process that does not say.
 _GRACE_S, _TTL_S = 30.0, 30.0
 
 
 class Departure:
-    """now: monotonic. lives: whether the process of a record is there."""
+    """now: monotonic. lives: whether the process of a record is there. certificates: of who asks,
+    if it has any."""
 
     def __init__(
         self,
         worker: EndpointRecord,
         now: Callable[[], float],
         lives: Callable[[EndpointRecord], Awaitable[bool]] | None = None,
+        certificates: Certificates | None = None,
     ):
         self._worker, self._now, self._lives = worker, now, lives or listens
+        self._certificates = certificates
         role = ROLES.get(worker.component, Role.DECODE)
         #: As it was last observed.
         self.leaving = Leaving(role=role, lease_id=worker.lease_id, listed=True)
@@ -34,7 +38,7 @@ class Departure:
         asked_at, before = self._now(), self.leaving
         members = list(members)
         listed = any(member.lease_id == before.lease_id for member in members)
-        seen = await look([*members, self._worker])
+        seen = await look([*members, self._worker], self._certificates)
         facts = seen.facts.get(before.lease_id, {})
         running = in_flight(facts)
         now = self._now()

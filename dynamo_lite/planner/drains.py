@@ -10,6 +10,7 @@ from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.drain import DrainCandidate, Writers
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.overview.compose import processes, state_of
 from dynamo_lite.runtime.overview.fetch import TIMEOUT_S, fetch_health
 
@@ -63,10 +64,13 @@ class GraphSeen:
         return WorkerSeen(record=record, state=state, candidate=candidate)
 
 
-async def look(records: Iterable[EndpointRecord]) -> GraphSeen:
+async def look(
+    records: Iterable[EndpointRecord], certificates: Certificates | None = None
+) -> GraphSeen:
     """Asks all processes. Takes 1 s at most."""
     found = processes(records)
-    reports = await asyncio.gather(*(fetch_health(r.status_url) for r in found.values()))
+    asked = (fetch_health(record.status_url, certificates) for record in found.values())
+    reports = await asyncio.gather(*asked)
     return GraphSeen(records=found, facts=dict(zip(found, reports, strict=True)))
 
 

@@ -49,7 +49,9 @@ class Observation:
 
     def __init__(self, host: Host):
         self._now = host.clock.monotonic
-        self._observer = Observer(host.store, host.spec.namespace, host.drops, host.clock.wall)
+        self._observer = Observer(
+            host.store, host.spec.namespace, host.drops, host.clock.wall, host.certificates
+        )
         self._history = CounterHistory(_RATE_S)
 
     async def __aenter__(self) -> Self:

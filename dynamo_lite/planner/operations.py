@@ -17,9 +17,10 @@ from dynamo_lite.planner.policy.drain import Safe
 from dynamo_lite.planner.target import Target
 from dynamo_lite.planner.under_way import RunningOperation, UnderWay
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused, UnknownWorker
-from dynamo_lite.protocol.planner import ChangePhase, OperationRecord, RoleCounts
+from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.backoff import Backoff
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 
@@ -31,7 +32,7 @@ _RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 class Operations:
     """may_act: how long an act may take, in seconds; raises Unavailable unless this process leads.
     Called before each act. members: the main record of each live process. least: the minimum of a
-    component's workers."""
+    component's workers. certificates: of this process."""
 
     def __init__(
         self,
@@ -44,12 +45,13 @@ class Operations:
         clock: Clock,
         members: Callable[[], Iterable[EndpointRecord]],
         least: Callable[[str], int] = lambda component: 0,
+        certificates: Certificates | None = None,
     ):
         self._under_way = under_way
         self._members, self._least = members, least
         self._store, self._namespace = store, namespace
         self._connector, self._target, self._may_act = connector, target, may_act
-        self._clock = clock
+        self._clock, self._certificates = clock, certificates
 
     # Begin
 
@@ -108,7 +110,7 @@ class Operations:
         """Cancels a start. Raises Unavailable or StoreUnavailable."""
         self._may_act()
         if (one := self._under_way.get(operation)) is not None:
-            await self._store_phase(one, "withdrawing")
+            await self._under_way.enter(one, "withdrawing")
 
     # Go on
 
@@ -128,7 +130,7 @@ class Operations:
         try:
             async with asyncio.timeout(within_s):
                 if not one.stored:
-                    await self._store_phase(one, one.record.phase)
+                    await self._under_way.enter(one, one.record.phase)
                 await self._go_on(one, counted)
         except Refused as exc:
             logger.warning("%s: %s", what, exc)
@@ -140,11 +142,6 @@ class Operations:
             one.failures = restart.failures
             one.retry_at = self._clock.monotonic() + restart.delay_s
             logger.warning("%s is tried again in %g s: %s", what, restart.delay_s, exc)
-
-    async def _store_phase(self, one: RunningOperation, phase: ChangePhase) -> None:
-        if one.needs_new_id:
-            await self._under_way.renumber(one, await self._target.new_id(one.record.id))
-        await self._under_way.enter(one, phase)
 
     async def _go_on(self, one: RunningOperation, counted: Counted) -> None:
         counts = counted.roles[one.record.component]
@@ -227,7 +224,9 @@ class Operations:
         record = one.record
         if one.departure is None:
             worker = worker_of(record, self._namespace)
-            one.departure = Departure(worker, self._clock.monotonic)
+            one.departure = Departure(
+                worker, self._clock.monotonic, certificates=self._certificates
+            )
         verdict = await one.departure.look(self._members())
         late = self._clock.monotonic() - one.began > record.within_s
         if not isinstance(verdict, Safe) and not late:

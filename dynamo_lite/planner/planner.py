@@ -13,7 +13,6 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.planner import drains
-from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.connector import (
     COMPONENTS,
@@ -48,7 +47,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
-from dynamo_lite.runtime.sealed_records import RecordSeals
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +151,12 @@ class Planner:
         self._observation = await enter(Observation(host))
         # In a dry run it must not keep another planner from acting.
         elects = not self._config.dry_run
-        self._authentic = authentic = AuthenticRecords(RecordSeals(host.secret), host.drops)
-        records = PlannerRecords(host, authentic, elects=elects)
+        records = PlannerRecords(host, elects=elects)
         self._records = await enter(records)
         namespace, by = self._spec.namespace, f"{host.lease.id:x}"
-        self._target = Target(host.store, namespace, by, host.clock, authentic)
+        self._target = Target(host.store, namespace, by, host.clock)
         self._changes = LastChanges(host.clock.monotonic)
-        self._under_way = UnderWay(host.store, namespace, host.clock, authentic)
+        self._under_way = UnderWay(host.store, namespace, host.clock, host.drops)
         self._operations = Operations(
             self._under_way,
             host.store,
@@ -170,6 +167,7 @@ class Planner:
             host.clock,
             lambda: self._observation.members.values(),
             self._least,
+            host.certificates,
         )
         host.spawn(self._run(connector), "planner")
         await host.register("plan")
@@ -201,8 +199,6 @@ class Planner:
                 "limits": asdict(self._limits),
                 "devices": self._devices,
                 "dry_run": self._config.dry_run,
-                "newest": self._authentic.newest,
-                "refused": self._authentic.refused,
             },
             "options": self._options.facts(),
         }
@@ -349,7 +345,8 @@ class Planner:
         hosts = {m.host for m in members.values() if m.component == component}
         fit = self._connected.removable(component, hosts)
         spared = self._under_way.foreign | self._under_way.victims(members)
-        workers = (await drains.look(members.values())).workers(component)
+        seen = await drains.look(members.values(), self._host.certificates)
+        workers = seen.workers(component)
         among = {w.record.lease_id for w in workers if w.record.host in fit} - spared
         found = victim([worker.candidate for worker in workers], among=among)
         if isinstance(found, NoVictim):

@@ -9,9 +9,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import Self, TypeVar
 
-from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import (
@@ -21,7 +20,6 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.planner import (
     LeaderRecord,
-    OperationRecord,
     PauseRecord,
     TargetRecord,
 )
@@ -36,52 +34,59 @@ _RETRY_S = 1.0
 #: late.
 _ACT_SHARE = 0.8
 
+R = TypeVar("R", LeaderRecord, PauseRecord, TargetRecord)
+
 
 class PlannerRecords:
-    """Async context manager; entering it waits for the first listing. authentic: receives every
-    record. elects: whether this process may be elected. Raises DeadlineExceeded or
-    StoreUnavailable."""
+    """Async context manager; entering it waits for the first listing. elects: whether this process
+    may be elected. Raises DeadlineExceeded or StoreUnavailable."""
 
-    def __init__(self, host: Host, authentic: AuthenticRecords, *, elects: bool):
+    def __init__(self, host: Host, *, elects: bool):
         self._host, self._elects = host, elects
-        self._authentic = authentic
         namespace = host.spec.namespace
         self._prefix = names.planner_prefix(namespace)
         self._leader_key = names.planner_leader_key(namespace)
         self._target_key = names.planner_target_key(namespace)
         self._pause_key = names.planner_pause_key(namespace)
-        self._operations = names.planner_operations_prefix(namespace)
         self._values: dict[str, bytes] = {}
+        #: By key: the last value that could not be read.
+        self._ignored: dict[str, bytes] = {}
         self._listed = asyncio.Event()
         self._vacant = asyncio.Event()
         self._stack = AsyncExitStack()
 
     @property
     def leader(self) -> LeaderRecord | None:
-        value = self._values.get(self._leader_key)
-        try:
-            return None if value is None else decode_json(value, LeaderRecord)
-        except ProtocolError as exc:
-            logger.warning("%s is ignored: %s", self._leader_key, exc)
-            self._host.drops("record")
-            return None
+        return self._decoded(self._leader_key, LeaderRecord)
 
     @property
     def target(self) -> TargetRecord | None:
-        return self._authentic.decoded(
-            self._target_key, self._values.get(self._target_key), TargetRecord
-        )
+        return self._decoded(self._target_key, TargetRecord)
 
     @property
     def paused(self) -> str:
-        """Why the planner is paused; empty if it is not. A record that cannot be read pauses, one
-        that is not authentic does not."""
-        value = self._values.get(self._pause_key)
-        record = self._authentic.decoded(self._pause_key, value, PauseRecord)
+        """Why the planner is paused; empty if it is not. A record that cannot be read pauses."""
+        if self._pause_key not in self._values:
+            return ""
+        record = self._decoded(self._pause_key, PauseRecord)
         if record is None:
-            unreadable = self._authentic.unreadable(self._pause_key)
-            return "paused by a record that cannot be read" if unreadable else ""
+            return "paused by a record that cannot be read"
         return "paused" + (f": {record.reason}" if record.reason else "")
+
+    def _decoded(self, key: str, kind: type[R]) -> R | None:
+        """None without a record and for one that cannot be read, which is logged and counted
+        once."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        try:
+            return decode_json(value, kind)
+        except ProtocolError as exc:
+            if self._ignored.get(key) != value:
+                self._ignored[key] = value
+                self._host.drops("record")
+                logger.warning("%s is ignored: %s", key, exc)
+            return None
 
     @property
     def leads(self) -> bool:
@@ -128,19 +133,11 @@ class PlannerRecords:
         async for event in events:
             match event:
                 case Snapshot(entries):
-                    gone = self._values.keys() - entries.keys()
                     self._values = dict(entries)
-                    # The target last: its version tells which changes are older.
-                    for key in sorted(entries, key=lambda key: key == self._target_key):
-                        self._tell(key, entries[key])
-                    for key in gone:
-                        self._authentic.gone(key)
                 case Put(key, value):
                     self._values[key] = value
-                    self._tell(key, value)
                 case Delete(key):
                     self._values.pop(key, None)
-                    self._authentic.gone(key)
             if self._leader_key in self._values:
                 self._vacant.clear()
             else:
@@ -158,11 +155,3 @@ class PlannerRecords:
                 logger.debug("no election: %s", exc)
             # The watch tells who has won. If it does not, the key has gone again.
             await asyncio.sleep(_RETRY_S)
-
-    def _tell(self, key: str, value: bytes) -> None:
-        if key == self._target_key:
-            self._authentic.came(key, value, TargetRecord)
-        elif key == self._pause_key:
-            self._authentic.came(key, value, PauseRecord)
-        elif key.startswith(self._operations):
-            self._authentic.came(key, value, OperationRecord)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.departure import Departure
 from dynamo_lite.planner.policy.inputs import Operation
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.planner import ChangePhase, OperationRecord
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -30,33 +32,18 @@ class RunningOperation:
     began: float
     #: Whether etcd has this record for sure.
     stored: bool = False
-    #: Whether etcd has had any record of it for sure.
-    known: bool = False
     #: Failed steps in a row, and when the next one may be tried, monotonic.
     failures: int = 0
     retry_at: float = 0.0
     departure: Departure | None = None
 
-    @property
-    def needs_new_id(self) -> bool:
-        """Whether the first put of its record has failed. Target records that were stored meanwhile
-        are newer than its id, so other planners would take its record for a replay."""
-        return self.failures > 0 and not self.known
-
 
 class UnderWay:
-    """The additions and removals that this planner has to complete while it leads. records: as of
-    `Target`."""
+    """The additions and removals that this planner has to complete while it leads."""
 
-    def __init__(
-        self,
-        store: Store,
-        namespace: str,
-        clock: Clock,
-        records: AuthenticRecords | None = None,
-    ):
+    def __init__(self, store: Store, namespace: str, clock: Clock, on_drop: OnDrop = uncounted):
         self._store, self._namespace, self._clock = store, namespace, clock
-        self._records = records or AuthenticRecords()
+        self._on_drop = on_drop
         self._running: dict[int, RunningOperation] = {}
         #: How operations have ended: (component, kind, outcome) to their number.
         self.ended: Counter[tuple[str, str, str]] = Counter()
@@ -77,15 +64,18 @@ class UnderWay:
         now = self._clock.monotonic()
         self._running.clear()
         for key, value in entries.items():
-            record = self._records.decoded(key, value, OperationRecord)
-            if record is None:
+            try:
+                record = decode_json(value, OperationRecord)
+            except ProtocolError as exc:
+                logger.warning("%s is ignored: %s", key, exc)
+                self._on_drop("record")
                 continue
             if record.phase == "ordered" and self._clock.wall() - record.at > _ORDERED_S:
                 # The load was another one then, and the planner does not wait for it.
                 logger.warning("%s is dropped: it is too old", record)
                 await self._store.delete(key)
                 continue
-            self._running[record.id] = RunningOperation(record, began=now, stored=True, known=True)
+            self._running[record.id] = RunningOperation(record, began=now, stored=True)
             logger.info("resumes %s", record)
 
     def forget(self) -> None:
@@ -148,23 +138,14 @@ class UnderWay:
         self._running[record.id] = one = RunningOperation(record, began=self._clock.monotonic())
         return one
 
-    async def renumber(self, one: RunningOperation, id: int) -> None:
-        """Raises StoreUnavailable."""
-        # The put that failed may have stored it.
-        await self._store.delete(self._key(one.record))
-        del self._running[one.record.id]
-        one.record = msgspec.structs.replace(one.record, id=id)
-        self._running[id] = one
-
     def get(self, operation: int) -> RunningOperation | None:
         return self._running.get(operation)
 
     async def enter(self, one: RunningOperation, phase: ChangePhase) -> None:
         """Stores its record with this phase. After StoreUnavailable etcd may have it or not."""
         one.record, one.stored = msgspec.structs.replace(one.record, phase=phase), False
-        key = self._key(one.record)
-        await self._store.put(key, self._records.encoded(key, one.record))
-        one.stored = one.known = True
+        await self._store.put(self._key(one.record), encode_json(one.record))
+        one.stored = True
         one.failures = 0
 
     async def end(self, one: RunningOperation, outcome: str) -> None:

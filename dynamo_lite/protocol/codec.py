@@ -1,9 +1,7 @@
 """Bytes to messages and back: msgpack on NATS and TCP, JSON in etcd.
 
 Every decoder validates against the message's type. Nothing else is accepted from the network, and
-nothing is ever unpickled. Messages about who may write into which blocks are sealed: a digest in
-front of them shows that they arrived unchanged. One wrong field in an otherwise valid message could
-destroy the KV of other requests. A seal is no signature.
+nothing is ever unpickled.
 
 A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
 would fill in its own.
@@ -12,7 +10,6 @@ Messages evolve by defaulted fields only. WIRE_VERSION is raised when an old pee
 new message.
 """
 
-import hashlib
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,8 +21,6 @@ WIRE_VERSION = 9
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20
 
-_SEAL_BYTES = 8
-
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -34,11 +29,6 @@ _json_encoder = msgspec.json.Encoder()
 
 def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
-
-
-def encode_sealed(message: msgspec.Struct) -> bytes:
-    data = _encoder.encode(message)
-    return _seal(data) + data
 
 
 def encode_json(record: msgspec.Struct) -> bytes:
@@ -59,22 +49,6 @@ class Decoder(Generic[_T]):
             return self._decoder.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
             raise ProtocolError(f"malformed message: {exc}") from exc
-
-
-class SealedDecoder(Decoder[_T]):
-    """Decodes the output of `encode_sealed`."""
-
-    def __call__(self, data: bytes | bytearray | memoryview) -> _T:
-        if len(data) > MAX_MESSAGE_BYTES:
-            return super().__call__(data)
-        seal, message = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
-        if seal != _seal(message):
-            raise ProtocolError("malformed message: its seal is broken")
-        return super().__call__(message)
-
-
-def _seal(data: bytes | bytearray | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_SEAL_BYTES).digest()
 
 
 def decode_json(data: bytes, record_type: type[_T]) -> _T:

@@ -182,8 +182,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     client_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     wire_version: int = WIRE_VERSION
-    #: With a graph secret, the client's proof that it has it; see `request_plane/proof.py`.
-    proof: Annotated[bytes, msgspec.Meta(max_length=64)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -192,11 +190,8 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_ids: list[RequestId]
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Worker to frontend: the `Hello` was accepted."""
-
-    #: With a graph secret, the worker's proof that it has it.
-    proof: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId
 
 
@@ -55,5 +55,5 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 decode_heartbeat: Decoder[Heartbeat] = Decoder(Heartbeat)
-decode_leave: Decoder[Leave] = SealedDecoder(Leave)
+decode_leave: Decoder[Leave] = Decoder(Leave)
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)

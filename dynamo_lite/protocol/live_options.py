@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import msgspec
 
-from dynamo_lite.protocol import records
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.options import (
@@ -65,8 +64,6 @@ class LiveOptionsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """At `names.live_options_key(namespace, component)`."""
 
     values: dict[str, Any]
-    #: Higher in each record than in all before it.
-    version: records.Positive
 
 
 def applied(values: Values, options: Options, section: str = "") -> Options:
@@ -87,8 +84,7 @@ def checked(component: str, key: str, value: Any) -> Any:
         raise ProtocolError(f"{key}: {exc}") from exc
 
 
-def decode_live_options(data: bytes, component: str) -> LiveOptionsRecord:
+def decode_live_options(data: bytes, component: str) -> Values:
     """Raises ProtocolError."""
     record = decode_json(data, LiveOptionsRecord)
-    values = {key: checked(component, key, value) for key, value in record.values.items()}
-    return LiveOptionsRecord(values=values, version=record.version)
+    return {key: checked(component, key, value) for key, value in record.values.items()}

@@ -11,6 +11,8 @@ from typing import Any
 from dynamo_lite.protocol import names
 
 _DECODE, _PREFILL = "VllmWorker", "PrefillWorker"
+#: Who uses the commands of `dynamo-lite`.
+OPERATOR = "Operator"
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _joined(namespace: str, component: str) -> Permissions:
 
 def _operator(namespace: str) -> Permissions:
     return Permissions(
-        "Operator",
+        OPERATOR,
         publish=(
             _of_any(names.explain_subject, namespace),
             _of_any(names.forward_explain_subject, namespace),

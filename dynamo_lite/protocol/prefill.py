@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
 from dynamo_lite.protocol.records import LeaseId, Natural, Positive
 
@@ -172,9 +172,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: Count = 0
 
 
-decode_job: Decoder[RemotePrefillRequest] = SealedDecoder(RemotePrefillRequest)
-decode_claim: Decoder[Claim] = SealedDecoder(Claim)
+decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)
+decode_claim: Decoder[Claim] = Decoder(Claim)
 decode_claim_reply: Decoder[Held | ClaimRefused] = Decoder(Held | ClaimRefused)
-decode_done: Decoder[Done] = SealedDecoder(Done)
-decode_first_token: Decoder[FirstToken] = SealedDecoder(FirstToken)
-decode_written: Decoder[Written] = SealedDecoder(Written)
+decode_done: Decoder[Done] = Decoder(Done)
+decode_first_token: Decoder[FirstToken] = Decoder(FirstToken)
+decode_written: Decoder[Written] = Decoder(Written)

@@ -34,8 +34,8 @@ class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     #: HOST:PORT of the TCP server for its token deltas, or of its HTTP server; absent for endpoints
     #: that answer with one reply.
     stream: str | None = None
-    #: SHA-256 of the certificate of that TCP server, hexadecimal; absent if it does not use TLS.
-    certificate: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    #: Whether that TCP server uses TLS.
+    tls: bool = False
 
 
 class StockEngine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,8 +74,6 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: Seconds since the epoch, for display only.
     started_at: float = 0.0
     model: str = ""
-    #: Whether the process authenticates messages with a secret.
-    authenticated: bool = False
     #: Version of dynamo-lite in that process, for display; empty before 0.2.0.
     version: str = ""
     #: The process's WIRE_VERSION; 0: not said, before 0.2.0.

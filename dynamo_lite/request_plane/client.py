@@ -10,8 +10,8 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ class RemoteGenerateClient:
         an id of its own, derived from this one.
     on_deltas, on_lost: see `base.py`.
     request_timeout_s: timeout of a worker's reply to a request.
-    secret: the graph's, which workers must have.
+    certificates: of this process, for workers with TLS. component: the workers', which their
+        certificates must name.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class RemoteGenerateClient:
         on_lost: OnLost,
         request_timeout_s: float = 5.0,
         on_drop: OnDrop = uncounted,
-        secret: GraphSecret | None = None,
+        certificates: Certificates | None = None,
+        component: str = "VllmWorker",
     ):
-        self._client_id, self._secret = client_id, secret
+        self._client_id = client_id
+        self._certificates, self._component = certificates, component
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._request_timeout_s = request_timeout_s
@@ -129,7 +132,13 @@ class RemoteGenerateClient:
         self._connections_made += 1
         client_id = f"{self._client_id}.{self._connections_made}"
         connection = Connection(
-            transport, client_id, self._on_deltas, self._on_lost, self._on_drop, self._secret
+            transport,
+            client_id,
+            self._on_deltas,
+            self._on_lost,
+            self._on_drop,
+            self._certificates,
+            self._component,
         )
         await connection.open(_CONNECT_TIMEOUT_S)
         return connection

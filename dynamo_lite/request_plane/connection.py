@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import UNSET
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import (
@@ -36,10 +36,9 @@ from dynamo_lite.request_plane.framing import (
     frame,
     parse_address,
 )
-from dynamo_lite.request_plane.proof import HELLO, WELCOME, check_proof, proof_of
+from dynamo_lite.runtime.address import is_loopback
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.own_certificate import check_pinned, pinning_context
-from dynamo_lite.runtime.secret import GraphSecret
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +51,7 @@ class Connection:
 
     A request is pending from `submit` until the worker's reply, then running. An engine may give
     tokens before it has confirmed a request, so a delta also shows acceptance.
+    certificates, component: see `RemoteGenerateClient`.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class Connection:
         on_deltas: OnDeltas,
         on_lost: OnLost,
         on_drop: OnDrop = uncounted,
-        secret: GraphSecret | None = None,
+        certificates: Certificates | None = None,
+        component: str = "",
     ):
-        self._address, self._certificate = transport.stream or "", transport.certificate
-        self._secret, self._on_drop = secret, on_drop
+        self._address, self._tls = transport.stream or "", transport.tls
+        self._certificates, self._component, self._on_drop = certificates, component, on_drop
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
@@ -80,7 +81,7 @@ class Connection:
         self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._connection = FrameConnection(self, on_drop=on_drop)
-        self._welcomed: asyncio.Future[Welcome] = loop.create_future()
+        self._welcomed: asyncio.Future[None] = loop.create_future()
         #: Done when the connection is closed; the result is the reason.
         self.closed: asyncio.Future[str] = loop.create_future()
 
@@ -104,21 +105,16 @@ class Connection:
         try:
             host, port = parse_address(self._address)
             async with asyncio.timeout(timeout_s):
-                tls = None if self._certificate is None else pinning_context()
-                made, _ = await loop.create_connection(
+                tls = self._tls_context(host)
+                await loop.create_connection(
                     lambda: self._connection,
                     host,
                     port,
                     ssl=tls,
                     ssl_shutdown_timeout=None if tls is None else STALL_TIMEOUT_S,
                 )
-                if self._certificate is not None:
-                    self._check_certificate(made, self._certificate)
-                content = self._client_id.encode()
-                proof = proof_of(self._secret, HELLO, self._address, content)
-                self._connection.send(
-                    frame(encode(Hello(client_id=self._client_id, proof=proof or UNSET)))
-                )
+                self._check_worker()
+                self._connection.send(frame(encode(Hello(client_id=self._client_id))))
                 await asyncio.wait(
                     {self._welcomed, self.closed}, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -128,27 +124,39 @@ class Connection:
                 exc
             )
         except (OSError, ValueError, ProtocolError) as exc:  # ValueError: an impossible host name
-            raise Unavailable(f"cannot reach the worker at {self._address}: {exc}") from exc
+            why = self._explained(exc) or exc
+            raise Unavailable(f"cannot reach the worker at {self._address}: {why}") from exc
         finally:
             if not welcomed:  # also when a cancel or the timeout comes together with the Welcome
                 self._connection.abort("no Welcome from the worker")
         if self.closed.done():
-            raise Unavailable(f"the worker at {self._address} disconnected: {self.closed.result()}")
-        try:
-            answer = self._welcomed.result().proof
-            check_proof(self._secret, WELCOME, self._address, proof, answer)
-        except ProtocolError as exc:
-            self._on_drop("secret")
-            self._connection.abort(str(exc))
-            raise Unavailable(f"the worker at {self._address}: {exc}") from exc
+            why = self._explained(self.closed.result()) or self.closed.result()
+            raise Unavailable(f"the worker at {self._address} disconnected: {why}")
 
-    def _check_certificate(self, made: asyncio.BaseTransport, fingerprint: str) -> None:
-        """Raises ProtocolError unless the worker has the certificate of its record."""
-        try:
-            check_pinned(made.get_extra_info("ssl_object"), fingerprint)
-        except ProtocolError:
+    def _tls_context(self, host: str) -> ssl.SSLContext | None:
+        """None for plain TCP. Raises ProtocolError where requests would be sent in the clear."""
+        if not self._tls:
+            if not is_loopback(host):
+                raise ProtocolError("it is on another host, and its record says: without TLS")
+            return None
+        if self._certificates is None:
+            raise ProtocolError("it wants TLS, and this process has no certificates")
+        return self._certificates.client()
+
+    def _check_worker(self) -> None:
+        """Raises ProtocolError unless the worker is of the right component of this graph."""
+        if self._tls and self._certificates is not None:
+            why = self._certificates.refusal(self._connection.ssl_object, self._component)
+            if why:
+                self._on_drop("certificate")
+                raise ProtocolError(why)
+
+    def _explained(self, failure: Exception | str) -> str:
+        """What is wrong with a certificate; empty if nothing is. It is counted."""
+        why = "" if self._certificates is None else self._certificates.explained(failure)
+        if why:
             self._on_drop("certificate")
-            raise
+        return why
 
     async def submit(self, request: GenerateRequest, timeout_s: float) -> None:
         """See GenerateClient.submit. timeout_s: includes the wait for room in the write buffer."""
@@ -236,9 +244,9 @@ class Connection:
                 self._receive_deltas(deltas)
             case SubmitReply(request_id=request_id, reply=reply):
                 self._receive_reply(request_id, reply)
-            case Welcome() as welcome:
+            case Welcome():
                 if not self._welcomed.done():
-                    self._welcomed.set_result(welcome)
+                    self._welcomed.set_result(None)
 
     def _receive_reply(self, request_id: str, reply: Accepted | RequestRefused) -> None:
         if request_id not in self._pending:

@@ -7,6 +7,7 @@ Malformed bytes end their connection and nothing else.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -130,7 +131,8 @@ class FrameConnection(asyncio.Protocol):
         self._bytes_flushed = 0
         #: Set while the transport's write buffer is full.
         self._paused = False
-        self._tls = False
+        #: None for plain TCP.
+        self.ssl_object: ssl.SSLObject | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._closed = False
@@ -172,7 +174,7 @@ class FrameConnection(asyncio.Protocol):
         self._why = self._why or why
         self._transport.close()
         # A TLS transport has a shutdown timeout of its own.
-        if not self._paused and not self._tls:
+        if not self._paused and self.ssl_object is None:
             self._watch_stall()
 
     def abort(self, why: str) -> None:
@@ -185,7 +187,7 @@ class FrameConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._tls = transport.get_extra_info("ssl_object") is not None
+        self.ssl_object = transport.get_extra_info("ssl_object")
         peer = transport.get_extra_info("peername")
         if peer:
             self.peer_host, self.peer = peer[0], host_port(peer[0], peer[1])
@@ -241,7 +243,7 @@ class FrameConnection(asyncio.Protocol):
 
     def _unsent(self) -> int:
         transport = self._transport
-        if transport is None or self._closed or (self._tls and transport.is_closing()):
+        if transport is None or self._closed or (self.ssl_object and transport.is_closing()):
             return 0  # a closing TLS transport cannot report it
         return transport.get_write_buffer_size()
 

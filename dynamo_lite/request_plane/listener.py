@@ -5,8 +5,6 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.generate import (
@@ -30,14 +28,12 @@ from dynamo_lite.request_plane.framing import (
     FrameConnection,
     frame,
 )
-from dynamo_lite.request_plane.proof import HELLO, WELCOME, check_proof, proof_of
 from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.own_certificate import OwnCertificate
 from dynamo_lite.runtime.pending_connections import PendingConnections
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 
 if TYPE_CHECKING:
@@ -51,6 +47,8 @@ logger = logging.getLogger(__name__)
 MAX_UNGREETED = 512
 #: Of a Hello, which anybody may send.
 MAX_HELLO_BYTES = 1 << 16
+#: The component whose processes are clients.
+_CLIENT = "Frontend"
 
 
 class _ConnectionSink:
@@ -86,7 +84,7 @@ class _ConnectionSink:
 class Listener:
     """Accepts connections. Each one becomes a session with its Hello.
 
-    secret: the graph's, which clients must have. certificate: for TLS.
+    certificates: of this worker, for TLS; clients must be Frontends of its graph.
     """
 
     def __init__(
@@ -94,12 +92,9 @@ class Listener:
         sessions: "GenerateServer",
         bind_host: str,
         on_drop: OnDrop = uncounted,
-        *,
-        secret: GraphSecret | None = None,
-        certificate: OwnCertificate | None = None,
+        certificates: Certificates | None = None,
     ):
-        self._secret, self._certificate = secret, certificate
-        self._sessions = sessions
+        self._certificates, self._sessions = certificates, sessions
         self._on_drop = on_drop
         #: Of all connections: a stranger may open many.
         self._log_limit = LogLimit()
@@ -113,7 +108,7 @@ class Listener:
 
     async def open(self) -> None:
         """Raises StartupError when it cannot listen on the host."""
-        if self._certificate is None:
+        if self._certificates is None:
             loop = asyncio.get_running_loop()
             try:
                 self._server = await loop.create_server(self._connection, self._bind_host, 0)
@@ -125,10 +120,11 @@ class Listener:
             self._acceptor = TlsAcceptor(
                 sock,
                 self._connection,
-                self._certificate.context,
+                self._certificates.server,
                 self._pending,
                 handshake_s=FIRST_FRAME_TIMEOUT_S,
                 shutdown_s=STALL_TIMEOUT_S,
+                on_failed=self._handshake_failed,
             )
             self._acceptor.start()
         port = sock.getsockname()[1]
@@ -164,16 +160,30 @@ class Listener:
 
     def _opened(self, connection: FrameConnection) -> None:
         self._connections[connection] = None
+        if self._certificates is not None:
+            why = self._certificates.refusal(connection.ssl_object, _CLIENT)
+            if why:
+                self._refused(connection.peer, why)
+                connection.abort(why)
+                return
         why = f"more than {MAX_UNGREETED} connections without a Hello"
         self._pending.add(connection, connection.peer_host, partial(connection.abort, why))
+
+    def _handshake_failed(self, peer: str, exc: OSError) -> None:
+        if self._certificates is not None and (why := self._certificates.explained(exc)):
+            self._refused(peer, why)
+
+    def _refused(self, peer: str, why: str) -> None:
+        self._on_drop("certificate")
+        if (held_back := self._log_limit.allow()) is not None:
+            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
+            logger.warning("stream with %s: the client is refused: %s%s", peer, why, more)
 
     # FrameReceiver
 
     def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
         match decode_client_frame(payload):
-            case Hello(client_id=client_id, wire_version=version, proof=proof):
-                proof = b"" if proof is UNSET else proof
-                check_proof(self._secret, HELLO, self.address, client_id.encode(), proof)
+            case Hello(client_id=client_id, wire_version=version):
                 if version != WIRE_VERSION:
                     raise ProtocolError(unsupported(version))
                 if self._connections.get(connection) is not None:
@@ -182,8 +192,7 @@ class Listener:
                     client_id, _ConnectionSink(connection)
                 )
                 self._pending.discard(connection)
-                answer = proof_of(self._secret, WELCOME, self.address, proof)
-                connection.send(frame(encode(Welcome(proof=answer))))
+                connection.send(frame(encode(Welcome())))
             case Submit(request_id=request_id, request=request):
                 reply = partial(_reply, connection, request_id)
                 self._sessions.submit(self._greeted(connection), request_id, request, reply)

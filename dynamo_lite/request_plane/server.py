@@ -24,9 +24,8 @@ from dynamo_lite.request_plane.admission import Limits
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.listener import Listener
 from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.own_certificate import OwnCertificate
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,7 @@ class GenerateServer:
 
     max_in_flight, max_prompt_tokens: limits, see `request_plane/admission.py`. Requests beyond
     them are refused as busy, and go to another worker. on_drop: called with "generate" for a
-    malformed request, and as by `Listener`. secret: the graph's, which clients must have.
-    certificate: for connections over TLS.
+    malformed request, and as by `Listener`. certificates: for mutual TLS; None for plain TCP.
     """
 
     def __init__(
@@ -55,12 +53,11 @@ class GenerateServer:
         max_in_flight: int | None = None,
         max_prompt_tokens: int | None = None,
         on_drop: OnDrop = uncounted,
-        secret: GraphSecret | None = None,
-        certificate: OwnCertificate | None = None,
+        certificates: Certificates | None = None,
     ):
         self._handler = handler
         self._on_drop = on_drop
-        self._listener = Listener(self, bind_host, on_drop, secret=secret, certificate=certificate)
+        self._listener = Listener(self, bind_host, on_drop, certificates)
         self._sessions: dict[str, Session] = {}
         self._owned = AdmittedRequests(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire

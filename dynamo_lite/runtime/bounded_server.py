@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 
 import uvicorn
 
@@ -18,7 +19,7 @@ class BoundedServer(uvicorn.Server):
         self._acceptors: list[TlsAcceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.config.ssl is None:
+        if (context := self.context()) is None:
             await super().startup(sockets=sockets)
             return
         await super().startup(sockets=[])  # everything but the listening
@@ -26,13 +27,17 @@ class BoundedServer(uvicorn.Server):
             acceptor = TlsAcceptor(
                 sock,
                 self._connection,
-                self.config.ssl,
+                lambda: self.context() or context,
                 self._pending,
                 handshake_s=HANDSHAKE_S,
                 backlog=self.config.backlog,
             )
             acceptor.start()
             self._acceptors.append(acceptor)
+
+    def context(self) -> ssl.SSLContext | None:
+        """For a new connection; None for plain TCP."""
+        return self.config.ssl
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.stop_accepting()

@@ -1,15 +1,13 @@
 """Files with the credentials of a client of NATS or etcd.
 
-Each must be readable by its owner only, as the graph's secret. No log line or error contains their
-contents.
+Each must be readable by its owner only. No log line or error contains their contents.
 """
 
 import os
+import stat
 from pathlib import Path
 
 import nkeys
-
-from dynamo_lite.runtime.secret import open_to_others
 
 _LONGEST_BYTES = 64 << 10
 _JWT, _SEED = b"-----BEGIN NATS USER JWT-----", b"-----BEGIN USER NKEY SEED-----"
@@ -53,6 +51,14 @@ def check_nkey(path: Path) -> Path:
             f"nkey={path} is not the seed of a user's NKey (SU...): `nk -gen user`"
         )
     return path
+
+
+def open_to_others(status: os.stat_result) -> bool:
+    """Whether other users can read this file. A group can, if it is a mounted secret volume of
+    Kubernetes: readable by a group only, and not ours."""
+    mode = stat.S_IMODE(status.st_mode)
+    mounted = status.st_uid != os.geteuid() and not mode & 0o007
+    return bool(mode & 0o077) and not mounted
 
 
 def _is_seed(seed: bytes) -> bool:

@@ -26,23 +26,25 @@ _ACCEPT_AGAIN_S = 1.0
 class TlsAcceptor:
     """sock: bound; it is closed at the end. make: returns the protocol of a connection. That one
     adds itself to `pending` again when it is connected, and removes itself when it is in use or
-    lost. handshake_s, shutdown_s: limits on a handshake, and on the end of TLS.
+    lost. context: called for each connection. handshake_s, shutdown_s: limits on a handshake, and
+    on the end of TLS. on_failed: called with the client's address when a handshake has failed.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         make: Callable[[], asyncio.Protocol],
-        context: ssl.SSLContext,
+        context: Callable[[], ssl.SSLContext],
         pending: PendingConnections,
         *,
         handshake_s: float,
         shutdown_s: float | None = None,
         backlog: int = 100,
+        on_failed: Callable[[str, OSError], object] = lambda _peer, _exc: None,
     ):
         self._sock, self._make, self._context, self._pending = sock, make, context, pending
         self._handshake_s, self._shutdown_s = handshake_s, shutdown_s
-        self._backlog = backlog
+        self._backlog, self._on_failed = backlog, on_failed
         self._log_limit = LogLimit()
         self._tasks = OwnedTasks()
 
@@ -71,23 +73,28 @@ class TlsAcceptor:
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             protocol = self._make()
-            task = self._tasks.start(self._handshake(connection, protocol), name="TLS handshake")
+            task = self._tasks.start(
+                self._handshake(connection, peer[0], protocol), name="TLS handshake"
+            )
             task.add_done_callback(partial(self._ended, connection, protocol))
             self._pending.add(protocol, peer[0], task.cancel)
 
-    async def _handshake(self, connection: socket.socket, protocol: asyncio.Protocol) -> bool:
+    async def _handshake(
+        self, connection: socket.socket, peer: str, protocol: asyncio.Protocol
+    ) -> bool:
         """Whether it has succeeded."""
         connection.setblocking(False)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: protocol,
                 connection,
-                ssl=self._context,
+                ssl=self._context(),
                 ssl_handshake_timeout=self._handshake_s,
                 ssl_shutdown_timeout=self._shutdown_s,
             )
         except OSError as exc:  # also what the ssl module raises
             logger.debug("a TLS handshake failed: %s", exc)
+            self._on_failed(peer, exc)
             return False
         return True
 

@@ -19,9 +19,11 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
+from dynamo_lite.runtime.address import parse_nats_url, redact
 from dynamo_lite.runtime.store import Store
 
 _CONNECT_TIMEOUT_S = 5.0
+_USERS = "`dynamo-lite access nats` prints them"
 
 
 class ServersToCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +31,8 @@ class ServersToCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     nats: str | None = None
     etcd: str | None = None
-    #: The namespace of the processes to be started, and whether they will have a secret.
+    #: The namespace of the processes to be started.
     namespace: str = ""
-    authenticated: bool = False
     #: The queue of the processes to be started; None: they have none.
     queue: QueueOptions | None = None
 
@@ -44,6 +45,8 @@ async def problems(servers: ServersToCheck) -> list[str]:
 
     async def nats(url: str) -> str:
         async with NatsMessaging(url, connect_timeout_s=_CONNECT_TIMEOUT_S) as messaging:
+            if not (messaging.asks_who or parse_nats_url(url).on_loopback):
+                return f"NATS at {redact(url)} lets in everybody: give it users, {_USERS}"
             if servers.queue is not None and servers.namespace:
                 await check_queue(messaging, servers.namespace, servers.queue)
             return ""
@@ -75,19 +78,9 @@ async def _misfits(store: Store, servers: ServersToCheck) -> str:
     for value in entries.values():
         with contextlib.suppress(ProtocolError):
             member = decode_json(value, EndpointRecord)
-            if why := misfit(member) or _secrecy(member, authenticated=servers.authenticated):
+            if why := misfit(member):
                 return f"cannot join namespace {servers.namespace}: {why}"
     return ""
-
-
-def _secrecy(member: EndpointRecord, *, authenticated: bool) -> str:
-    """Why a process with, or without, a secret cannot talk to this member; empty if it can."""
-    if member.authenticated is authenticated or member.engine is not None:
-        return ""  # a process beside a stock engine sends no messages
-    who = f"{member.component}:{member.lease_id:x}"
-    if member.authenticated:
-        return f"{who} has a secret, and messages without it are dropped: name it, --secret-file"
-    return f"{who} has no secret, and its messages would be dropped: start all with the same one"
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.address import redact
+from dynamo_lite.protocol.permissions import OPERATOR
+from dynamo_lite.runtime.address import is_loopback, redact
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.process.logs import logging_config
 from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.access import ServersToCheck
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig
+from dynamo_lite.serve.certificate_folder import make_certificates
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, certificate_folder
 from dynamo_lite.serve.embedded import (
     EmbeddedEtcd,
     EmbeddedNats,
@@ -26,12 +29,12 @@ from dynamo_lite.serve.embedded import (
 )
 from dynamo_lite.serve.launches import Launches, ServeRequest, fork_workers
 from dynamo_lite.serve.progress import Progress
-from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run
-from dynamo_lite.serve.secret_file import (
-    check_exposure,
-    given_secret,
-    made_secret,
-    running_secret,
+from dynamo_lite.serve.run_state import (
+    RunFile,
+    RunState,
+    lock,
+    read_run,
+    running_certificates,
 )
 from dynamo_lite.serve.supervisor import Supervisor
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
@@ -58,7 +61,7 @@ async def serve(request: ServeRequest) -> int:
         started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
-            state, servers = await _connect(request, directory, stack, progress)
+            state, servers = await _connect(request, stack, progress)
         if stop.is_set:
             raise Interrupted
         run = RunFile(directory / "run.json", state)
@@ -73,22 +76,30 @@ async def serve(request: ServeRequest) -> int:
     return code
 
 
-def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Path | None:
-    """The secret file of this graph; None: its messages are not authenticated.
+def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | None) -> Path | None:
+    """The folder of this graph's certificates; None: it has none.
 
-    nats_url: None for an embedded server.
+    nats_url, etcd_url: None for an embedded server. A graph with one is on this host only.
 
-    Raises StartupError for a file that cannot be used, ConfigError where one is missing.
+    Raises ConfigError where there is none, or a file cannot be used, StartupError when none can be
+    made.
     """
-    if request.secret_file is not None:
-        secret = given_secret(request.secret_file)
-    elif nats_url is None:
-        secret = made_secret(directory, keep=request.etcd_url is not None)
+    shared, started = request.config.shared, _services_here(request.config, request.only)
+    names = [service.service.name for service in started if service.workers]
+    if shared.certificates is not None:
+        folder = certificate_folder(shared)
+    elif request.only is not None:
+        folder = running_certificates(read_run(request.state_dir), shared.namespace)
+    elif not is_loopback(shared.bind_host) and (nats_url is None or etcd_url is None):
+        folder = request.state_dir.absolute() / "certificates" / shared.namespace
     else:
-        running = read_run(request.state_dir) if request.only is not None else None
-        secret = running_secret(running, nats_url)
-    check_exposure(request.config.shared.bind_host, nats_url, secret)
-    return secret
+        folder = None
+    if folder is not None and shared.certificates is None:
+        every = [service.service.name for service in started]
+        make_certificates(folder, shared.namespace, [*every, OPERATOR])
+    startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
+    startup_checks.check_exposed_urls(nats_url, etcd_url, certified=folder is not None)
+    return folder
 
 
 def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> None:
@@ -102,7 +113,11 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
         with ExitStack() as stack:
             _lock_for_graph(state_dir, stack)
     startup_checks.check_bind_host(config.shared)
-    startup_checks.check_status_tls(config.shared)
+    if config.shared.certificates is not None:
+        names = [one.service.name for one in _services_here(config, only) if one.workers]
+        shared = config.shared
+        folder = certificate_folder(shared)
+        startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
         startup_checks.check_service_account(service)
@@ -138,9 +153,9 @@ def _lock_for_graph(state_dir: Path, stack: ExitStack | AsyncExitStack) -> None:
 
 
 async def _connect(
-    request: ServeRequest, directory: Path, stack: AsyncExitStack, progress: Progress
+    request: ServeRequest, stack: AsyncExitStack, progress: Progress
 ) -> tuple[RunState, list[EmbeddedServer]]:
-    """Finds or starts NATS and etcd, and finds or makes the secret. Returns also the embedded
+    """Finds or starts NATS and etcd, and finds or makes the certificates. Returns also the embedded
     servers that were started.
 
     Raises ConfigError, StartupError.
@@ -158,19 +173,17 @@ async def _connect(
     # Nothing is written where a folder turns out to be somebody else's.
     check_folders(folders)
     servers: list[EmbeddedServer] = []
-    secret = _secret(request, directory, nats_url)
-    namespace = request.config.shared.namespace
+    folder = _certificates(request, nats_url, etcd_url)
+    namespace, here = request.config.shared.namespace, _services_here(request.config, request.only)
+    own = here[0].service.name
     await startup_checks.check_servers(
         ServersToCheck(
-            nats=nats_url,
-            etcd=etcd_url,
+            nats=None if nats_url is None else with_files(nats_url, folder, own),
+            etcd=None if etcd_url is None else with_files(etcd_url, folder, own),
             namespace=namespace,
-            authenticated=secret is not None,
-            queue=startup_checks.queue_options(_services_here(request.config, request.only)),
+            queue=startup_checks.queue_options(here),
         )
     )
-    for warning in startup_checks.readable_by_others(nats_url, etcd_url):
-        progress.line("serve", warning)
     empty_folders(folders)
     if nats_url is None:
         embedded = EmbeddedNats(nats_folder, token=secrets.token_hex(16))
@@ -193,7 +206,7 @@ async def _connect(
         namespace=namespace,
         nats=nats_url,
         etcd=etcd_url,
-        secret="" if secret is None else str(secret),
+        certificates="" if folder is None else str(folder),
     )
     return state, servers
 

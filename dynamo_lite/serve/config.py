@@ -60,9 +60,9 @@ class GraphOptions:
     #: Address on which status servers and token streams listen. With services on several
     #: nodes it must be reachable from the other nodes.
     bind_host: str = "127.0.0.1"
-    #: Certificate and key of the status servers (PEM), for HTTPS; both or neither.
-    status_tls_cert: str | None = None
-    status_tls_key: str | None = None
+    #: Folder with the authority's certificate, and those of the components that run here; see
+    #: `dynamo-lite access certs`.
+    certificates: str | None = None
     #: A dead process disappears from etcd after this time. Outages of etcd of up to nine
     #: tenths of it cost no lease.
     lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
@@ -77,17 +77,16 @@ class GraphOptions:
     trace_ratio: Annotated[float, at.Ge(0), at.Le(1)] = 1.0
 
     @property
-    def status_tls(self) -> tuple[str, str] | None:
-        """Paths of certificate and key; None for HTTP."""
-        if self.status_tls_cert is None or self.status_tls_key is None:
-            return None
-        return str(Path(self.status_tls_cert).absolute()), str(Path(self.status_tls_key).absolute())
-
-    @property
     def tracing(self) -> TracingOptions | None:
         if self.otlp_endpoint is None:
             return None
         return TracingOptions(endpoint=self.otlp_endpoint, ratio=self.trace_ratio)
+
+
+def certificate_folder(options: GraphOptions) -> Path | None:
+    """Links are not resolved: Kubernetes replaces a mounted Secret by changing their target."""
+    given = options.certificates
+    return None if given is None else Path(given).expanduser().absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

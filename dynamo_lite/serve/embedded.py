@@ -19,9 +19,9 @@ from typing import Self
 from urllib.parse import quote
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.own_certificate import self_signed
+from dynamo_lite.runtime.certificates import files_of
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.runtime.tls import TlsFiles
+from dynamo_lite.serve.certificate_folder import make_server_certificates
 from dynamo_lite.serve.processes import can_listen, free_port, signal_group
 from dynamo_lite.serve.run_state import write_private
 
@@ -230,8 +230,8 @@ class EmbeddedEtcd(EmbeddedServer):
         """The server's URL, with the names of a client's files."""
         if not self._private:
             return self.listening
-        cert, key = (quote(str(path)) for path in self._files)
-        return f"{self.listening}?ca={cert}&cert={cert}&key={key}"
+        named = (f"{name}={quote(path)}" for name, path in self._files.items())
+        return f"{self.listening}?{'&'.join(named)}"
 
     @property
     def listening(self) -> str:
@@ -239,27 +239,26 @@ class EmbeddedEtcd(EmbeddedServer):
         return f"{'https' if self._private else 'http'}://127.0.0.1:{self.port}"
 
     @property
-    def _files(self) -> tuple[Path, Path]:
-        """Self-signed certificate and key, which the server and its clients share."""
-        directory = self.directory.resolve()
-        return directory / "cert.pem", directory / "key.pem"
+    def _files(self) -> dict[str, str]:
+        """The authority, and certificate and key, which the server and its clients share."""
+        files = files_of(self.directory.resolve(), "etcd-server")
+        return {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
 
     async def __aenter__(self) -> Self:
         if self._private:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.directory.chmod(0o700)
-            cert, key = self._files
-            for path, content in zip((cert, key), self_signed("127.0.0.1"), strict=True):
-                write_private(path, content)
-            self._context = TlsFiles(cert, cert, key).context()
+            folder = self.directory.resolve()
+            make_server_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"])
+            self._context = files_of(folder, "etcd-server").context()
         return await super().__aenter__()
 
     def write_etcdctl(self, path: Path) -> None:
         """Writes a script that runs `etcdctl` on this server. Only its owner can read the key."""
         client = {"ENDPOINTS": self.listening}
         if self._private:
-            cert, key = map(str, self._files)
-            client |= {"CACERT": cert, "CERT": cert, "KEY": key}
+            ca, cert, key = self._files.values()
+            client |= {"CACERT": ca, "CERT": cert, "KEY": key}
         words = [f"ETCDCTL_{name}={value}" for name, value in client.items()]
         command = shlex.join(["env", *words, program("etcdctl")])
         write_private(path, f'#!/bin/sh\nexec {command} "$@"\n'.encode())
@@ -279,9 +278,9 @@ class EmbeddedEtcd(EmbeddedServer):
             *("--log-level", "warn"),
         ]
         if self._private:
-            cert, key = map(str, self._files)
+            ca, cert, key = self._files.values()
             command += ["--cert-file", cert, "--key-file", key]
-            command += ["--client-cert-auth", "--trusted-ca-file", cert]
+            command += ["--client-cert-auth", "--trusted-ca-file", ca]
         return command
 
     async def _is_ready(self) -> bool:

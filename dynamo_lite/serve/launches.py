@@ -30,9 +30,6 @@ class ServeRequest:
     nats_url: str | None = None
     #: See `nats_url`.
     etcd_url: str | None = None
-    #: None: make a secret for an embedded nats-server, or with `only` use that of the running
-    #: graph.
-    secret_file: Path | None = None
     #: The one service to start; None: the whole graph.
     only: str | None = None
     #: A level name of the logging module.
@@ -46,7 +43,7 @@ class Launches:
     """Makes launches of one service, also while the graph runs.
 
     directory: where plans and logs go; they may contain credentials. place: has the URLs of the
-    servers and the secret file.
+    servers and the folder of the certificates.
     """
 
     def __init__(
@@ -109,13 +106,12 @@ class Launches:
             component=service.name,
             instance=instance,
             instances=self.service.workers,
-            nats_url=place.nats,
-            etcd_url=place.etcd,
-            secret_file=place.secret or None,
+            nats_url=place.nats_url(service.name),
+            etcd_url=place.etcd_url(service.name),
+            certificates=place.certificates or None,
             state_dir=str(self._directory.resolve()),
             bind_host=shared.bind_host,
             status_port=first_port + instance if first_port else 0,
-            status_tls=shared.status_tls,
             lease_ttl_s=shared.lease_ttl_s,
             grace_s=shared.grace_s,
             config=self.service.options,

@@ -38,6 +38,8 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.prefill-policy": "the thresholds decide; remove it",
         "VllmWorker.ttft-target-s": "the thresholds decide; remove it",
         "VllmWorker.itl-target-s": "the thresholds decide; remove it",
+        "Graph.status-tls-cert": "`Graph.certificates`: a folder; see `dynamo-lite access certs`",
+        "Graph.status-tls-key": "`Graph.certificates`: a folder; see `dynamo-lite access certs`",
         "Graph.restart-max-s": "a crashed process is started again after at most 5 s",
         **{f"{section}.load-weight": "1 always; weigh by `kv-weight`" for section in _ROUTING},
         **{f"{section}.request-load-tokens": "32 tokens always" for section in _ROUTING},
@@ -90,6 +92,11 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "join --kv-events": "nothing: the engine is assumed to hold what it was sent",
         "join --kv-replay": "nothing: the engine is assumed to hold what it was sent",
         **{f"sidecar {flag}": instead for flag, instead in _LLM_D.items()},
+        "serve --secret-file": "`--Graph.certificates=DIR`; see `dynamo-lite access certs`",
+        **{
+            f"{command} --secret-file": "`--certificates DIR`, where a graph has them"
+            for command in ("config", "explain", "planner")
+        },
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": "remove one worker and add one: `scale PrefillWorker=1`, `scale VllmWorker=2`",
         "sim": "`python -m tests.simulation` in a checkout",

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.processes import is_alive
 
 
@@ -59,11 +60,23 @@ class RunState(msgspec.Struct, kw_only=True):
     http: str = ""
     nats: str = ""
     etcd: str = ""
-    #: The secret file; empty if messages are not authenticated.
-    secret: str = ""
+    #: The folder with the graph's certificates; empty if it has none.
+    certificates: str = ""
     processes: list[ProcessState] = []
     #: The embedded servers.
     servers: list[ServerState] = []
+
+    def nats_url(self, component: str) -> str:
+        """With the component's certificate, where the URL names none."""
+        return with_files(self.nats, self._folder, component)
+
+    def etcd_url(self, component: str) -> str:
+        """As `nats_url`."""
+        return with_files(self.etcd, self._folder, component)
+
+    @property
+    def _folder(self) -> Path | None:
+        return Path(self.certificates) if self.certificates else None
 
 
 class RunFile:
@@ -88,6 +101,13 @@ def read_run(state_dir: Path) -> RunState | None:
     except (OSError, msgspec.DecodeError):
         return None
     return state if is_alive(state.pid) else None
+
+
+def running_certificates(running: RunState | None, namespace: str) -> Path | None:
+    """The folder of the running graph of this namespace; None if it has none, or none runs."""
+    if running is None or running.namespace != namespace or not running.certificates:
+        return None
+    return Path(running.certificates)
 
 
 def write_private(path: Path, content: bytes) -> None:

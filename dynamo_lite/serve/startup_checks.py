@@ -22,12 +22,13 @@ from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
     host_port,
+    is_loopback,
     parse_etcd_url,
     parse_nats_url,
     redact,
 )
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.kubernetes import KubernetesApi
-from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
@@ -199,18 +200,36 @@ def check_stored_responses(config: GraphConfig, document: Document, *, only: str
             document.complain((name, "ServiceArgs", "workers"), why)
 
 
-def check_status_tls(options: GraphOptions) -> None:
-    """Raises ConfigError unless both of the status servers' files are named, and are a pair, or
-    neither."""
-    cert, key = options.status_tls_cert, options.status_tls_key
-    if cert is None and key is None:
+def check_certificates(
+    folder: Path | None,
+    namespace: str,
+    components: Iterable[str],
+    bind_host: str,
+    option: str = "Graph.bind-host",
+) -> None:
+    """Raises ConfigError, with a line for each bad file, unless the components' certificates can be
+    used; without a folder, if processes of other hosts would reach these components.
+
+    bind_host: where they listen. option: the name of that.
+    """
+    if folder is None:
+        if not is_loopback(bind_host):
+            raise ConfigError(
+                [
+                    f"{option}: {bind_host} is reachable from other hosts, so processes that"
+                    " listen there need certificates: make them (dynamo-lite access certs DIR"
+                    f" --namespace {namespace}) and name their folder, Graph.certificates"
+                ]
+            )
         return
-    if cert is None or key is None:
-        raise ConfigError(["Graph: status-tls-cert and status-tls-key go together; name both"])
-    try:
-        server_context(Path(cert), Path(key))
-    except ConfigError as exc:
-        raise ConfigError([f"Graph: status server: {mistake}" for mistake in exc.mistakes]) from exc
+    mistakes: list[str] = []
+    for component in components:
+        try:
+            Certificates(folder, namespace, component)
+        except ConfigError as exc:
+            mistakes += exc.mistakes
+    if mistakes:
+        raise ConfigError(list(dict.fromkeys(mistakes)))
 
 
 def queue_options(services: Iterable[ServiceConfig]) -> QueueOptions | None:
@@ -233,19 +252,30 @@ def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
         raise ConfigError(mistakes)
 
 
-def readable_by_others(nats_url: str | None, etcd_url: str | None) -> list[str]:
-    """A warning for each server of another host that is reached without TLS. The URLs are well
-    formed."""
-    said = {
-        "NATS": (nats_url, parse_nats_url, "prompts"),
-        "etcd": (etcd_url, parse_etcd_url, "the addresses and metadata of all processes"),
-    }
-    return [
-        f"warning: {what} at {redact(url)} is reached without TLS: who can read the network can"
-        f" read {contents}"
-        for what, (url, parse, contents) in said.items()
-        if url is not None and (address := parse(url)).tls is None and not address.on_loopback
-    ]
+def check_exposed_urls(nats_url: str | None, etcd_url: str | None, *, certified: bool) -> None:
+    """Raises ConfigError for a server of another host that is reached without TLS, and for a NATS
+    that would have to let in everybody. The URLs are well formed. certified: whether clients show a
+    certificate of the graph."""
+    mistakes: list[str] = []
+    for option, url, parse, scheme in (
+        ("--nats-url", nats_url, parse_nats_url, "tls"),
+        ("--etcd-url", etcd_url, parse_etcd_url, "https"),
+    ):
+        if url is None or (address := parse(url)).on_loopback:
+            continue
+        if address.tls is None:
+            mistakes.append(
+                f"{option}: {redact(url)} is another host, which is reached over TLS only: write"
+                f" {scheme}://, and name its authority: Graph.certificates, or ?ca=FILE"
+            )
+        known = address.user or address.token or address.creds or address.nkey
+        if option == "--nats-url" and not (known or certified or address.has_certificate):
+            mistakes.append(
+                f"{option}: {redact(url)} has no credentials, so that NATS would let in everybody:"
+                " give it users (dynamo-lite access nats), and write ?login=FILE behind the host"
+            )
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
 async def check_servers(servers: ServersToCheck) -> None:

@@ -50,7 +50,7 @@ class Supervisor:
         progress: Progress,
         options: GraphOptions,
     ):
-        self._leases = LeaseRevoker(run.state.etcd)
+        self._leases = LeaseRevoker(run.state.etcd_url(tiers[0].service.service.name))
         self._run, self._progress = run, progress
         self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]

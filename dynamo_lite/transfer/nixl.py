@@ -20,15 +20,12 @@ from typing import Any
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-from dynamo_lite.protocol.errors import ProtocolError, TransferError
-from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.block_map import Descriptors
 
 logger = logging.getLogger(__name__)
 
 _CONFIRM_BYTES = 8
-#: For the tags of notifications.
-_CONTEXT = b"notification"
 
 
 class NixlTransfer:
@@ -83,18 +80,15 @@ class NixlTransfer:
 
 
 class NixlMover:
-    """name: unique per engine incarnation and rank. secret: the graph's; None: notifications are
-    not authenticated. One that is not authentic arrives empty. The data itself is not
-    authenticated, because UCX does not support that.
-    """
+    """name: unique per engine incarnation and rank."""
 
-    def __init__(self, name: str, secret: GraphSecret | None = None):
+    def __init__(self, name: str):
         # `polled.py` calls from two threads, one at a time. NIXL's handles also release
         # themselves when Python collects them, in any thread.
         config = nixl_agent_config(
             enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        self._agent, self._secret = nixl_agent(name, config), secret
+        self._agent = nixl_agent(name, config)
         self._registrations: list[Any] = []
         self._peers: dict[str, str] = {}
         self._confirmed = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)
@@ -136,8 +130,6 @@ class NixlMover:
         memory: tuple[str, str],
         notice: bytes = b"",
     ) -> NixlTransfer:
-        if notice and self._secret is not None:
-            notice = self._secret.protect(_CONTEXT, notice)
         return self._start("WRITE", peer, local, remote, memory, notice)
 
     def read(
@@ -180,15 +172,7 @@ class NixlMover:
             # The caller is an engine's step: a broken peer must not end it.
             logger.warning("could not read NIXL notifications: %s", exc)
             return []
-        return [self._opened(notice) for from_peer in arrived.values() for notice in from_peer]
-
-    def _opened(self, notice: bytes) -> bytes:
-        if self._secret is None:
-            return notice
-        try:
-            return self._secret.open(_CONTEXT, notice)
-        except ProtocolError:
-            return b""
+        return [notice for from_peer in arrived.values() for notice in from_peer]
 
     def _confirm(self, peer: str, address: int, length: int) -> None:
         """Makes the peer confirm what was sent to it, by a read of what was just written."""

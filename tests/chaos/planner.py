@@ -39,7 +39,6 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.sealed_records import UNSEALED
 from tests.chaos.cluster import DECODE, PREFILL
 from tests.chaos.forward_storm import greedy_questions
 from tests.chaos.load import Load, Tally
@@ -147,7 +146,7 @@ class Check:
         pids = (p.pid for p in self.graph.processes() if p.lease == lease)
         self._leader_pid = next(pids, 0)
         operations = [
-            decode_json(UNSEALED.opened(key, data), OperationRecord)
+            decode_json(data, OperationRecord)
             for key, data in found.items()
             if key.startswith(names.planner_operations_prefix(NAMESPACE))
         ]

@@ -13,8 +13,8 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.runtime.own_certificate import make_certificate
-from tests.builders import endpoint_record, graph_secret
+from tests.builders import endpoint_record
+from tests.certificate_folders import graph_folder, of
 
 
 class FakeEngine:
@@ -84,6 +84,8 @@ class Setup:
     client: GenerateClient
     member: EndpointRecord
     stop_server: Callable[[], Awaitable[None]]
+    #: The graph's certificates.
+    folder: Path
 
 
 def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
@@ -91,22 +93,19 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
 
 
 async def open_setup(kind: str, stack: AsyncExitStack, **limits: Any) -> Setup:
-    """kind: "tcp" or "tls" (with a secret)."""
+    """kind: "tcp" or "tls"."""
     engine, outputs = FakeEngine(), Outputs()
-    certificate, secret = None, None
+    folder, own = Path(stack.enter_context(TemporaryDirectory())), None
     if kind == "tls":
-        folder = stack.enter_context(TemporaryDirectory())
-        certificate, secret = make_certificate(), graph_secret(Path(folder) / "secret")
-        limits |= {"certificate": certificate, "secret": secret}
+        graph_folder(folder)
+        own = of(folder, "Frontend")
+        limits |= {"certificates": of(folder, "VllmWorker")}
     serving = await stack.enter_async_context(AsyncExitStack())
     server = await serving.enter_async_context(GenerateServer(engine, **limits))
     client = await stack.enter_async_context(
         RemoteGenerateClient(
-            "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0, secret=secret
+            "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0, certificates=own
         )
     )
-    member = endpoint_record(
-        stream=server.stream_address,
-        certificate=None if certificate is None else certificate.fingerprint,
-    )
-    return Setup(engine, server, outputs, client, member, serving.aclose)
+    member = endpoint_record(stream=server.stream_address, tls=own is not None)
+    return Setup(engine, server, outputs, client, member, serving.aclose, folder)

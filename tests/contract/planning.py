@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.connector import Connector, Counted, Order
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.target import Target
@@ -22,7 +20,6 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.status import StatusServer
-from dynamo_lite.runtime.sealed_records import RecordSeals
 from tests.builders import endpoint_record, eventually, process_spec, register
 from tests.process.prefill_reports import Period, PrefillReports
 
@@ -121,18 +118,10 @@ class FakeSupervisor:
 
 
 class Bench:
-    """Servers, workers and planners of one namespace, with the secret of this file or without."""
+    """Servers, workers and planners of one namespace."""
 
-    def __init__(
-        self,
-        nats_url: str,
-        etcd_url: str,
-        namespace: str,
-        supervisor: FakeSupervisor,
-        secret_file: Path | None = None,
-    ):
+    def __init__(self, nats_url: str, etcd_url: str, namespace: str, supervisor: FakeSupervisor):
         self.nats_url, self.etcd_url, self.namespace = nats_url, etcd_url, namespace
-        self.secret_file, self.seals = secret_file, RecordSeals.of_file(secret_file)
         self.supervisor = supervisor
         self.store = EtcdStore(etcd_url)
         self.messaging = NatsMessaging(nats_url)
@@ -158,8 +147,7 @@ class Bench:
         registry = CollectorRegistry()
         self._reports = PrefillReports(registry)
         self._status = await enter(StatusServer(lambda: self.facts, registry))
-        records = AuthenticRecords(self.seals)
-        self.target = Target(self.store, self.namespace, "tester@here", SYSTEM_CLOCK, records)
+        self.target = Target(self.store, self.namespace, "tester@here", SYSTEM_CLOCK)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -195,7 +183,6 @@ class Bench:
             etcd_url=self.etcd_url,
             lease_ttl_s=10.0,
             grace_s=1.0,
-            secret_file=None if self.secret_file is None else str(self.secret_file),
         )
         planner = self.latest = Planner(config, spec, connector or self.supervisor)
         reports: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
@@ -218,13 +205,11 @@ class Bench:
     async def operations(self) -> list[OperationRecord]:
         prefix = names.planner_operations_prefix(self.namespace)
         found = await self.store.get_prefix(prefix)
-        opened = (self.seals.opened(key, value) for key, value in found.items())
-        return [decode_json(value, OperationRecord) for value in opened]
+        return [decode_json(value, OperationRecord) for value in found.values()]
 
     async def target_record(self) -> TargetRecord | None:
-        key = names.planner_target_key(self.namespace)
-        value = await self.store.get(key)
-        return decode_json(self.seals.opened(key, value), TargetRecord) if value else None
+        value = await self.store.get(names.planner_target_key(self.namespace))
+        return decode_json(value, TargetRecord) if value else None
 
     async def want(self, **manual: int) -> None:
         await self.target.set_manual(manual, "a test")

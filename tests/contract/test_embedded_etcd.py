@@ -13,10 +13,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.certificates import files_of as certificate_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.own_certificate import self_signed
 from dynamo_lite.runtime.store import LeaseLoss, Put, Snapshot
 from dynamo_lite.runtime.tls import TlsFiles
+from dynamo_lite.serve.certificate_folder import make_server_certificates
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.hostile import listening_ports
@@ -32,18 +33,16 @@ async def refusal(url: str) -> str:
     return str(failure.value)
 
 
-def foreign_key(folder: Path) -> tuple[Path, Path]:
-    """A certificate and key that look just like the server's."""
-    files = folder / "cert.pem", folder / "key.pem"
-    for path, content in zip(files, self_signed("127.0.0.1"), strict=True):
-        path.write_bytes(content)
-    return files
+def foreign_key(folder: Path) -> TlsFiles:
+    """Those of an authority that looks just like the server's."""
+    make_server_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"])
+    return certificate_files(folder, "etcd-server")
 
 
 def files_of(server: EmbeddedEtcd) -> list[Path]:
-    """The certificate and key that its URL names."""
+    """Authority, certificate and key, which its URL names."""
     named = parse_qs(urlsplit(server.url).query)
-    return [Path(named[name][0]) for name in ("cert", "key")]
+    return [Path(named[name][0]) for name in ("ca", "cert", "key")]
 
 
 async def test_nothing_is_answered_without_the_key(tmp_path: Path):
@@ -51,15 +50,15 @@ async def test_nothing_is_answered_without_the_key(tmp_path: Path):
         async with EtcdStore(server.url) as store:
             await store.put("n/a", b"1")
             assert await store.get_prefix("n/") == {"n/a": b"1"}
-        cert, key = foreign_key(tmp_path)
-        ca = tmp_path / "etcd" / "cert.pem"
+        foreign = foreign_key(tmp_path)
+        ca, own = files_of(server)[0], f"cert={foreign.cert}&key={foreign.key}"
         plain = await refusal(server.listening.replace("https", "http"))
         assert "write https:// if it requires TLS" in plain
-        for query in (f"?ca={ca}", f"?ca={ca}&cert={cert}&key={key}"):
+        for query in (f"?ca={ca}", f"?ca={ca}&{own}"):
             assert "does not accept this client's certificate" in await refusal(
                 server.listening + query
             )
-        assert "not trusted" in await refusal(f"{server.listening}?ca={cert}&cert={cert}&key={key}")
+        assert "not trusted" in await refusal(f"{server.listening}?ca={foreign.ca}&{own}")
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,12 @@ async def test_nothing_is_answered_without_the_key(tmp_path: Path):
 async def test_what_a_stranger_asks(tmp_path: Path, path: str, body: dict[str, Any]):
     """Also what etcd's own users would not prevent; with the key it is answered."""
     async with EmbeddedEtcd(tmp_path / "etcd", private=True) as server:
-        cert, key = files_of(server)
+        own = TlsFiles(*files_of(server))
         stranger = ssl.create_default_context()
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
-        stranger.load_cert_chain(*foreign_key(tmp_path))
+        foreign = foreign_key(tmp_path)
+        assert foreign.cert is not None
+        stranger.load_cert_chain(foreign.cert, foreign.key)
         async with EtcdStore(server.url) as store, store.lease(60) as lease:
             asked = json.dumps(body).replace("LEASE", str(lease.id))
 
@@ -96,7 +97,7 @@ async def test_what_a_stranger_asks(tmp_path: Path, path: str, body: dict[str, A
                 await asyncio.to_thread(ask, stranger)
             assert await lease.verify() is None
             await store.put("n/a", b"1", lease=lease)
-            assert await asyncio.to_thread(ask, TlsFiles(cert, cert, key).context()) == 200
+            assert await asyncio.to_thread(ask, own.context()) == 200
 
 
 async def test_it_has_no_other_port_and_its_key_is_its_owner_s(tmp_path: Path):

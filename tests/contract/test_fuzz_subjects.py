@@ -12,12 +12,11 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import Decoder, encode_sealed
+from dynamo_lite.protocol.codec import Decoder, encode
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.health import Leave, decode_heartbeat, decode_leave
@@ -32,7 +31,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.queue import decode_queue_reading
 from tests.builders import prefill_job
-from tests.hostile import SEAL_BYTES, Spoiler
+from tests.hostile import Spoiler
 from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
 from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
@@ -47,7 +46,7 @@ def _done(attempt: str, outcome: Any, claim: int) -> Done:
     return Done(attempt=attempt, claim=claim, outcome=outcome, writer_lease_id=2)
 
 
-#: Messages as another graph might send them: well-formed and sealed, but about nothing here.
+#: Messages as another graph might send them: well-formed, but about nothing here.
 FOREIGN: tuple[tuple[str, Any], ...] = (
     ("claim", Claim(attempt="foreign", claim=3, writer_lease_id=2)),
     ("done", _done("foreign", "failed", 3)),
@@ -72,10 +71,6 @@ DECODERS: dict[str, Decoder[Any]] = {
 }
 
 
-#: Messages without a seal.
-UNSEALED = ("beat", "queue_reading")
-
-
 class Attack:
     """Sends what `rng` chooses to all that listens around `pair`, and counts what is no message."""
 
@@ -97,9 +92,9 @@ class Attack:
             "beat": names.health_subject("t", "PrefillWorker"),
             "queue_reading": names.depth_subject("t"),
         }
-        self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
+        self.kinds = (self._replayed, self._spoiled, self._foreign)
         for where, message in FOREIGN:
-            self._remember(where, encode_sealed(message))
+            self._remember(where, encode(message))
         self._listen()
 
     def _remember(self, where: str, payload: bytes) -> None:
@@ -159,20 +154,12 @@ class Attack:
         return self.rng.choice(self.seen)
 
     def _spoiled(self) -> tuple[str, bytes]:
+        """Nowhere a message: who may send one may also change what it says."""
         where, payload = self.rng.choice(self.seen)
-        return where, self.spoiler.spoil(payload)
-
-    def _readdressed(self) -> tuple[str, bytes]:
-        """A true message with another attempt in it, or with other blocks."""
-        where, payload = self.rng.choice(self.seen)
-        seal, data = payload[:SEAL_BYTES], payload[SEAL_BYTES:]
-        fields: dict[str, Any] = msgspec.msgpack.decode(data) if where not in UNSEALED else {}
-        fields["attempt"] = self._attempt()
-        if "outcome" in fields:
-            fields["outcome"] = self.rng.choice(("written", "failed", "abandoned"))
-        if "block_ids" in fields:
-            self.rng.shuffle(fields["block_ids"])
-        return where, seal + msgspec.msgpack.encode(fields)
+        spoiled = payload
+        while any(self._judge(place, spoiled) for place in DECODERS):
+            spoiled = self.spoiler.spoil(payload)
+        return where, spoiled
 
     def _attempt(self) -> str:
         return self.rng.choice((*self.attempts[-3:], *self.attempts, "none"))
@@ -194,7 +181,7 @@ class Attack:
                 ("leave", Leave(lease_id=2)),
             )
         )
-        return where, encode_sealed(word)
+        return where, encode(word)
 
     @property
     def attempts(self) -> list[str]:
@@ -228,8 +215,7 @@ class Attack:
         return True
 
     def _is_its_beat(self, payload: bytes) -> bool:
-        """It may take the worker out of rotation: that is what beats are for, and they are
-        not sealed."""
+        """It may take the worker out of rotation: that is what beats are for."""
         return self._judge("beat", payload) and decode_heartbeat(payload).lease_id == 2
 
 

@@ -7,7 +7,6 @@ import logging
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     StartupError,
 )
-from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from tests.builders import eventually, graph_secret, loop_time
+from tests.builders import eventually, loop_time
 from tests.servers import PrivateServer
 from tests.twins.servers import MemoryMessaging
 
@@ -34,17 +32,14 @@ def few_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamo_lite.runtime.messaging.MAX_HANDLERS", 2)
 
 
-@pytest.fixture(params=["memory", "nats", "authenticated nats"])
-async def messaging(
-    request: pytest.FixtureRequest, few_handlers: None, tmp_path: Path
-) -> AsyncIterator[Messaging]:
+@pytest.fixture(params=["memory", "nats"])
+async def messaging(request: pytest.FixtureRequest, few_handlers: None) -> AsyncIterator[Messaging]:
     if request.param == "memory":
         async with MemoryMessaging() as memory:
             yield memory
         return
     async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
-        secret = graph_secret(tmp_path / "secret")
-        yield real if request.param == "nats" else AuthenticatedMessaging(real, secret)
+        yield real
 
 
 async def echo(payload: bytes) -> bytes:

@@ -22,7 +22,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.serve.embedded import EmbeddedNats
-from tests.builders import eventually, graph_secret
+from tests.builders import eventually
 from tests.servers import PrivateServer, Server, jetstream_of, private_server
 from tests.twins.queue import MemoryBroker, MemoryQueue
 
@@ -43,9 +43,9 @@ class Opener(Protocol):
 
 @pytest.fixture(params=["jetstream", "memory"])
 async def open_queue(
-    request: pytest.FixtureRequest, nats_url: str, namespace: str, tmp_path: Path
+    request: pytest.FixtureRequest, nats_url: str, namespace: str
 ) -> AsyncIterator[Opener]:
-    broker, secret = MemoryBroker(), graph_secret(tmp_path / "secret")
+    broker = MemoryBroker()
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     async with AsyncExitStack() as stack:
 
@@ -55,9 +55,7 @@ async def open_queue(
             queue: PrefillQueue = (
                 MemoryQueue(broker, stream=stream, subject=subject, config=config)
                 if request.param == "memory"
-                else JetStreamQueue(
-                    nats_url, stream=stream, subject=subject, config=config, secret=secret
-                )
+                else JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
             )
             return await stack.enter_async_context(queue)
 

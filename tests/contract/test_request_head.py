@@ -19,6 +19,7 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.serve.services.frontend.http import HttpServer
 from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions
+from tests.certificate_folders import graph_folder, of
 from tests.external import Certificates
 from tests.forwarding import rig
 
@@ -50,10 +51,11 @@ async def frontend(
 async def status(
     https: Certificates | None = None, on_drop: OnDrop = uncounted
 ) -> AsyncIterator[int]:
-    certificate, key = map(str, https.files()) if https else ("", "")
-    tls = (certificate, key) if https else None
+    own = of(graph_folder(https.folder / "graph"), "Router") if https else None
     facts = {"ok": True}
-    async with StatusServer(lambda: facts, CollectorRegistry(), on_drop=on_drop, tls=tls) as server:
+    async with StatusServer(
+        lambda: facts, CollectorRegistry(), on_drop=on_drop, certificates=own
+    ) as server:
         yield int(server.url.rpartition(":")[2])
 
 
@@ -108,6 +110,8 @@ async def test_connections_without_a_head_are_bounded_and_keep_no_client_out(
         for reader, _ in silent[: 2 * most]:
             await until_closed(reader)
         trust = ssl.create_default_context(cafile=certificates.folder / "ca.pem") if tls else None
+        if trust is not None and opened is status:
+            trust.load_verify_locations(certificates.folder / "graph" / "ca.pem")
         own = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
         own[1].write(REQUEST)
         await own[0].readuntil(b"HTTP/1.1 200")

@@ -272,7 +272,7 @@ async def test_what_it_weighs_changes_while_it_runs(
         assert await chosen() == {1}
         key = names.live_options_key(cluster.namespace, "Router")
         options, weight = lambda: router.health()["options"], {"kv-router.kv-weight": 0.0}
-        record = LiveOptionsRecord(values=weight, version=4)
+        record = LiveOptionsRecord(values=weight)
         await cluster.store.put(key, encode_json(record))
         await eventually(lambda: options()["set"] == weight)
         assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"

@@ -1,62 +1,100 @@
-"""A status server over HTTPS, as members and commands ask it."""
+"""A status server over HTTPS: who may read what, and what members and commands make of it."""
 
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.overview import fetch as fetching
-from dynamo_lite.runtime.overview.fetch import fetch_health
+from dynamo_lite.runtime.overview.fetch import fetch, fetch_health
+from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.status import StatusServer
-from dynamo_lite.serve.config import GraphOptions
-from dynamo_lite.serve.startup_checks import check_status_tls
-from tests.external import Certificates
+from tests.certificate_folders import graph_folder, of, renew
 
 FACTS = {"ok": True, "n": 1}
 
 
 @pytest.fixture
-def trusted(certificates: Certificates, monkeypatch: pytest.MonkeyPatch):
-    """As another process that has the authority's file in its environment."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.folder / "ca.pem"))
-    fetching._trusting.cache_clear()
-    yield
-    fetching._trusting.cache_clear()
+def folder(tmp_path: Path) -> Path:
+    return graph_folder(tmp_path / "certificates")
 
 
-async def test_who_trusts_the_authority_gets_the_facts(certificates: Certificates, trusted: None):
-    cert, key = map(str, certificates.files())
-    async with StatusServer(lambda: FACTS, CollectorRegistry(), tls=(cert, key)) as server:
-        assert server.url.startswith("https://127.0.0.1:")
-        assert await fetch_health(server.url) == FACTS
-        assert await fetch_health(server.url.replace("https", "http")) == {}
-        context = ssl.create_default_context(cafile=certificates.folder / "ca.pem")
-        async with httpx.AsyncClient(verify=context) as client:
-            assert (await client.get(f"{server.url}/metrics")).status_code == 200
+@pytest.fixture
+async def url(folder: Path) -> AsyncIterator[str]:
+    async with StatusServer(
+        lambda: FACTS,
+        CollectorRegistry(),
+        probes=Probes(lambda: {"ok": True}, lambda: {"ok": True}),
+        vllm_registry=CollectorRegistry(),
+        certificates=of(folder, "VllmWorker"),
+    ) as server:
+        yield server.url
 
 
-@pytest.mark.parametrize("name", ["server", "misnamed"])
-async def test_a_certificate_that_is_not_trusted_or_of_another_host_gets_no_answer(
-    certificates: Certificates, name: str, request: pytest.FixtureRequest
+def client_of(certificates: object = None) -> httpx.AsyncClient:
+    """A client that takes every server. certificates: those of a component."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificates is not None:
+        context.load_cert_chain(certificates.files.cert, certificates.files.key)  # type: ignore[attr-defined]
+    return httpx.AsyncClient(verify=context)
+
+
+@pytest.mark.parametrize("name", ["Operator", "Frontend", "Planner", "PrefillWorker"])
+async def test_a_component_reads_everything(folder: Path, url: str, name: str):
+    assert url.startswith("https://127.0.0.1:")
+    own = of(folder, name)
+    assert await fetch_health(url, own) == FACTS
+    assert await fetch(f"{url}/metrics", own) == b""
+    assert await fetch(f"{url}/metrics/vllm", own) == b""
+
+
+async def test_probes_need_no_certificate_and_the_rest_does(folder: Path, url: str):
+    async with client_of() as client:
+        for path in ("/live", "/ready", "/health"):
+            assert (await client.get(f"{url}{path}")).status_code == 200
+        for path in ("/metrics", "/metrics/vllm"):
+            answer = await client.get(f"{url}{path}")
+            assert answer.status_code == 403
+            assert answer.json() == {
+                "error": "only for the graph's components: it shows no certificate"
+            }
+    async with client_of(of(folder, "Operator")) as client:
+        assert (await client.get(f"{url}/metrics")).status_code == 200
+
+
+async def test_a_certificate_of_another_graph_opens_nothing(folder: Path, url: str, tmp_path: Path):
+    other = graph_folder(tmp_path / "other")
+    async with client_of(of(other, "Operator")) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get(f"{url}/health")
+    # Of the same authority, but of another namespace.
+    (folder / "n2").mkdir()
+    for key in ("ca.pem", "ca-key.pem"):
+        (folder / "n2" / key).write_bytes((folder / key).read_bytes())
+    graph_folder(folder / "n2", "n2")
+    async with client_of(of(folder / "n2", "Operator", "n2")) as client:
+        assert (await client.get(f"{url}/live")).status_code == 200
+        assert (await client.get(f"{url}/metrics")).status_code == 403
+
+
+async def test_who_asks_believes_only_a_component_of_its_graph(
+    folder: Path, url: str, tmp_path: Path
 ):
-    if name == "misnamed":
-        request.getfixturevalue("trusted")
-    cert, key = map(str, certificates.files(name))
-    async with StatusServer(lambda: FACTS, CollectorRegistry(), tls=(cert, key)) as server:
-        assert await fetch_health(server.url) == {}
+    assert await fetch_health(url, of(folder, "Operator")) == FACTS
+    assert await fetch_health(url) == {}
+    assert await fetch_health(url.replace("https", "http"), of(folder, "Operator")) == {}
+    other = of(graph_folder(tmp_path / "other", "n2"), "Operator", "n2")
+    assert await fetch_health(url, other) == {}
 
 
-def test_bad_files_are_refused_before_anything_starts(certificates: Certificates, tmp_path: Path):
-    cert, key = map(str, certificates.files())
-    check_status_tls(GraphOptions())
-    check_status_tls(GraphOptions(status_tls_cert=cert, status_tls_key=key))
-    for options, complaint in (
-        (GraphOptions(status_tls_cert=cert), "go together; name both"),
-        (GraphOptions(status_tls_cert=key, status_tls_key=cert), "are not a matching PEM pair"),
-        (GraphOptions(status_tls_cert=f"{tmp_path}/x", status_tls_key=key), "x cannot be read"),
-    ):
-        with pytest.raises(ConfigError, match=complaint):
-            check_status_tls(options)
+async def test_a_new_certificate_is_used_without_a_restart(folder: Path, url: str):
+    own = of(folder, "Operator")
+    assert await fetch_health(url, own) == FACTS
+    for path in folder.glob("*.pem"):
+        path.unlink()
+    graph_folder(folder)
+    renew(folder, "VllmWorker")
+    assert await fetch_health(url, own) == FACTS

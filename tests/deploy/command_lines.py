@@ -9,10 +9,10 @@ import typer
 from typer.main import get_command
 
 from dynamo_lite.cli.cli import app
+from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.secret_file import check_exposure
 from dynamo_lite.serve.supervisor import _CLOSE_MARGIN_S, _DRAIN_MARGIN_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,10 @@ def served(arguments: Sequence[str], files: Mapping[str, Path]) -> Served:
     config = resolve(load_graph(options["graph"]), document, only=options["service_name"])
     document.raise_mistakes()
     if options["service_name"] is not None:
-        check_exposure(config.shared.bind_host, options["nats_url"], options["secret_file"])
+        folder = config.shared.certificates
+        assert is_loopback(config.shared.bind_host) or folder is not None
+        for name in ("nats_url", "etcd_url"):
+            assert (options[name] or "tls://").startswith(("tls://", "https://"))
     return Served(options, config)
 
 

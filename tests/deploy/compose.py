@@ -56,7 +56,8 @@ class Compose:
     def environment(self, name: str) -> dict[str, str]:
         variables = self.content["services"][name]["environment"]
         container = self.container(name)
-        return {key: container.here(value) for key, value in variables.items()}
+        # A path may be the whole value.
+        return {key: container.here(f"={value}")[1:] for key, value in variables.items()}
 
     def nats(self) -> ShippedNats:
         [_, config] = self.content["services"]["nats"]["command"]

@@ -5,8 +5,10 @@ only the paths and the addresses of other containers are changed.
 """
 
 import asyncio
+import os
 import re
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats, program
 from tests.deploy.command_lines import DEPLOY
 from tests.ports import reserved_port
 
+#: Of this installation.
+COMMAND = f"{sys.executable} -m dynamo_lite.cli.cli"
 #: What may stand in front of a path: `--option=`, `?ca=`, a space or a quote.
 _PATH = re.compile(r"(?<=[=\s\"'])/[\w./-]+")
 
@@ -23,7 +27,11 @@ _PATH = re.compile(r"(?<=[=\s\"'])/[\w./-]+")
 def make_secrets(folder: Path, *names: str) -> Path:
     """The folder, with what `deploy/make-secrets` makes."""
     subprocess.run(
-        [DEPLOY / "make-secrets", folder, *names], check=True, capture_output=True, timeout=60
+        [DEPLOY / "make-secrets", folder, *names],
+        env={**os.environ, "DYNAMO_LITE": COMMAND},
+        check=True,
+        capture_output=True,
+        timeout=120,
     )
     return folder
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from dynamo_lite.runtime.certificates import with_files
 from tests.conftest import running
 from tests.deploy import nats_chart
 from tests.deploy.command_lines import DEPLOY
@@ -21,6 +22,7 @@ from tests.deploy.containers import (
     together,
 )
 from tests.deploy.kustomize import Resource, build
+from tests.ports import reserved_port
 from tests.process.command import VLLM_PATIENCE_S, run
 
 KUBERNETES = DEPLOY / "kubernetes"
@@ -55,18 +57,9 @@ def container_of(workload: Resource) -> dict[str, Any]:
     return container
 
 
-def secret_files(volume: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """The Secret and its key at each path of a volume; no key: all of them are in its folder."""
-    match volume:
-        case {"secret": {"secretName": name}}:
-            return {"": (name, "")}
-        case {"projected": {"sources": sources}}:
-            return {
-                item["path"]: (source["secret"]["name"], item["key"])
-                for source in sources
-                for item in source["secret"]["items"]
-            }
-    return {}
+def secret_of(volume: dict[str, Any]) -> str:
+    """The Secret whose files are in a volume; empty if it has none."""
+    return str(volume.get("secret", {}).get("secretName", ""))
 
 
 def secret_folder(secrets: Path, name: str) -> Path:
@@ -78,15 +71,17 @@ def secret_folder(secrets: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Cluster:
-    """folder: where its pods and secrets are. addresses: see `Container`."""
+    """folder: where its pods and secrets are. addresses: see `Container`; those of NATS by name,
+    which its servers compare."""
 
     folder: Path
     addresses: Mapping[str, str] = field(
-        default_factory=lambda: free_ports(
-            "nats:4222",
-            *(f"nats-{n}.nats-headless:6222" for n in _MEMBERS),
-            *(f"etcd-{n}.etcd:{port}" for n in _MEMBERS for port in (2379, 2380)),
-        )
+        default_factory=lambda: {
+            **free_ports(
+                "nats:4222", *(f"etcd-{n}.etcd:{port}" for n in _MEMBERS for port in (2379, 2380))
+            ),
+            **{f"nats-{n}.nats-headless:6222": f"localhost:{reserved_port()}" for n in _MEMBERS},
+        }
     )
 
     @property
@@ -106,9 +101,8 @@ class Cluster:
             volume, path = volumes[mount["name"]], mount["mountPath"]
             if "emptyDir" in volume:
                 mounts[path] = root / "volumes" / mount["name"]
-            for file, (secret, key) in secret_files(volume).items():
-                source = secret_folder(self.secrets, secret) / key
-                mounts[f"{path}/{file}" if file else path] = source
+            if secret := secret_of(volume):
+                mounts[path] = secret_folder(self.secrets, secret)
         container = Container(root, mounts, {**self.addresses, **(addresses or {})})
         container.make()
         return container
@@ -164,10 +158,16 @@ class Cluster:
         return ShippedEtcd(pod, arguments, ready, _port(own["0.0.0.0:2379"]))
 
     def environment(self, workload: Resource) -> dict[str, str]:
-        """The URLs of a Deployment of the graph."""
-        pod = self.pod(workload["metadata"]["name"], workload)
-        given = {one["name"]: one.get("value", "") for one in container_of(workload)["env"]}
-        return {name: pod.here(given[name]) for name in given if name.startswith("DYNAMO_LITE_")}
+        """The URLs of a Deployment of the graph, with the certificate of its service."""
+        pod, container = self.pod(workload["metadata"]["name"], workload), container_of(workload)
+        given = {one["name"]: one.get("value", "") for one in container["env"]}
+        arguments = dict(one.split("=", 1) for one in container["args"] if "=" in one)
+        folder = Path(pod.here("=" + arguments["--Graph.certificates"])[1:])
+        return {
+            name: with_files(pod.here(given[name]), folder, arguments["--service-name"])
+            for name in given
+            if name.startswith("DYNAMO_LITE_")
+        }
 
     def make_users(self) -> None:
         """What the Job `etcd-users` does."""

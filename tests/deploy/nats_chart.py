@@ -66,11 +66,12 @@ def config_text(values: dict[str, Any]) -> str:
     return re.sub(r'"<< (.*?) >>"', r"\1", text)
 
 
-def _tls(given: dict[str, Any], name: str) -> dict[str, str]:
-    only(given, {"enabled", "secretName"})
+def _tls(given: dict[str, Any], name: str) -> dict[str, Any]:
+    only(given, {"enabled", "secretName", "merge"})
     folder = f"/etc/nats-certs/{name}"
     assert given["enabled"] and given["secretName"]
-    return {**_CA, "cert_file": f"{folder}/tls.crt", "key_file": f"{folder}/tls.key"}
+    pair = {"cert_file": f"{folder}/tls.crt", "key_file": f"{folder}/tls.key"}
+    return {**_CA, **pair, **given["merge"]}
 
 
 def mounts(values: dict[str, Any]) -> dict[str, str]:

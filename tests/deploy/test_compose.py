@@ -2,7 +2,6 @@
 
 import json
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -53,14 +52,14 @@ def test_a_container_starts_its_service_and_is_stopped_in_time(
     assert command.options["service_name"] == service
     assert command.options["log_to"] == "stderr"
     assert command.config.shared.bind_host == "0.0.0.0"
-    assert command.options["secret_file"] == Path("/etc/dynamo-lite-secret/secret")
+    assert command.config.shared.certificates == "/etc/dynamo-lite-access"
     assert seconds(container["stop_grace_period"]) >= command.longest_stop_s
     assert set(container["environment"]) == variables()
     inbox = f"&inbox=_INBOX_dynamo-{service}"
     assert container["environment"]["DYNAMO_LITE_NATS_URL"].endswith(inbox)
     assert not any(has_credentials(url) for url in container["environment"].values())
     [asked] = [word for word in container["healthcheck"]["test"] if "http" in word]
-    assert f"http://127.0.0.1:{command.service.status_port}/ready" in asked
+    assert f"https://127.0.0.1:{command.service.status_port}/ready" in asked
     assert container["image"] == f"dynamo-lite:{__version__}-cpu"
     assert container["build"]["target"] == "cpu"
     assert (DEPLOY / container["build"]["context"] / container["build"]["dockerfile"]).is_file()
@@ -83,8 +82,8 @@ def test_containers_can_do_no_more_than_they_must(compose: dict[str, Any], name:
 def test_the_services_use_the_servers_of_the_file(compose: dict[str, Any]) -> None:
     services = compose["services"]
     for name in (*SERVICES, "operator"):
-        schemes = {url.partition("://")[0] for url in services[name]["environment"].values()}
-        urls = services[name]["environment"].values()
+        urls = [url for url in services[name]["environment"].values() if "://" in url]
+        schemes = {url.partition("://")[0] for url in urls}
         hosts = {url.partition("://")[2].partition(":")[0] for url in urls}
         assert (schemes, hosts) == ({"tls", "https"}, {"nats", "etcd"})
     for name in SERVICES:

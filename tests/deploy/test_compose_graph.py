@@ -8,12 +8,11 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
 
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Done
 from tests.builders import prefill_job
 from tests.deploy.compose import Compose, planes
@@ -77,16 +76,14 @@ async def test_a_request_is_answered(services: dict[str, Serving]) -> None:
 async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str, Serving]) -> None:
     done: asyncio.Queue[Done] = asyncio.Queue()
     urls = compose.environment("decode")
-    secret = compose.container("decode").path("/etc/dynamo-lite-secret/secret")
     decode = decode_engine(
         nats_url=urls["DYNAMO_LITE_NATS_URL"],
         etcd_url=urls["DYNAMO_LITE_ETCD_URL"],
         namespace=NAMESPACE,
-        secret=Path(secret),
         done=done,
     )
     async with asyncio.timeout(60), decode as queue:
-        await queue.push(encode_sealed(prefill_job("a1", engine_id=ENGINE)), message_id="a1")
+        await queue.push(encode(prefill_job("a1", engine_id=ENGINE)), message_id="a1")
         said = await done.get()
         assert (said.attempt, said.outcome) == ("a1", "written")
 
@@ -96,10 +93,9 @@ def test_the_operator_sees_it_and_nothing_was_refused(
 ) -> None:
     listed = operator(compose, "ps")
     assert listed.count(" ready ") >= 3, listed
-    secret = compose.container("operator").path("/etc/dynamo-lite-secret/secret")
     option = "VllmWorker.max-local-prefill-length"
-    operator(compose, "config", "set", f"{option}=700", "--secret-file", str(secret))
-    assert "700" in operator(compose, "config", "get", "--secret-file", str(secret))
+    operator(compose, "config", "set", f"{option}=700")
+    assert "700" in operator(compose, "config", "get")
     broker = (compose.container("nats").root / "nats-server.log").read_text()
     output = "".join(line for service in services.values() for line in service.output)
     assert "violation" not in broker.lower()

@@ -10,6 +10,7 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import eventually
@@ -36,38 +37,52 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
 
 
 def nats_url(compose: Compose, name: str) -> str:
-    return compose.environment(name)["DYNAMO_LITE_NATS_URL"]
+    return _certified(compose, name, "DYNAMO_LITE_NATS_URL")
 
 
 def etcd_url(compose: Compose, name: str) -> str:
-    return compose.environment(name)["DYNAMO_LITE_ETCD_URL"]
+    return _certified(compose, name, "DYNAMO_LITE_ETCD_URL")
+
+
+def _certified(compose: Compose, name: str, variable: str) -> str:
+    folder = compose.container(name).path("/etc/dynamo-lite-access")
+    return with_files(compose.environment(name)[variable], folder, COMPONENTS[name])
+
+
+def _parts(url: str) -> tuple[str, dict[str, str]]:
+    """The servers; what is behind the `?`, by name, each as it is written."""
+    servers, _, query = url.partition("?")
+    return servers, {part.partition("=")[0]: part for part in query.split("&")}
+
+
+def _with(servers: str, *parts: str) -> str:
+    return f"{servers}?{'&'.join(parts)}" if parts else servers
 
 
 async def test_strangers_get_nothing(compose: Compose) -> None:
     """Without TLS, without a login, with a wrong one, without a certificate."""
-    nats, etcd = nats_url(compose, "frontend"), etcd_url(compose, "frontend")
-    ca = nats.partition("&")[0]
+    nats, of_nats = _parts(nats_url(compose, "frontend"))
+    etcd, of_etcd = _parts(etcd_url(compose, "frontend"))
+    own = [of_nats[name] for name in ("ca", "cert", "key")]
     wrong = compose.folder / "wrong"
     wrong.write_text("dynamo-Frontend:guessed\n")
     wrong.chmod(0o600)
     for url in (
-        ca.partition("?")[0].replace("tls://", "nats://"),
-        ca.partition("?")[0],
-        ca,
-        f"{ca}&login={wrong}",
+        nats.replace("tls://", "nats://"),
+        nats,
+        _with(nats, of_nats["ca"], of_nats["login"]),
+        _with(nats, *own),
+        _with(nats, *own, f"login={wrong}"),
     ):
         with pytest.raises(StartupError):
             async with asyncio.timeout(20), NatsMessaging(url, connect_timeout_s=2):
                 pass
-    host, _, query = etcd.partition("?")
-    authority = query.partition("&")[0]
-    login = etcd.rpartition("&")[2]
     for url in (
-        host.replace("https://", "http://"),
-        host,
-        f"{host}?{authority}",
-        f"{host}?{authority}&{login}",
-        etcd.replace(login, f"login={wrong}"),
+        etcd.replace("https://", "http://"),
+        etcd,
+        _with(etcd, of_etcd["ca"]),
+        _with(etcd, of_etcd["ca"], of_etcd["login"]),
+        _with(etcd, *own, f"login={wrong}"),
     ):
         with pytest.raises(StartupError):
             async with asyncio.timeout(20), EtcdStore(url, connect_timeout_s=2):
@@ -75,7 +90,8 @@ async def test_strangers_get_nothing(compose: Compose) -> None:
 
 
 async def test_a_certificate_alone_gives_no_rights(compose: Compose) -> None:
-    url = etcd_url(compose, "frontend").rpartition("&")[0]
+    etcd, parts = _parts(etcd_url(compose, "frontend"))
+    url = _with(etcd, *(parts[name] for name in ("ca", "cert", "key")))
     async with EtcdStore(url, connect_timeout_s=5) as store:
         with pytest.raises(StoreUnavailable, match=r"permission denied|user name is empty"):
             await store.get(names.components_prefix(NAMESPACE))

@@ -19,7 +19,7 @@ from tests.deploy.kubernetes import (
     container_of,
     of_kind,
     pod_of,
-    secret_files,
+    secret_of,
     with_components,
 )
 from tests.deploy.kustomize import Resource, build
@@ -113,7 +113,7 @@ def test_every_container_starts_its_service(overlay: Path, resources: list[Resou
         assert command.config.shared.bind_host == "10.0.0.9"
         assert command.options["log_to"] == "stderr"
         mounts = {m["name"]: m["mountPath"] for m in container_of(deployment)["volumeMounts"]}
-        assert command.options["secret_file"] == Path(mounts["secret"]) / "secret"
+        assert command.config.shared.certificates == mounts["access"]
         ports = {p["name"]: p["containerPort"] for p in container_of(deployment)["ports"]}
         assert ports.pop("status") == command.service.status_port
         assert ports == ({"http": 8000} if command.service.options.get("port") else {})
@@ -156,7 +156,11 @@ def test_probes_ask_the_status_server(resources: list[Resource]) -> None:
     paths = {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
     for deployment in of_kind(resources, "Deployment"):
         for probe, path in paths.items():
-            assert container_of(deployment)[probe]["httpGet"] == {"path": path, "port": "status"}
+            assert container_of(deployment)[probe]["httpGet"] == {
+                "path": path,
+                "port": "status",
+                "scheme": "HTTPS",
+            }
 
 
 def test_containers_can_do_no_more_than_they_must(resources: list[Resource]) -> None:
@@ -200,13 +204,10 @@ def test_every_secret_is_one_that_the_page_makes(
             for volume in pod_of(workload)["volumes"]:
                 if volume["name"] != mount["name"]:
                     continue
-                for path, (secret, key) in secret_files(volume).items():
-                    [given] = volume.keys() - {"name"}
-                    assert volume[given]["defaultMode"] == 0o440
-                    made = secrets[secret]
-                    assert not key or key in made
-                    names = {path} if path else made
-                    files |= {f"{mount['mountPath']}/{name}" for name in names}
+                if secret := secret_of(volume):
+                    assert volume["secret"]["defaultMode"] == 0o440
+                    files |= {f"{mount['mountPath']}/{name}" for name in secrets[secret]}
+                    files.add(mount["mountPath"])
         words = [
             *container.get("args", ()),
             *(e.get("value", "") for e in container.get("env", ())),
@@ -215,9 +216,9 @@ def test_every_secret_is_one_that_the_page_makes(
             path
             for word in words
             for path in re.findall(r"(?<==)/etc/[\w./-]+", word)
-            if not path.endswith("/graph.yaml") and path != "/etc/etcd-users"
+            if not path.endswith("/graph.yaml")
         }
-        assert named <= files and (named or "etcd-users" in str(words))
+        assert named and named <= files
 
 
 def test_images_and_references_exist(resources: list[Resource]) -> None:

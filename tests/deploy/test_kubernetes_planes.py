@@ -99,49 +99,76 @@ async def test_no_member_answers_a_stranger(
     _, _, query = etcd.partition("?")
     for number in range(3):
         address = cluster.addresses[f"etcd-{number}.etcd:2379"]
-        for url in (f"http://{address}", f"https://{address}?{query.partition('&')[0]}"):
+        ca = next(part for part in query.split("&") if part.startswith("ca="))
+        for url in (f"http://{address}", f"https://{address}?{ca}"):
             with pytest.raises(StartupError):
                 async with asyncio.timeout(20), EtcdStore(url, connect_timeout_s=2):
                     pass
-    server = urls["frontend"]["DYNAMO_LITE_NATS_URL"].partition("&login")[0]
-    with pytest.raises(StartupError):
-        async with asyncio.timeout(20), NatsMessaging(server, connect_timeout_s=2):
-            pass
+    nats = urls["frontend"]["DYNAMO_LITE_NATS_URL"]
+    server, _, query = nats.partition("?")
+    ca, login = (next(p for p in query.split("&") if p.startswith(n)) for n in ("ca=", "login="))
+    certified = "&".join(part for part in query.split("&") if part != login)
+    # Without a certificate, and without a login.
+    for url in (f"{server}?{ca}&{login}", f"{server}?{certified}"):
+        with pytest.raises(StartupError):
+            async with asyncio.timeout(20), NatsMessaging(url, connect_timeout_s=2):
+                pass
 
 
-def peer_answer(cluster: Cluster, secret: str) -> int:
-    """The status of a member's port for members, asked with the certificate of a Secret."""
+def shows(cluster: Cluster, secret: str, name: str) -> ssl.SSLContext:
+    """Of a client with the certificate of this name in a Secret."""
     folder = secret_folder(cluster.secrets, secret)
-    context = ssl.create_default_context(cafile=cluster.secrets / "etcd-ca.crt")
-    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    context = ssl.create_default_context(cafile=cluster.secrets / "ca.pem")
+    key = "tls.key" if name == "tls.crt" else name.replace(".pem", "-key.pem")
+    context.load_cert_chain(folder / name, folder / key)
+    return context
+
+
+def peer_answer(cluster: Cluster, context: ssl.SSLContext) -> int:
+    """The status of a member's port for members."""
     url = f"https://{cluster.addresses['etcd-1.etcd:2380']}/version"
     return httpx.get(url, verify=context, timeout=10).status_code
 
 
 def test_only_members_reach_the_port_for_members(cluster: Cluster) -> None:
-    assert peer_answer(cluster, "etcd-tls") == 200
-    with pytest.raises(httpx.HTTPError):
-        peer_answer(cluster, "dynamo-lite-tls")
+    assert peer_answer(cluster, shows(cluster, "etcd-tls", "tls.crt")) == 200
+    for context in strangers(cluster):
+        with pytest.raises(httpx.HTTPError):
+            peer_answer(cluster, context)
 
 
-async def route_answer(cluster: Cluster, secret: str) -> bytes:
-    """The first line of a server on its port for servers, to the certificate of a Secret."""
-    folder = secret_folder(cluster.secrets, secret)
-    context = ssl.create_default_context(cafile=cluster.secrets / "nats-ca.crt")
-    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+def strangers(cluster: Cluster) -> list[ssl.SSLContext]:
+    """Components, whose certificates are of the same authority."""
+    return [
+        shows(cluster, "dynamo-lite-operator", "Operator.pem"),
+        shows(cluster, "dynamo-lite-vllmworker", "VllmWorker.pem"),
+    ]
+
+
+async def route_answer(cluster: Cluster, context: ssl.SSLContext) -> bytes:
+    """What a server says on its port for servers to one that joins, up to its PONG or its end."""
     host, _, port = cluster.addresses["nats-1.nats-headless:6222"].partition(":")
     async with asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(
             host, int(port), ssl=context, server_hostname="nats-1.nats-headless"
         )
+        said = b""
         try:
-            return await reader.readline()
+            writer.write(
+                b'CONNECT {"name":"another","cluster":"nats","tls_required":true}\r\nPING\r\n'
+            )
+            while b"PONG" not in said and (line := await reader.readline()):
+                said += line
         except OSError:
-            return b""
+            pass
         finally:
             writer.close()
+        return said
 
 
 async def test_only_servers_reach_the_port_for_servers(cluster: Cluster) -> None:
-    assert (await route_answer(cluster, "nats-tls")).startswith(b"INFO ")
-    assert await route_answer(cluster, "dynamo-lite-tls") == b""
+    server = shows(cluster, "nats-tls", "tls.crt")
+    assert b"PONG" in await route_answer(cluster, server)
+    for context in strangers(cluster):
+        said = await route_answer(cluster, context)
+        assert b"Authorization Violation" in said and b"PONG" not in said

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.runtime.certificates import Certificates
 from tests.deploy.command_lines import DEPLOY, ROOT, Served, served
 from tests.deploy.containers import make_secrets
 
@@ -76,16 +77,22 @@ def test_a_unit_starts_what_it_says_and_is_stopped_in_time(name: str, instance: 
     assert section["Environment"] == f"HOME={section['WorkingDirectory']}"
 
 
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_secrets(tmp_path_factory.mktemp("secrets"))
+
+
 @pytest.mark.parametrize("instance", SERVICES)
-def test_a_service_has_its_own_users_of_nats_and_etcd(instance: str, tmp_path: Path) -> None:
-    secrets = make_secrets(tmp_path)
-    options = command_of(NAMES[1], instance).options
+def test_a_service_has_its_own_users_of_nats_and_etcd(instance: str, secrets: Path) -> None:
+    command = command_of(NAMES[1], instance)
+    options = command.options
     urls = {name: options[name] for name in ("nats_url", "etcd_url")}
     assert urls["nats_url"].startswith("tls://127.0.0.1:4222?")
     assert urls["etcd_url"].startswith("https://127.0.0.1:2379?")
     assert urls["nats_url"].endswith(f"&inbox=_INBOX_dynamo-{instance}")
     files = re.findall(r"/etc/dynamo-lite/([^&]+)", " ".join(urls.values()))
-    assert len(files) == 6
-    assert {f"dynamo-lite-{instance}/nats-login", f"dynamo-lite-{instance}/etcd-login"} < {*files}
-    for file in (*files, str(options["secret_file"]).removeprefix("/etc/dynamo-lite/")):
-        assert (secrets / file).is_file()
+    own = f"dynamo-lite-{instance}"
+    assert files == [f"{own}/nats-login", f"{own}/etcd-login"]
+    assert command.config.shared.certificates == f"/etc/dynamo-lite/{own}"
+    assert all((secrets / file).is_file() for file in files)
+    Certificates(secrets / own, "dynamo", instance)

@@ -12,7 +12,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import eventually
 from tests.chaos.meters import Meters
 from tests.chaos.questions import Question
@@ -113,7 +113,7 @@ class Kv:
         return found
 
     async def _ask(self, subject: str, payload: bytes) -> bytes:
-        async with open_messaging(self._rig.nats.url, self._rig.directory / "secret") as messaging:
+        async with NatsMessaging(self._rig.nats.url) as messaging:
             return await messaging.request(subject, payload, timeout_s=5.0)
 
 

@@ -17,8 +17,9 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.framing import parse_address
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve import embedded
+from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run, write_private
-from tests.builders import eventually, graph_secret
+from tests.builders import eventually
 from tests.clusters import EtcdCluster, NatsCluster, etcd_arguments, nats_config
 from tests.external import Certificates
 from tests.hosts.network import Host, hosts
@@ -120,7 +121,7 @@ class Rig:
                 server.start()
             await self.nats.formed()
             await self.etcd.healthy()
-            graph_secret(self.directory / "secret")
+            make_certificates(self.directory / "graph", NAMESPACE, self.kind.services)
             free = made[2 * _SERVERS :]
             for service, number in self.kind.services.items():
                 self.services[service] = [
@@ -309,7 +310,7 @@ class Rig:
             *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", self.kind.graph),
             *("--service-name", service, "--state-dir", str(state)),
             *("--nats-url", self.nats.url, "--etcd-url", self.etcd.url),
-            *("--namespace", NAMESPACE, "--secret-file", str(self.directory / "secret")),
+            *("--namespace", NAMESPACE, f"--Graph.certificates={self.directory / 'graph'}"),
             *(f"--Graph.bind-host={host.address}", *self.kind.options),
             f"--Graph.lease-ttl-s={LEASE_TTL_S}",
         ]

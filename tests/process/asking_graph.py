@@ -4,7 +4,6 @@ prompts to prefill workers: by the shipped decision, through the shipped queue."
 import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Self
 
 from prometheus_client import Counter
@@ -13,7 +12,7 @@ from dynamo_lite.disagg.decision.rule import Remote, decide
 from dynamo_lite.disagg.engine import DecodeEngine
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DecisionThresholds, subset
@@ -58,7 +57,6 @@ class AskingEngine(null_graph.PacedEngine):
 
     async def __aenter__(self) -> Self:
         spec, enter = self._host.spec, self._stack.enter_async_context
-        assert spec.secret_file is not None
         prefix = names.endpoint_prefix(spec.namespace, "PrefillWorker", "prefill")
         self._writers = await enter(Roster(self._host.store, prefix))
         self._queue = await enter(
@@ -66,7 +64,6 @@ class AskingEngine(null_graph.PacedEngine):
                 nats_url=spec.nats_url,
                 etcd_url=spec.etcd_url,
                 namespace=spec.namespace,
-                secret=Path(spec.secret_file),
                 done=self._done,
                 engine_id=self._id,
                 config=self._queue_config,
@@ -97,7 +94,7 @@ class AskingEngine(null_graph.PacedEngine):
         self._waiting[attempt] = request
         job = prefill_job(attempt, engine_id=self._id)
         lane = self._queue_config.lane_of(tokens, 0)
-        await self._queue.push(encode_sealed(job), message_id=attempt, lane=lane)
+        await self._queue.push(encode(job), message_id=attempt, lane=lane)
 
     async def _follow(self) -> None:
         while True:

@@ -68,9 +68,7 @@ class Caller:
             HealthMonitor(host.messaging, roster, namespace=namespace, component="VllmWorker")
         )
         self._requests = Requests(
-            lambda deltas, lost: RemoteGenerateClient(
-                f"{host.lease.id:x}", deltas, lost, secret=host.secret
-            ),
+            lambda deltas, lost: RemoteGenerateClient(f"{host.lease.id:x}", deltas, lost),
             lambda: health.members_or_all,
         )
         client = await enter(self._requests.client)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 from dynamo_lite.disagg.attempts.ledger import CLAIM_S
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
@@ -13,7 +12,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import ClaimRefused, Done, Held, decode_claim, decode_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import engine_metadata
 
 ENGINE = "e1"
@@ -27,7 +26,6 @@ async def decode_engine(
     nats_url: str,
     etcd_url: str,
     namespace: str,
-    secret: Path,
     done: asyncio.Queue[Done],
     engine_id: str = ENGINE,
     config: QueueConfig | None = None,
@@ -68,7 +66,7 @@ async def decode_engine(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         store = await enter(EtcdStore(etcd_url))
-        messaging = await enter(open_messaging(nats_url, str(secret)))
+        messaging = await enter(NatsMessaging(nats_url))
         for subject, handler in (
             (names.claim_subject, claim),
             (names.done_subject, ended),
@@ -79,4 +77,4 @@ async def decode_engine(
         key = names.nixl_metadata_key(namespace, engine_id)
         await store.put(key, encode_engine(metadata), lease=lease)
         config = config or QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
-        yield await enter(open_queue(nats_url, namespace, config, str(secret)))
+        yield await enter(open_queue(nats_url, namespace, config))

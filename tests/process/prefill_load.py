@@ -5,7 +5,7 @@ import itertools
 from collections import defaultdict
 
 from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Done
 from tests.builders import eventually, prefill_job
 from tests.process.null_decode import ENGINE
@@ -35,7 +35,7 @@ class Jobs:
             await eventually(lambda: len(self.open) < OUTSTANDING, _PATIENCE_S)
             self.pushed.add(attempt := f"a{number}")
             job = prefill_job(attempt, engine_id=ENGINE)
-            self.sequences[attempt] = await queue.push(encode_sealed(job), message_id=attempt)
+            self.sequences[attempt] = await queue.push(encode(job), message_id=attempt)
 
     async def lose(self, queue: PrefillQueue, writer: int) -> set[str]:
         """This worker is dead, and its jobs are not delivered again: as a decode engine, deletes

@@ -15,7 +15,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
-from tests.builders import ManualClock, endpoint_record, graph_secret, register
+from tests.builders import ManualClock, endpoint_record, register
 from tests.process.command import invoke, run
 from tests.unit.decode_engine import Decode, prompt
 
@@ -122,39 +122,6 @@ async def test_the_values_of_the_file_are_those_of_the_live_processes(
             [LENGTH, "-", "512"]
         ]
         assert "Router" not in told and "Frontend" not in told and "Planner" not in told
-
-
-async def test_where_processes_have_a_secret_only_its_owner_changes_options(
-    place: tuple[str, ...], etcd_url: str, namespace: str, tmp_path: Path
-):
-    path, key = tmp_path / "graph_secret", names.live_options_key(namespace, "VllmWorker")
-    graph_secret(path, b"o" * 32)
-    known = (*place, "--secret-file", str(path))
-    options = {"file": {}, "set": {}}
-    async with (
-        StatusServer(lambda: {"ok": True, "options": options}, CollectorRegistry()) as server,
-        EtcdStore(etcd_url) as store,
-        store.lease(30) as lease,
-    ):
-        record = endpoint_record(
-            lease.id, namespace=namespace, status_url=server.url, authenticated=True
-        )
-        await register(store, record, lease=lease)
-        for arguments in (["set", f"{LENGTH}=5"], ["unset", "VllmWorker"]):
-            refused = await run_async("config", *arguments, *place)
-            assert (refused.returncode, refused.stdout) == (1, "")
-            assert "this graph has a secret; name it with --secret-file" in refused.stderr
-        assert await store.get(key) is None
-        result = await run_async("config", "set", f"{LENGTH}=256", *known)
-        assert result.stdout == f"{LENGTH}: (file) -> 256\n", result.stderr
-        data = await store.get(key)
-        assert data is not None and set(json.loads(data)) == {"seal", "record"}
-        told = await run_async("config", "get", LENGTH, *known)
-        assert told.stdout.split()[-3:-1] == [LENGTH, "256"] and not told.stderr
-        told = await run_async("config", "get", LENGTH, *place)
-        assert "256" in told.stdout and "seals of the records were not" in told.stderr
-    refused = await run_async("config", "set", f"{LENGTH}=5", *place)
-    assert refused.returncode == 1 and "is sealed with a secret" in refused.stderr
 
 
 async def run_async(*arguments: str) -> subprocess.CompletedProcess[str]:

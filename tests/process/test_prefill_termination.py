@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.runtime.tasks import running
-from tests.builders import eventually, graph_secret
+from tests.builders import eventually
 from tests.process.command import VLLM_PATIENCE_S
 from tests.process.null_decode import PUSH_TIMEOUT_S, decode_engine
 from tests.process.pods import Cluster, Pod, cluster
@@ -38,22 +38,19 @@ async def prefill_worker(pods: Cluster, *options: str) -> Pod:
 async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
     nats_url: str, etcd_url: str, namespace: str, tmp_path: Path
 ) -> None:
-    secret = tmp_path / "secret"
-    graph_secret(secret)
     servers = ("--nats-url", nats_url, "--etcd-url", etcd_url, "--namespace", namespace)
     jobs = Jobs()
     decode = decode_engine(
         nats_url=nats_url,
         etcd_url=etcd_url,
         namespace=namespace,
-        secret=secret,
         done=jobs.done,
         config=QueueConfig(push_timeout_s=PUSH_TIMEOUT_S),
         holders=jobs.holders,
         renewed=jobs.renewed,
     )
     async with (
-        cluster((*servers, "--secret-file", str(secret)), tmp_path) as pods,
+        cluster(servers, tmp_path) as pods,
         decode as queue,
         running(jobs.listen(), name="listen"),
     ):

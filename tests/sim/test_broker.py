@@ -34,7 +34,6 @@ def outage(seed: int, kind: FaultKind, tokens: tuple[int, int]) -> Scenario:
         draw(seed),
         planner=None,
         faults=(Fault(at_s=FAULT_AT_S, kind=kind, for_s=FAULT_S),),
-        intruded=False,
         decode=2,
         prefill=1,
         clients=1,

@@ -32,7 +32,6 @@ def cancels(seed: int) -> Scenario:
         draw(seed),
         planner=None,
         faults=(),
-        intruded=False,
         num_blocks=128,
         prefill=1 + seed % 2,
         token_s=rng.choice((0.001, 0.004)),

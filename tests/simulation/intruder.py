@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import (
     Held,
     RemotePrefillRequest,
@@ -72,7 +72,7 @@ class Intruder:
         commit = msgspec.structs.replace(
             self._rng.choice(self._commits), attempt=job.attempt, num_blocks=len(job.block_ids)
         )
-        self._send(target, encode_sealed(commit))
+        self._send(target, encode(commit))
 
     def _send(self, target: SimMover, notice: bytes) -> None:
         def arrive() -> None:

@@ -21,7 +21,7 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.disagg.queue.puller import JetStreamJob
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import (
     Held,
@@ -103,7 +103,7 @@ class _ForeignCommits(DecodeRank):
         awaited = self._awaited.get(notice.attempt)
         if awaited is not None and awaited.notices.claim:
             notice = msgspec.structs.replace(notice, claim=awaited.notices.claim)
-        super()._add_notice(encode_sealed(notice))
+        super()._add_notice(encode(notice))
 
 
 class _NoAttemptId(DecodeScheduler):

@@ -22,7 +22,7 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.overview.compose import WANTED
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
@@ -123,8 +123,6 @@ class _Pulls:
                 if job is None:
                     return None
                 self._judge.pulled(job)
-                if self._world.intruder is not None:
-                    self._world.intruder.pulled(job)
                 self._watch(job)
                 self._held.add(job)
                 self._judge.jobs_held(len(self._held), self._lease_id)
@@ -293,7 +291,7 @@ class _Answers(asyncio.Protocol):
 
 def surroundings(world: "World", process: SimProcess) -> ProcessEnvironment:
     def status(
-        _: ProcessSpec, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
+        _: Any, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
     ) -> AbstractAsyncContextManager[Status]:
         return SimStatus(process.host, health, registry)
 

@@ -17,7 +17,7 @@ from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults
 from dynamo_lite.disagg.queue.base import QueueConfig
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import EngineStatus, Leave, decode_engine_status
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
@@ -143,7 +143,6 @@ class Decode:
         max_local: int = LIMIT,
         *,
         hash_block_size: int | None = BLOCK,
-        secret_file: str | None = None,
         overlapping_steps: int = 1,
         cache: CacheBlocks | None = None,
     ):
@@ -167,7 +166,7 @@ class Decode:
             queue=self.queue_config,
         )
         self.half = DecodeScheduler(
-            engine_config(role, lease_ttl_s=TTL_S, secret_file=secret_file),
+            engine_config(role, lease_ttl_s=TTL_S),
             BLOCK,
             self.pool,
             clients=self.clients,
@@ -265,7 +264,7 @@ class Decode:
         self, attempt: str, writer: int = WRITER, claim: int = CLAIM
     ) -> Held | ClaimRefused:
         asked = Claim(attempt=attempt, claim=claim, writer_lease_id=writer)
-        return decode_claim_reply(await self.events.on_claim(encode_sealed(asked)))
+        return decode_claim_reply(await self.events.on_claim(encode(asked)))
 
     async def done(
         self,
@@ -276,7 +275,7 @@ class Decode:
         **more: Any,
     ) -> None:
         done = Done(attempt=attempt, claim=claim, outcome=outcome, writer_lease_id=writer, **more)
-        await self.events.on_done(encode_sealed(done))
+        await self.events.on_done(encode(done))
 
     def attempt_of(self, request_id: str) -> str:
         """The last attempt of a request."""
@@ -292,7 +291,7 @@ class Decode:
 
     async def leave(self, lease_id: int) -> bytes:
         """The component with this lease announces that it shuts down."""
-        return await self.take_leave(encode_sealed(Leave(lease_id=lease_id)))
+        return await self.take_leave(encode(Leave(lease_id=lease_id)))
 
     async def take_leave(self, payload: bytes) -> bytes:
         return await self.net._on_leave(payload)

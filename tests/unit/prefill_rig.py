@@ -13,7 +13,7 @@ from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import (
     Claim,
@@ -186,7 +186,7 @@ class Rig:
         self.tasks.append(asyncio.create_task(self.jobs.run()))
 
     async def push(self, job: RemotePrefillRequest | bytes) -> None:
-        payload = job if isinstance(job, bytes) else encode_sealed(job)
+        payload = job if isinstance(job, bytes) else encode(job)
         self.pushed += 1
         await self.queue.push(payload, message_id=str(self.pushed))
 

@@ -5,7 +5,7 @@ import pytest
 from dynamo_lite.disagg.counters import DROPPED, LATE
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Written
 from tests.twins.mover import MemoryFabric, MemoryMover
 
@@ -21,7 +21,7 @@ class Ranked:
         self.rank = DecodeRank(self.mover)
 
     def step(self, *notices: Written, **step) -> tuple[set[str], set[str]]:
-        self.mover.inbox += [encode_sealed(notice) for notice in notices]
+        self.mover.inbox += [encode(notice) for notice in notices]
         self.rank.step(DecodeStep(**{"poll": True, **step}))
         results = self.rank.results()
         return results.received, results.lost

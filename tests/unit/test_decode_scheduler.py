@@ -14,7 +14,7 @@ from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import with_first_token
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Leave
 from dynamo_lite.protocol.prefill import ClaimRefused, FirstTokenSampling, FirstTokenWanted
@@ -368,7 +368,7 @@ async def test_a_writer_that_renews_its_claim_is_waited_for_after_its_keys_are_g
 
 async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Decode):
     attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
-    for foreign in (b"", encode_sealed(Leave(lease_id=2))):
+    for foreign in (b"", encode(Leave(lease_id=2))):
         with pytest.raises(ProtocolError):
             await decode.take_leave(foreign)
     assert decode.half.build_step().give_up == []

@@ -8,7 +8,7 @@ import pytest
 from dynamo_lite.disagg.attempts.instructions import DeleteJob, Outcome
 from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json, encode_sealed
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.decisions import decode_explained
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.protocol.health import Leave
@@ -106,7 +106,7 @@ async def test_an_engine_leaves_when_it_is_told_to_and_not_for_lost_keys():
         await asyncio.sleep(1.0)
         assert not scene.given_up
         leave = names.leave_subject(NAMESPACE, ENGINE)
-        await scene.decode.messaging.request(leave, encode_sealed(Leave(lease_id=1)), timeout_s=1.0)
+        await scene.decode.messaging.request(leave, encode(Leave(lease_id=1)), timeout_s=1.0)
         await scene.given_up_within(0.1, queued)
         assert scene.counted("leaving") == 1
         assert scene.decode.admit(prompt("r2", 10)) == 0
@@ -117,7 +117,7 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
     async with Scene().open(WRITER) as scene:
         key = names.live_options_key(NAMESPACE, "VllmWorker")
         await scene.ask("r1")
-        changed = LiveOptionsRecord(values={"max-local-prefill-length": 20}, version=3)
+        changed = LiveOptionsRecord(values={"max-local-prefill-length": 20})
         await scene.store.put(key, encode_json(changed))
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r2", 10)) == 0
@@ -254,7 +254,7 @@ async def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
                 assert await scene.decode.claim(attempt, WRITER) == HELD
                 done = Done(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER, outcome="failed")
                 subject = names.done_subject(NAMESPACE, ENGINE)
-                await scene.decode.messaging.publish(subject, encode_sealed(done))
+                await scene.decode.messaging.publish(subject, encode(done))
             await asyncio.sleep(60)  # virtual, and cut short
     lines = [record.getMessage() for record in caplog.records]
     assert f"{about[0]}: the ledger failed at this event: Broken()" in lines

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
@@ -151,12 +151,12 @@ def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it(worke
 # The message at the decode worker
 
 
-@pytest.mark.parametrize("broken", [b"", b"nonsense", b"seal"], ids=str)
+@pytest.mark.parametrize("broken", [b"", b"nonsense", b"cut"], ids=str)
 async def test_a_malformed_message_is_dropped_and_counted(broken: bytes):
     async with serving() as (messaging, sent, drops):
-        first = encode_sealed(FirstToken(request_id="r#1", attempt="a1", token_id=7))
-        await messaging.publish(SUBJECT, first[:-1] if broken == b"seal" else broken)
-        await messaging.publish(SUBJECT, encode_sealed(UNKNOWN))
+        first = encode(FirstToken(request_id="r#1", attempt="a1", token_id=7))
+        await messaging.publish(SUBJECT, first[:-1] if broken == b"cut" else broken)
+        await messaging.publish(SUBJECT, encode(UNKNOWN))
         await messaging.publish(SUBJECT, first)
         await eventually(lambda: sent)
         assert sent == [TokenDelta("r", [7])]

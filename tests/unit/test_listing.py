@@ -33,7 +33,7 @@ from tests.hostile import answering
 async def test_a_member_says_how_it_is(facts: dict, state: str):
     async with StatusServer(lambda: facts, CollectorRegistry()) as server:
         records = [endpoint_record(10, status_url=server.url)] * 2
-        found = await states(records)
+        found = await states(records, None)
         assert found == {server.url: state}
     rows = as_rows(records, found)
     assert [row["state"] for row in rows] == [state, state]
@@ -47,7 +47,7 @@ async def test_whoever_does_not_answer_is_silent(
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
     async with answering(answer) as url:
         urls = (url, "", "file:///etc/passwd", "http://127.0.0.1:1", "http://[", "x")
-        found = await states([endpoint_record(10, status_url=each) for each in urls])
+        found = await states([endpoint_record(10, status_url=each) for each in urls], None)
     assert found == dict.fromkeys(urls, "silent")
 
 

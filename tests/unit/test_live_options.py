@@ -6,6 +6,7 @@ import pytest
 from msgspec import UNSET
 
 from dynamo_lite.cli import live_options
+from dynamo_lite.cli.listing import Place
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.protocol.codec import encode_json
@@ -18,7 +19,6 @@ from dynamo_lite.protocol.live_options import (
 )
 from dynamo_lite.protocol.options import DisaggOptions, KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.sealed_records import UNSEALED
 from dynamo_lite.serve.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 from tests.builders import endpoint_record
 from tests.twins.servers import MemoryStore
@@ -106,14 +106,11 @@ def test_a_component_stands_for_all_of_its_keys():
 
 def test_a_record_is_this_json_and_comes_back():
     values = {"max-local-prefill-length": 256, "single-flight-min-length": None}
-    record = LiveOptionsRecord(values=values, version=3)
-    data = encode_json(record)
-    assert data == (
-        b'{"values":{"max-local-prefill-length":256,"single-flight-min-length":null},"version":3}'
-    )
-    assert decode_live_options(data, WORKER) == record
+    data = encode_json(LiveOptionsRecord(values=values))
+    assert data == (b'{"values":{"max-local-prefill-length":256,"single-flight-min-length":null}}')
+    assert decode_live_options(data, WORKER) == values
     # As an earlier release wrote it.
-    assert decode_live_options(data[:-1] + b',"by":"me@here","at":1.5}', WORKER) == record
+    assert decode_live_options(data[:-1] + b',"version":3,"by":"me@here"}', WORKER) == values
 
 
 def test_an_engine_takes_what_was_set_and_its_file_for_the_rest():
@@ -146,14 +143,15 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
         "silent": {},
     }
 
-    async def facts_of(members: Any) -> dict[str, Any]:
+    async def facts_of(members: Any, certificates: Any) -> dict[str, Any]:
         return {member.status_url: reports[member.status_url] for member in members}
 
     monkeypatch.setattr(live_options, "facts_of", facts_of)
     members = [endpoint_record(n, status_url=url) for n, url in enumerate(reports, 1)]
+    place = Place(etcd_url="", namespace="t")
 
     async def rows(component: str, *running: EndpointRecord, only: str = "") -> list[Any]:
-        return await live_options.rows(store, "t", component, running, UNSEALED, only)
+        return await live_options.rows(store, place, component, running, only)
 
     await live_options.write(store, "t", WORKER, {"max-local-prefill-length": 7})
     first, second, *others = await rows(WORKER, *members)
@@ -173,8 +171,6 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
     file = KvRoutingOptions(kv_weight=3.0)
     assert applied({}, file, "kv_router").kv_weight == 3.0
-    values = decode_live_options(
-        b'{"values":{"kv-router.kv-weight":0.5},"version":1}', "Router"
-    ).values
+    values = decode_live_options(b'{"values":{"kv-router.kv-weight":0.5}}', "Router")
     made = applied(values, file, "kv_router")
     assert made.kv_weight == 0.5

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.planner.authentic import AuthenticRecords
 from dynamo_lite.planner.connector import LocalConnector, Order
 from dynamo_lite.planner.departure import Departure
 from dynamo_lite.planner.operations import Operations
@@ -20,32 +19,25 @@ from dynamo_lite.protocol.errors import Refused, StoreUnavailable, Unavailable, 
 from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
-from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Lease
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
-from tests.builders import endpoint_record, graph_secret
+from tests.builders import endpoint_record
 from tests.contract.planning import D, FakeSupervisor, P
 from tests.twins.servers import MemoryStore
-from tests.unit.planner_heir import Heir
 
 
 class Rig:
     """One planner's operations. `supervisor.instant` is off: starts and drains end on demand."""
 
-    def __init__(
-        self,
-        store: MemoryStore,
-        supervisor: FakeSupervisor,
-        records: AuthenticRecords | None = None,
-    ):
+    def __init__(self, store: MemoryStore, supervisor: FakeSupervisor):
         self.store, self.supervisor = store, supervisor
         supervisor.instant = False
         self.now = 1000.0
         self.members: list[EndpointRecord] = []
         self.leads, self.least = True, 1
         clock = replace(SYSTEM_CLOCK, monotonic=lambda: self.now, wall=lambda: self.now)
-        target = Target(store, "n", "test", clock, records)
-        self.under_way = UnderWay(store, "n", clock, records)
+        target = Target(store, "n", "test", clock)
+        self.under_way = UnderWay(store, "n", clock)
         self.operations = Operations(
             self.under_way,
             store,
@@ -256,37 +248,6 @@ async def test_an_operation_whose_record_may_be_stored_goes_on(rig: Rig):
     await rig.advance()
     assert rig.supervisor.ready[P] == 2
     assert await rig.store.get_prefix(names.planner_operations_prefix("n")) == {}
-
-
-@pytest.mark.parametrize("stores", [False, True])
-async def test_a_change_whose_first_put_failed_is_no_replay_when_it_is_stored(
-    tmp_path: Path, stores: bool
-):
-    """An operator has written a target meanwhile. stores: whether the put has stored it."""
-    seals = RecordSeals(graph_secret(tmp_path / "secret"))
-    async with MemoryStore() as store:
-        rig, heir = Rig(store, FakeSupervisor(), AuthenticRecords(seals)), Heir(store, seals)
-        put = store.put
-
-        async def lost(key: str, value: bytes, *, lease: Lease | None = None) -> None:
-            fails = key.startswith(names.planner_operations_prefix("n"))
-            if not fails or stores:
-                await put(key, value, lease=lease)
-            if fails:
-                raise StoreUnavailable("no answer")
-
-        async with heir.watching():
-            store.put = lost
-            await rig.add(P)
-            store.put = put
-            await heir.set_by_operator(VllmWorker=1)
-            await rig.advance(2.0)
-            await heir.catch_up()
-        assert heir.records.refused == {}
-        inherited = UnderWay(store, "n", SYSTEM_CLOCK, heir.records)
-        await inherited.load()
-        assert [each.record.id for each in inherited] == [one.id for one in rig.under_way.of(P)]
-        assert len(rig.supervisor.orders) == 1
 
 
 @pytest.mark.parametrize(("age_s", "resumed"), [(10.0, 1), (400.0, 0)])

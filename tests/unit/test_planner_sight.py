@@ -34,6 +34,7 @@ class Graph:
         host: Any = SimpleNamespace(
             store=MemoryStore(),
             spec=SimpleNamespace(namespace="n"),
+            certificates=None,
             drops=lambda what: None,
             clock=Clock(monotonic=lambda: self.now),
         )
@@ -202,7 +203,7 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     def writers(asked_at: float) -> Any:
         return {7: (frozenset(), asked_at - asked_age_s)}
 
-    async def look(_members: Any) -> Any:
+    async def look(_members: Any, _certificates: Any) -> Any:
         return SimpleNamespace(facts={7: facts}, writers=writers)
 
     async def listens(_worker: Any) -> bool:

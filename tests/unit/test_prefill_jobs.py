@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import IncompatiblePeer, Refused
 from dynamo_lite.protocol.prefill import (
     Claim,
@@ -213,7 +213,7 @@ async def test_a_job_that_is_there_twice_is_written_by_one_claim():
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"\xff\xff", b"\x80", encode_sealed(prefill_job(wire_version=WIRE_VERSION + 1))],
+    [b"", b"\xff\xff", b"\x80", encode(prefill_job(wire_version=WIRE_VERSION + 1))],
 )
 async def test_what_is_no_job_of_this_version_leaves_the_queue(payload):
     async with working() as rig:

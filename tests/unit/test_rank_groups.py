@@ -21,7 +21,7 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import decode_written
 from dynamo_lite.protocol.records import EngineMetadata
@@ -71,7 +71,7 @@ class Posing:
 
     def write(self, peer, local, remote, *, memory, notice):
         if (commit := decode_written(notice)).last:
-            notice = encode_sealed(msgspec.structs.replace(commit, **self._said))
+            notice = encode(msgspec.structs.replace(commit, **self._said))
         return self._mover.write(peer, local, remote, memory=memory, notice=notice)
 
 

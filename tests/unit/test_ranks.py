@@ -19,7 +19,7 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Written, decode_written
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
@@ -189,7 +189,7 @@ def commit(attempt: str, num_blocks: int = 4, rank: int = 0) -> Written:
 
 
 def notice(attempt: str) -> bytes:
-    return encode_sealed(commit(attempt))
+    return encode(commit(attempt))
 
 
 # Writing
@@ -690,7 +690,7 @@ def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
 def test_a_commit_of_something_else_is_not_believed(checked, wrong, caplog):
     _, decode = checked
     decode.settle(**expected("a1", 10))
-    decode.mover.inbox.append(encode_sealed(wrong))
+    decode.mover.inbox.append(encode(wrong))
     assert decode.settle() == (set(), {"r-a1"})
     assert decode.rank.stats.take()[MISMATCH] == 1
     assert "request r-a1: attempt a1: its commits do not fit" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.disagg.counters import SPAN, STAGE
 from dynamo_lite.disagg.messages import RankResults
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import Claim
@@ -42,7 +42,7 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     await decode.network()
     clock.now += 2 + 4
     claim = Claim(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER, held_s=4)
-    await decode.events.on_claim(encode_sealed(claim))
+    await decode.events.on_claim(encode(claim))
     decode.half.build_step()
     return attempt
 

@@ -7,7 +7,7 @@ import pytest
 from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.decode.resume import ResumeReason, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Part, RemotePrefillRequest, Written
 from tests.builders import CLAIM, ManualClock
 from tests.twins.mover import MemoryFabric
@@ -114,7 +114,7 @@ def test_odd_notices_bring_nothing(odd):
     ranks = Ranks()
     usual = {"first": 0, "num_blocks": 2, "parts": [Part(0, 1, 0, BLOCK_BYTES)]}
     notice = Written(attempt="a1", claim=CLAIM, rank=0, **{**usual, **odd})
-    ranks.decode.mover.inbox.append(encode_sealed(notice))
+    ranks.decode.mover.inbox.append(encode(notice))
     ranks.decode.settle()
     assert ranks.give_up() == {"r1": 0}
 

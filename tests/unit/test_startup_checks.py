@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.secret_file import check_exposure
 from dynamo_lite.serve.startup_checks import (
+    check_certificates,
+    check_exposed_urls,
     check_planner_budget,
     check_stored_responses,
-    readable_by_others,
 )
+from tests.certificate_folders import NAMESPACE, expire, graph_folder
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
@@ -26,44 +28,60 @@ MANY = "--PrefillWorker.ServiceArgs.workers=4"
     [
         (None, None, []),
         ("nats://127.0.0.1:4222,[::1]:4222", "http://localhost:2379", []),
-        ("tls://10.0.0.1:4222", "https://etcd:2379", []),
-        ("nats://10.0.0.1:4222", "http://etcd:2379", ["NATS", "etcd"]),
-        ("nats://127.0.0.1:4222,10.0.0.1:4222", None, ["NATS"]),
+        ("tls://me:hidden@10.0.0.1:4222", "https://etcd:2379", []),
+        ("nats://me:hidden@10.0.0.1:4222", "http://etcd:2379", ["--nats-url", "--etcd-url"]),
+        ("nats://me:hidden@127.0.0.1:4222,10.0.0.1:4222", None, ["--nats-url"]),
+        (None, "http://me:hidden@127.0.0.1,etcd", ["--etcd-url"]),
     ],
 )
-def test_servers_of_other_hosts_without_tls_are_warned_of(
+def test_servers_of_other_hosts_are_reached_over_tls_only(
     nats: str | None, etcd: str | None, named: list[str]
 ):
-    warnings = readable_by_others(nats, etcd)
-    assert [warning.split()[1] for warning in warnings] == named
-    assert all("without TLS" in warning for warning in warnings)
-    assert "hidden" not in readable_by_others("nats://me:hidden@nats:4222", None)[0]
-
-
-@pytest.mark.parametrize(
-    ("bind_host", "nats", "named"),
-    [
-        ("127.0.0.1", None, []),
-        ("127.0.0.1", "nats://127.0.0.1:4222,localhost:4223,[::1]", []),
-        ("127.0.0.1", "nats://10.0.0.1:4222", ["--nats-url"]),
-        # Also over TLS: it says who the server is, not who may use it.
-        ("::1", "tls://127.0.0.1,nats:4222", ["--nats-url"]),
-        ("0.0.0.0", None, ["Graph.bind-host"]),
-        ("node-1", None, ["Graph.bind-host"]),
-        ("::", None, ["Graph.bind-host"]),
-        ("10.0.0.9", "nats://me:hidden@nats", ["Graph.bind-host", "--nats-url"]),
-    ],
-)
-def test_what_others_reach_needs_a_secret(bind_host: str, nats: str | None, named: list[str]):
-    check_exposure(bind_host, nats, Path("secret"))
     if not named:
-        check_exposure(bind_host, nats, None)
+        check_exposed_urls(nats, etcd, certified=False)
         return
     with pytest.raises(ConfigError) as refused:
-        check_exposure(bind_host, nats, None)
+        check_exposed_urls(nats, etcd, certified=True)
     assert [mistake.partition(":")[0] for mistake in refused.value.mistakes] == named
-    assert all("--secret-file FILE" in mistake for mistake in refused.value.mistakes)
+    for mistake in refused.value.mistakes:
+        scheme = "tls" if "--nats-url" in mistake else "https"
+        assert f"write {scheme}://, and name its authority: Graph.certificates" in mistake
     assert "hidden" not in str(refused.value)
+
+
+def test_a_nats_of_another_host_lets_nobody_in_without_credentials(tmp_path: Path):
+    check_exposed_urls("tls://10.0.0.1", None, certified=True)
+    check_exposed_urls("nats://127.0.0.1", None, certified=False)
+    with pytest.raises(ConfigError, match=r"--nats-url: tls://10.0.0.1 has no credentials, so"):
+        check_exposed_urls("tls://10.0.0.1", None, certified=False)
+    folder = graph_folder(tmp_path)
+    check_exposed_urls(with_files("tls://10.0.0.1", folder, "Router"), None, certified=False)
+
+
+@pytest.mark.parametrize("bind_host", ["0.0.0.0", "node-1", "::", "10.0.0.9"])
+def test_what_others_reach_needs_certificates(bind_host: str, tmp_path: Path):
+    folder, components = graph_folder(tmp_path), ["Frontend", "VllmWorker"]
+    check_certificates(folder, NAMESPACE, components, bind_host)
+    check_certificates(None, NAMESPACE, components, "127.0.0.1")
+    with pytest.raises(ConfigError) as refused:
+        check_certificates(None, NAMESPACE, components, bind_host)
+    [mistake] = refused.value.mistakes
+    assert mistake.startswith(f"Graph.bind-host: {bind_host} is reachable from other hosts")
+    assert "(dynamo-lite access certs DIR --namespace n)" in mistake
+
+
+def test_each_bad_certificate_is_named_once(tmp_path: Path):
+    folder = graph_folder(tmp_path)
+    expire(folder, "Frontend")
+    (folder / "VllmWorker-key.pem").unlink()
+    with pytest.raises(ConfigError) as refused:
+        check_certificates(folder, NAMESPACE, ["Frontend", "Router", "VllmWorker"], "127.0.0.1")
+    first, second = refused.value.mistakes
+    assert "Frontend.pem: it has expired" in first and "VllmWorker-key.pem: it cannot" in second
+    (folder / "ca.pem").unlink()
+    with pytest.raises(ConfigError) as refused:
+        check_certificates(folder, NAMESPACE, ["Frontend", "Router"], "127.0.0.1")
+    assert len(refused.value.mistakes) == 1
 
 
 def over_budget(*overrides: str, only: str | None = None) -> list[str]:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.request_plane import framing
 from dynamo_lite.request_plane.framing import FrameConnection, FrameParser, frame, parse_address
 from dynamo_lite.runtime.address import host_port
-from dynamo_lite.runtime.own_certificate import make_certificate, pinning_context
+from tests.certificate_folders import graph_folder, of
 
 
 class Receiver:
@@ -104,14 +105,17 @@ class Watched(FrameConnection):
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_both_ends_give_up_a_host_that_acknowledges_nothing_for_20_s(encrypted: bool):
+async def test_both_ends_give_up_a_host_that_acknowledges_nothing_for_20_s(
+    encrypted: bool, tmp_path: Path
+):
     loop, receiver = asyncio.get_running_loop(), Receiver()
+    folder = graph_folder(tmp_path) if encrypted else tmp_path
     sockets: asyncio.Queue[socket.socket] = asyncio.Queue()
     server = await loop.create_server(
         lambda: Watched(receiver, sockets),
         "127.0.0.1",
         0,
-        ssl=make_certificate().context if encrypted else None,
+        ssl=of(folder, "VllmWorker").server() if encrypted else None,
     )
     async with asyncio.timeout(5), server:
         port = server.sockets[0].getsockname()[1]
@@ -119,7 +123,7 @@ async def test_both_ends_give_up_a_host_that_acknowledges_nothing_for_20_s(encry
             lambda: Watched(receiver, sockets),
             "127.0.0.1",
             port,
-            ssl=pinning_context() if encrypted else None,
+            ssl=of(folder, "Frontend").client() if encrypted else None,
         )
         for end in [await sockets.get() for _ in range(2)]:
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000

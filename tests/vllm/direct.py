@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, Self
 
 from vllm import SamplingParams
@@ -19,7 +18,6 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.vllm.wire import sampling_to_bytes
 from tests.vllm.graph import NAMESPACE
 
@@ -29,16 +27,12 @@ _ANSWER_S = 60.0
 class Direct:
     """Async context manager; asks one decode worker.
 
-    lease: its lease, in hexadecimal; "" where it is the only one of its namespace. secret: its
-    graph's file, if it has one. ended: the
+    lease: its lease, in hexadecimal; "" where it is the only one of its namespace. ended: the
     request ids, in the order in which they ended.
     """
 
-    def __init__(
-        self, etcd_url: str, namespace: str = NAMESPACE, *, lease: str = "", secret: str = ""
-    ):
+    def __init__(self, etcd_url: str, namespace: str = NAMESPACE, *, lease: str = ""):
         self._etcd_url = etcd_url
-        self._secret = GraphSecret(Path(secret)) if secret else None
         self._prefix = names.endpoint_prefix(namespace, "VllmWorker", "generate") + lease
         self._numbers = itertools.count()
         self._tokens: dict[str, list[int]] = {}
@@ -50,7 +44,7 @@ class Direct:
             store = await stack.enter_async_context(EtcdStore(self._etcd_url))
             [record] = (await store.get_prefix(self._prefix)).values()
             self._member = decode_json(record, EndpointRecord)
-            client = RemoteGenerateClient("direct", self._take, self._lost, secret=self._secret)
+            client = RemoteGenerateClient("direct", self._take, self._lost)
             self._client = await stack.enter_async_context(client)
             self._stack = stack.pop_all()
         return self

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -26,8 +25,7 @@ from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
@@ -243,12 +241,11 @@ class Graph(Command):
     @property
     def servers(self) -> list[str]:
         """Options of `serve` for a service that joins this graph."""
-        servers = ["--nats-url", self.nats_url, "--etcd-url", self.etcd_url]
-        return servers + (["--secret-file", self.run.secret] if self.run.secret else [])
+        return ["--nats-url", self.nats_url, "--etcd-url", self.etcd_url]
 
-    def messaging(self) -> AbstractAsyncContextManager[Messaging]:
+    def messaging(self) -> NatsMessaging:
         """A context: messages as this graph's own processes send them."""
-        return open_messaging(self.nats_url, self.run.secret or None)
+        return NatsMessaging(self.nats_url)
 
     def processes(self, component: str = "") -> list[ProcessState]:
         return [p for p in self.run.processes if component in ("", p.service)]

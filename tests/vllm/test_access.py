@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo_lite.runtime.secret import new_secret
-from dynamo_lite.serve.run_state import write_private
 from tests.least_rights import LeastRights, least_rights
 from tests.vllm.asking import ask, prompt_ids
 from tests.vllm.graph import NAMESPACE, UNCOMPILED, Graph, eventually, together
@@ -25,14 +23,13 @@ def graph(
 ) -> Iterator[tuple[LeastRights, dict[str, Graph]]]:
     stage.clear()
     directory = tmp_path_factory.mktemp("access")
-    write_private(directory / "secret", new_secret())
     with least_rights(directory, NAMESPACE) as rights:
         services = {
             name: Graph(
                 directory / name,
                 options=[
                     *rights.options(name),
-                    *("--secret-file", str(directory / "secret"), "--Frontend.router=kv"),
+                    "--Frontend.router=kv",
                     "--Graph.lease-ttl-s=60",
                     *(
                         f"--{worker}.ServiceArgs.env.{key}={value}"

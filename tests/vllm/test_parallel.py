@@ -130,7 +130,7 @@ async def _ask_until(
             assert await tokens_of(disagg.url, asked, concurrency=4) == expected
         else:
             lease = of.process("VllmWorker").lease
-            async with Direct(disagg.etcd_url, lease=lease, secret=disagg.run.secret) as direct:
+            async with Direct(disagg.etcd_url, lease=lease) as direct:
                 answers = (direct.tokens(each["prompt"], max_tokens=12) for each in asked)
                 assert await asyncio.gather(*answers) == expected
         if min(worker.handed_over() for worker in workers) >= SHARE:

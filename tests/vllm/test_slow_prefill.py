@@ -70,7 +70,7 @@ async def test_short_and_urgent_prompts_pass_long_ones(roomy: Graph):
         "short": (600, 0),
         "urgent": (2300, -1),
     }
-    async with Direct(roomy.etcd_url, secret=roomy.run.secret) as direct:
+    async with Direct(roomy.etcd_url) as direct:
         asking: list[asyncio.Task[list[int]]] = []
         with throttled(roomy.engine_pid("PrefillWorker")):
             for number, (name, (tokens, priority)) in enumerate(asked.items(), 1):

@@ -19,7 +19,7 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     ProtocolError,
@@ -31,7 +31,6 @@ from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.live_options import LiveOptions
-from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ class ControlSession:
                 self._role.component,
                 on_change=self._live.change,
                 on_drop=self._on_drop,
-                seals=RecordSeals.of_file(config.secret_file),
             )
             await enter(options.following(on_failure))
             await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
@@ -142,7 +140,7 @@ class ControlSession:
             apply(lambda ledger: ledger.not_published(attempt), *about)
             return
         lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
-        payload = encode_sealed(job)
+        payload = encode(job)
         try:
             sequence = await self._queue.push(
                 payload, message_id=attempt, lane=lane, life_s=job.deadline - self._wall()

@@ -18,7 +18,7 @@ from prometheus_client import Histogram
 from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -191,9 +191,7 @@ class JobAttempt:
             )
             timeout_s = min(_TRY_S, left_s)
             try:
-                reply = await parts.messaging.request(
-                    subject, encode_sealed(claim), timeout_s=timeout_s
-                )
+                reply = await parts.messaging.request(subject, encode(claim), timeout_s=timeout_s)
                 answer = decode_claim_reply(reply)
             except Unavailable:  # nobody listens, or NATS is away
                 if self._boottime() >= absent_until:
@@ -226,7 +224,7 @@ class JobAttempt:
         )
         subject = names.first_token_subject(parts.namespace, request.engine_id)
         try:
-            await parts.messaging.publish(subject, encode_sealed(first))
+            await parts.messaging.publish(subject, encode(first))
         except Unavailable as exc:
             self._log("first token not sent", str(exc))
 
@@ -255,7 +253,7 @@ class JobAttempt:
         subject = names.done_subject(parts.namespace, request.engine_id)
         try:
             await parts.messaging.wait_connected(_REPORT_S)
-            await parts.messaging.publish(subject, encode_sealed(done))
+            await parts.messaging.publish(subject, encode(done))
         except Unavailable as exc:
             self._log("its end could not be reported", str(exc))
 

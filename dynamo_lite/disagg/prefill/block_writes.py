@@ -20,7 +20,7 @@ from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
 from dynamo_lite.disagg.span_notes import note_child
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Written
 from dynamo_lite.runtime.claim_cells import Cell, Until
@@ -284,7 +284,7 @@ class BlockWrites:
 
     def _notice(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> bytes:
         """The notification that the write carries."""
-        return encode_sealed(
+        return encode(
             Written(
                 attempt=write.attempt,
                 claim=attempt.cell.claim,

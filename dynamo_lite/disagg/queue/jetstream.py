@@ -1,7 +1,4 @@
-"""The prefill queue on JetStream: one stream, a consumer per lane, and an own connection.
-
-Its jobs may be authenticated with the graph's secret.
-"""
+"""The prefill queue on JetStream: one stream, a consumer per lane, and an own connection."""
 
 import asyncio
 import contextlib
@@ -10,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Self
 
 from nats import errors
@@ -25,7 +21,7 @@ from dynamo_lite.disagg.queue.base import (
     QueueDepth,
     QueueOptions,
 )
-from dynamo_lite.disagg.queue.puller import JetStreamJob, Puller, loop_time
+from dynamo_lite.disagg.queue.puller import JetStreamJob, Puller
 from dynamo_lite.disagg.queue.topology import (
     API_TIMEOUT_S,
     MALFORMED,
@@ -36,17 +32,14 @@ from dynamo_lite.disagg.queue.topology import (
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
-    ProtocolError,
     PushAmbiguous,
     QueueFull,
     StartupError,
 )
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
@@ -59,10 +52,7 @@ _REPAIR_INTERVAL_S = 0.1
 class JetStreamQueue:
     """Implements PrefillQueue.
 
-    stream, subject: see `protocol.names`. secret: the graph's. Each job is bound to the subject, so
-    the queue of another namespace rejects it; one that is not authentic is removed from the queue,
-    and counted as `unauthentic`. None: jobs are not authenticated. wall: seconds since
-    the epoch.
+    stream, subject: see `protocol.names`. wall: seconds since the epoch.
     When the broker has lost the stream, it is created again, empty.
     """
 
@@ -73,12 +63,10 @@ class JetStreamQueue:
         stream: str,
         subject: str,
         config: QueueConfig | None = None,
-        secret: GraphSecret | None = None,
         on_drop: OnDrop = uncounted,
         wall: Callable[[], float] = time.time,
     ):
-        self._secret, self._context = secret, job_context(subject)
-        self._on_drop, self._log_limit = on_drop, LogLimit()
+        self._on_drop = on_drop
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config, wall)
         self._connection = NatsMessaging(url)
@@ -122,8 +110,6 @@ class JetStreamQueue:
         self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG, life_s: float = MAX_AGE_S
     ) -> int:
         subject = self._topology.subject_of(lane)
-        if self._secret is not None:
-            payload = self._secret.protect(self._context, payload)
         try:
             return await self._publish(subject, payload, message_id, life_s)
         except NoStreamResponseError:
@@ -211,32 +197,11 @@ class JetStreamQueue:
     ) -> JetStreamJob | None:
         if self._puller is None:
             raise BrokerUnavailable("the queue is closed")
-        until = loop_time() + timeout_s
-        while True:
-            job = await self._puller.pull(max(0.0, until - loop_time()), lanes)
-            if job is None or self._opened(job):
-                return job
-            with contextlib.suppress(BrokerUnavailable):
-                await job.ack()
+        return await self._puller.pull(timeout_s, lanes)
 
     async def stop_pulling(self) -> None:
         if self._puller is not None:
             await self._puller.stop()
-
-    def _opened(self, job: JetStreamJob) -> bool:
-        """Opens the job's payload. Returns whether it was authentic."""
-        if self._secret is None:
-            return True
-        try:
-            job.payload = self._secret.open(self._context, job.payload)
-        except ProtocolError as exc:
-            self._on_drop("unauthentic")
-            if (more := self._log_limit.allow()) is not None:
-                logger.warning(
-                    "removed job %d (and %d before it) from the queue: %s", job.sequence, more, exc
-                )
-            return False
-        return True
 
     # The broker's side of the queue
 
@@ -298,28 +263,18 @@ class JetStreamQueue:
             raise BrokerUnavailable(f"{what}: {reason}") from exc
 
 
-def job_context(subject: str) -> bytes:
-    """The context for the tag of a job on this subject."""
-    return b"message " + subject.encode()
-
-
 def open_queue(
     url: str,
     namespace: str,
     config: QueueConfig,
-    secret_file: str | Path | None,
     on_drop: OnDrop = uncounted,
 ) -> JetStreamQueue:
-    """The prefill queue of a graph, a context. secret_file: None if jobs are not authenticated.
-
-    Raises StartupError for a secret file that cannot be used.
-    """
+    """The prefill queue of a graph, a context."""
     return JetStreamQueue(
         url,
         stream=names.prefill_stream(namespace),
         subject=names.prefill_jobs_subject(namespace),
         config=config,
-        secret=None if secret_file is None else GraphSecret(Path(secret_file)),
         on_drop=on_drop,
     )
 

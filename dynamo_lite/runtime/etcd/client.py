@@ -7,14 +7,19 @@ when etcd reports that.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import aetcd
 from aetcd import rpc
 
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import ServerAddress
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.log_limit import LogLimit
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -44,7 +49,11 @@ class EtcdClient(aetcd.Client):
         super().__init__(timeout=self.timeout_s)  # pyright: ignore[reportArgumentType]
         self._user, self._secret = address.user, address.password
         self._authenticating = asyncio.Lock()
+        self._address, self._backend = address, backend
+        self._files, self._log_limit = _files(address), LogLimit(60.0)
         self._channels = [backend.open_channel(host, address) for host in address.hosts]
+        #: Those with certificates that were renewed since.
+        self._replaced: list[Any] = []
         self._use(self._channels[0])
 
     async def connect(self) -> None:
@@ -55,7 +64,7 @@ class EtcdClient(aetcd.Client):
 
     async def close(self) -> None:
         self._connected.clear()
-        for channel in self._channels:
+        for channel in (*self._replaced, *self._channels):
             await channel.close()
 
     async def call(self, send: Callable[[], Awaitable[T]], *, reads: bool = False) -> T:
@@ -96,10 +105,26 @@ class EtcdClient(aetcd.Client):
         self.leasestub = rpc.LeaseStub(channel)
 
     def _leave(self, channel: Any) -> None:
-        """Switches to the member after that of `channel`, unless another call did so."""
-        if channel is self.channel and len(self._channels) > 1:
-            following = self._channels.index(channel) + 1
-            self._use(self._channels[following % len(self._channels)])
+        """Switches to the member after that of `channel`, unless another call did so. Files that
+        have changed are read again."""
+        if channel is not self.channel:
+            return
+        following = self._channels.index(channel) + 1
+        self._renew()
+        self._use(self._channels[following % len(self._channels)])
+
+    def _renew(self) -> None:
+        try:
+            if (files := _files(self._address)) == self._files:
+                return
+        except ConfigError as exc:
+            if self._log_limit.allow() is not None:
+                logger.warning("%s What was read before stays in use.", exc)
+            return
+        self._files = files
+        self._replaced += self._channels
+        address = self._address
+        self._channels = [self._backend.open_channel(host, address) for host in address.hosts]
 
     async def _authenticate(self, stale: Any) -> None:
         """Replaces the token `stale`, unless another call has. Raises AioRpcError."""
@@ -118,6 +143,11 @@ class EtcdClient(aetcd.Client):
                 self.metadata = None
             else:
                 self.metadata = (("token", reply.token),)
+
+
+def _files(address: ServerAddress) -> tuple[bytes | None, ...]:
+    """Raises ConfigError."""
+    return () if address.tls is None else address.tls.read()
 
 
 def status(exc: BaseException | None) -> rpc.StatusCode | None:

@@ -1,8 +1,7 @@
 """Options of a component that can be changed while it runs (`protocol/live_options.py`).
 
 Owns the values that are in effect in this process: those of the last valid record in the
-store. A record that is invalid, not authentic, or older than one before it is refused as a whole,
-and the values before stay in effect.
+store. A record that is invalid is refused as a whole, and the values before stay in effect.
 """
 
 import asyncio
@@ -16,7 +15,6 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import Values, decode_live_options
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, until_listed
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
@@ -24,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveOptions:
-    """on_change: takes new values, in the event loop. seals: those of the graph's secret."""
+    """on_change: takes new values, in the event loop."""
 
     def __init__(
         self,
@@ -34,16 +32,13 @@ class LiveOptions:
         *,
         on_change: Callable[[Values], None],
         on_drop: OnDrop = uncounted,
-        seals: RecordSeals = UNSEALED,
     ):
         self._store, self._component = store, component
         self._key = names.live_options_key(namespace, component)
         self._on_change, self._on_drop = on_change, on_drop
-        self._seals, self._log_limit = seals, LogLimit()
+        self._log_limit = LogLimit()
         #: Those of the last valid record.
         self.values: Values = {}
-        #: The highest version so far, also of a record that is gone.
-        self._newest = 0
         self._listed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -78,29 +73,16 @@ class LiveOptions:
         values: Values = {}
         if data is not None:
             try:
-                content = self._seals.opened(self._key, data)
+                values = decode_live_options(data, self._component)
             except ProtocolError as exc:
-                self._refuse("unauthentic", str(exc))
+                self._on_drop("config")
+                if (more := self._log_limit.allow()) is not None:
+                    refused = f"options refused (and {more} before), nothing changes"
+                    logger.warning("%s: %s: %s", self._key, refused, exc)
                 return
-            try:
-                record = decode_live_options(content, self._component)
-            except ProtocolError as exc:
-                self._refuse("config", str(exc))
-                return
-            if self._seals.checked and record.version < self._newest:
-                self._refuse("unauthentic", "not authentic: it is older than one before it")
-                return
-            values, self._newest = record.values, max(self._newest, record.version)
         before, self.values = self.values, values
         if values != before or not self._listed.is_set():
             # Tests and benchmarks read this line: it says when an engine follows, too.
             logger.info("%s: in effect: %s", self._key, json.dumps(values))
         if values != before:
             self._on_change(values)
-
-    def _refuse(self, kind: str, why: str) -> None:
-        self._on_drop(kind)
-        if (more := self._log_limit.allow()) is not None:
-            logger.warning(
-                "%s: options refused (and %d before), nothing changes: %s", self._key, more, why
-            )

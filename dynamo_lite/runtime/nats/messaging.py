@@ -84,6 +84,11 @@ class NatsMessaging:
         """Whether the server is one of a cluster. Raises BrokerUnavailable, as `client`."""
         return bool(self.client._server_info.get("cluster"))  # pyright: ignore[reportPrivateUsage]
 
+    @property
+    def asks_who(self) -> bool:
+        """Whether the server has users. Raises BrokerUnavailable, as `client`."""
+        return bool(self.client._server_info.get("auth_required"))  # pyright: ignore[reportPrivateUsage]
+
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
         return self._watch.watch(callback)
 

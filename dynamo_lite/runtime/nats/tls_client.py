@@ -5,14 +5,19 @@ that announcement, so a man in the middle could make it send the password in pla
 """
 
 import asyncio
+import logging
 import ssl
 from urllib.parse import ParseResult
 
 from nats import errors
 from nats.aio.transport import TcpTransport
 
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.nats.client import PersistentClient
 from dynamo_lite.runtime.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
 
 
 class TlsMismatch(errors.Error):
@@ -20,13 +25,19 @@ class TlsMismatch(errors.Error):
 
 
 class TlsClient(PersistentClient):
-    """Raises or reports TlsMismatch before it sends any credentials to a wrong server."""
+    """Raises or reports TlsMismatch before it sends any credentials to a wrong server. Each new
+    connection reads the files again; while they cannot be used, what was read before is."""
 
     def __init__(self, files: TlsFiles):
         super().__init__()
-        self._files = files
+        self._files, self._log_limit = files, LogLimit(60.0)
 
     def _new_transport(self) -> TcpTransport:
+        try:
+            self.options["tls"] = self._files.context()
+        except ConfigError as exc:
+            if self._log_limit.allow() is not None:
+                logger.warning("%s What was read before stays in use.", exc)
         return _TlsTransport()
 
     def _connect_command(self) -> bytes:

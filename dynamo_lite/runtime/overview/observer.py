@@ -13,6 +13,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError, Unavailable
 from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.overview.compose import LATENCY_S, WANTED, compose, processes
@@ -39,8 +40,10 @@ class Observer:
         namespace: str,
         on_drop: OnDrop = uncounted,
         wall: Callable[[], float] = time.time,
+        certificates: Certificates | None = None,
     ):
         self._store, self._namespace, self._wall = store, namespace, wall
+        self._certificates = certificates
         self._roster = Roster(store, names.components_prefix(namespace), on_drop)
         self._history = CounterHistory(LATENCY_S)
         self._requests = asyncio.Semaphore(_MAX_REQUESTS)
@@ -86,14 +89,14 @@ class Observer:
 
     async def _health(self, url: str) -> dict[str, Any]:
         async with self._requests:
-            return await fetch_health(url)
+            return await fetch_health(url, self._certificates)
 
     async def _samples(self, urls: Sequence[str]) -> Samples | None:
         """Of the first page that has any; None without a page."""
         samples: Samples | None = None
         for url in urls:
             async with self._requests:
-                body = await fetch(url)
+                body = await fetch(url, self._certificates)
             try:
                 samples = None if body is None else parse(body.decode(), WANTED)
             except ValueError:

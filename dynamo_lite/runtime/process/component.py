@@ -15,13 +15,14 @@ from dynamo_lite import __version__
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, StockEngine
+from dynamo_lite.runtime.address import is_loopback
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.held_keys import HeldKeys
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
@@ -45,16 +46,14 @@ class ProcessSpec:
     nats_url: str
     etcd_url: str
     state_dir: str
-    #: See `runtime/secret.py`; None: messages are not authenticated.
-    secret_file: str | None = None
     #: Processes of this service that the same supervisor runs.
     instances: int = 1
     #: Where the status server and the token stream listen.
     bind_host: str = "127.0.0.1"
     #: Of the status server; 0: a free one.
     status_port: int = 0
-    #: Certificate and key for HTTPS; None: HTTP.
-    status_tls: tuple[str, str] | None = None
+    #: The folder with this component's certificate; None: without TLS.
+    certificates: str | None = None
     lease_ttl_s: float = 30.0
     #: Longest drain.
     grace_s: float = 30.0
@@ -115,7 +114,7 @@ class Host:
         clock: Clock = SYSTEM_CLOCK,
         drops: OnDrop = uncounted,
         tracer: Tracer | None = None,
-        secret: GraphSecret | None = None,
+        certificates: Certificates | None = None,
     ):
         self.spec = spec
         self.store = store
@@ -125,7 +124,8 @@ class Host:
         self.clock = clock
         self.drops = drops
         self.tracer = tracer
-        self.secret = secret
+        #: Of this component; None: it has none.
+        self.certificates = certificates
         self.status_url = ""
         self.probes: Probes | None = None
         self._report = report
@@ -135,22 +135,26 @@ class Host:
         #: What the process stores under its lease.
         self.keys = HeldKeys(store, lease, self.spawn)
 
+    @property
+    def own_certificates(self) -> Certificates | None:
+        """Of its servers; None where only processes of this machine reach them."""
+        return None if is_loopback(self.spec.bind_host) else self.certificates
+
     async def register(
         self,
         endpoint: str,
         *,
         component: str = "",
         stream: str | None = None,
-        certificate: str | None = None,
+        tls: bool = False,
         model: str = "",
         engine: StockEngine | None = None,
     ) -> EndpointRecord:
         """Registers an endpoint under the lease; call it when the endpoint is already served.
 
         component: name of a service inside this process; empty for the process's own.
-        stream: HOST:PORT of the token stream. certificate: its fingerprint, if it uses TLS.
-        engine: the stock engine that this process stands for. Raises LeaseLost or
-        StoreUnavailable.
+        stream: HOST:PORT of the token stream. tls: whether it uses TLS. engine: the stock engine
+        that this process stands for. Raises LeaseLost or StoreUnavailable.
         """
         component = component or self.spec.component
         name = (self.spec.namespace, component, endpoint, self.lease.id)
@@ -160,7 +164,7 @@ class Host:
             namespace=self.spec.namespace,
             lease_id=self.lease.id,
             transport=EndpointTransport(
-                nats_tcp=names.endpoint_subject(*name), stream=stream, certificate=certificate
+                nats_tcp=names.endpoint_subject(*name), stream=stream, tls=tls
             ),
             pid=os.getpid(),
             instance=self.spec.instance,
@@ -168,7 +172,6 @@ class Host:
             status_url=self.status_url,
             started_at=self.clock.wall(),
             model=model,
-            authenticated=self.secret is not None,
             version=__version__,
             wire_version=WIRE_VERSION,
             engine=engine,

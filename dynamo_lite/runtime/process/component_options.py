@@ -10,7 +10,6 @@ from typing import Any
 from dynamo_lite.protocol.live_options import LIVE_OPTIONS, Values
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.sealed_records import RecordSeals
 
 
 class ComponentOptions(LiveOptions):
@@ -23,7 +22,6 @@ class ComponentOptions(LiveOptions):
             host.spec.component,
             on_change=on_change,
             on_drop=host.drops,
-            seals=RecordSeals(host.secret),
         )
         keys = LIVE_OPTIONS[host.spec.component]
         self._file = {key: attrgetter(key.replace("-", "_"))(config) for key in keys}

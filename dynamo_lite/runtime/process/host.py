@@ -20,11 +20,12 @@ from prometheus_client import (
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging, NoBroker
-from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.readiness import ProbeBody, Probes, liveness, readiness
@@ -38,7 +39,6 @@ from dynamo_lite.runtime.process.stop import (
     stop_on_signals,
 )
 from dynamo_lite.runtime.retry import retry_while_unavailable
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
@@ -68,23 +68,21 @@ class ProcessEnvironment:
     )
     open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
         lambda spec, on_drop: (
-            open_messaging(spec.nats_url, spec.secret_file, on_drop)
-            if spec.nats_url
-            else NoBroker()
+            NatsMessaging(spec.nats_url, on_drop=on_drop) if spec.nats_url else NoBroker()
         )
     )
     open_status: Callable[
-        [ProcessSpec, Health, Probes, CollectorRegistry, OnDrop],
+        ["Host", Health, Probes, CollectorRegistry, OnDrop],
         AbstractAsyncContextManager[Status],
-    ] = lambda spec, health, probes, registry, on_drop: StatusServer(
+    ] = lambda host, health, probes, registry, on_drop: StatusServer(
         health,
         registry,
-        spec.bind_host,
-        spec.status_port,
+        host.spec.bind_host,
+        host.spec.status_port,
         on_drop=on_drop,
         probes=probes,
         vllm_registry=REGISTRY,
-        tls=spec.status_tls,
+        certificates=host.own_certificates,
     )
     clock: Clock = SYSTEM_CLOCK
 
@@ -145,7 +143,7 @@ class _Process:
         tracer = await self._open_tracer(stack)
         store = await stack.enter_async_context(environment.open_store(self._spec))
         messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
-        ttl_s, secret_file = self._spec.lease_ttl_s, self._spec.secret_file
+        ttl_s = self._spec.lease_ttl_s
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
         self.host = Host(
@@ -159,18 +157,25 @@ class _Process:
             clock=environment.clock,
             drops=drops,
             tracer=tracer,
-            secret=None if secret_file is None else GraphSecret(Path(secret_file)),
+            certificates=self._certificates(),
         )
         self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
         if self._spec.nats_url:
             stack.enter_context(_count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
-            environment.open_status(self._spec, self._health, probes, registry, drops)
+            environment.open_status(self.host, self._health, probes, registry, drops)
         )
         self.host.status_url = status.url
         # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
         await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
+
+    def _certificates(self) -> Certificates | None:
+        """Raises ConfigError."""
+        spec = self._spec
+        if spec.certificates is None:
+            return None
+        return Certificates(Path(spec.certificates), spec.namespace, spec.component)
 
     async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
         spec = self._spec

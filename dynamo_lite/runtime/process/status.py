@@ -1,8 +1,13 @@
-"""The status server of one process: `/health`, `/live`, `/ready`, `/metrics`, `/metrics/vllm`."""
+"""The status server of one process: `/health`, `/live`, `/ready`, `/metrics`, `/metrics/vllm`.
+
+Over HTTPS everybody who reaches it may read the first three, as probes do, and the other routes
+only who has a certificate of the graph.
+"""
 
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
@@ -19,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.bounded_server import BoundedServer
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.pending_connections import PendingConnections
@@ -38,7 +44,7 @@ class StatusServer:
 
     probes: None serves neither `/live` nor `/ready`.
     vllm_registry: where vLLM keeps the metrics of this process; None does not serve
-    `/metrics/vllm`. tls: files with certificate and key, for HTTPS.
+    `/metrics/vllm`. certificates: of this process, for HTTPS; None: HTTP.
     """
 
     def __init__(
@@ -50,12 +56,12 @@ class StatusServer:
         on_drop: OnDrop = uncounted,
         probes: Probes | None = None,
         vllm_registry: CollectorRegistry | None = None,
-        tls: tuple[str, str] | None = None,
+        certificates: Certificates | None = None,
     ):
         self._health, self._probes = health, probes
         self._on_drop = on_drop
         self._registry, self._vllm_registry = registry, vllm_registry
-        self._host, self._tls = host, tls
+        self._host, self._certificates = host, certificates
         self._port = port
         self._tasks = OwnedTasks()
         self._server: _Server | None = None
@@ -63,7 +69,7 @@ class StatusServer:
 
     @property
     def url(self) -> str:
-        scheme = "https" if self._tls else "http"
+        scheme = "https" if self._certificates else "http"
         return f"{scheme}://{advertised_address(self._host, self._port)}"
 
     async def __aenter__(self) -> Self:
@@ -71,20 +77,22 @@ class StatusServer:
         self._listener = listener = bind(self._host, self._port)
         self._port = listener.getsockname()[1]
         app = Starlette(routes=self._routes())
-        cert, key = self._tls or (None, None)
         pending = PendingConnections(most_pending(), lambda: self._on_drop("status"))
         config = uvicorn.Config(
             app,
-            ssl_certfile=cert,
-            ssl_keyfile=key,
-            http=partial(_Protocol, on_drop=self._on_drop, pending=pending),  # pyright: ignore[reportArgumentType]
+            http=partial(  # pyright: ignore[reportArgumentType]
+                _Protocol,
+                on_drop=self._on_drop,
+                pending=pending,
+                certificates=self._certificates,
+            ),
             lifespan="off",
             log_config=None,
             access_log=False,
             ws="none",
             timeout_graceful_shutdown=1,
         )
-        self._server = server = _Server(config, pending)
+        self._server = server = _Server(config, pending, self._certificates)
         task = self._tasks.start(server.serve([listener]), name="status server")
         started = self._tasks.start(server.up.wait(), name="status server is up")
         try:
@@ -135,7 +143,10 @@ class StatusServer:
 
 
 def _metrics_page(registry: CollectorRegistry) -> Callable[[Request], Awaitable[Response]]:
-    async def page(_: Request) -> Response:
+    async def page(request: Request) -> Response:
+        if why := getattr(request.state, "refusal", ""):
+            facts = {"error": f"only for the graph's components: {why}"}
+            return JSONResponse(facts, status_code=403)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return page
@@ -146,11 +157,27 @@ def _answer(facts: Mapping[str, Any]) -> Response:
 
 
 class _Protocol(UvicornHeadDeadline, H11Protocol):
-    """h11 limits the size of a request head. Invalid requests are counted under "status"."""
+    """h11 limits the size of a request head. Invalid requests are counted under "status".
 
-    def __init__(self, *args: Any, on_drop: OnDrop, pending: PendingConnections, **kwargs: Any):
+    `state.refusal` of a request says why the client may not read the graph's metrics.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        on_drop: OnDrop,
+        pending: PendingConnections,
+        certificates: Certificates | None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self._on_drop, self.pending = on_drop, pending
+        self._on_drop, self.pending, self._certificates = on_drop, pending, certificates
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._certificates is not None:
+            why = self._certificates.refusal(transport.get_extra_info("ssl_object"))
+            self.app_state = {**self.app_state, "refusal": why}
+        super().connection_made(transport)
 
     def send_400_response(self, msg: str) -> None:
         self._on_drop("status")
@@ -163,9 +190,18 @@ class _Protocol(UvicornHeadDeadline, H11Protocol):
 class _Server(BoundedServer):
     """It installs no signal handlers, and sets `up` when it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, pending: PendingConnections):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        pending: PendingConnections,
+        certificates: Certificates | None,
+    ):
         super().__init__(config, pending)
+        self._certificates = certificates
         self.up = asyncio.Event()
+
+    def context(self) -> ssl.SSLContext | None:
+        return None if self._certificates is None else self._certificates.open_server()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo_lite.disagg.engine import DecodeEngine, KvEvents
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, Leave
@@ -20,10 +20,8 @@ from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.admission import limits
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
-from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.runtime.own_certificate import OwnCertificate, make_certificate
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.backend import WorkerBackend
@@ -59,16 +57,12 @@ class VllmWorker:
         self._heartbeat: HeartbeatPublisher | None = None
         self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
-        #: Certificate of the requests' connections; None for plain TCP.
-        self._certificate: OwnCertificate | None = None
         #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
         await self._parts.prepare()
-        if host.secret is not None and not is_loopback(self._spec.bind_host):
-            self._certificate = make_certificate()
         host.progress("loading the model")
         self._engine = engine = await self._stack.enter_async_context(
             self._parts.open_decode_engine(host, self._config)
@@ -82,8 +76,7 @@ class VllmWorker:
                 max_in_flight=self._config.max_in_flight_requests,
                 max_prompt_tokens=self._config.max_queued_tokens,
                 on_drop=host.drops,
-                secret=host.secret,
-                certificate=self._certificate,
+                certificates=host.own_certificates,
             )
         )
         self._options = options = ComponentOptions(
@@ -197,7 +190,7 @@ class VllmWorker:
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
         for _ in range(_LEAVE_TRIES):
             try:
-                leave = encode_sealed(Leave(lease_id=host.lease.id))
+                leave = encode(Leave(lease_id=host.lease.id))
                 await host.messaging.request(subject, leave, timeout_s=1.0)
                 return
             except (DeadlineExceeded, Unavailable) as exc:
@@ -221,9 +214,11 @@ class VllmWorker:
         metrics = names.endpoint_subject(namespace, name, "load_metrics", lease.id)
         await self._stack.enter_async_context(host.messaging.serve(metrics, self._load_metrics))
         await host.register("load_metrics", model=model)
-        fingerprint = None if self._certificate is None else self._certificate.fingerprint
         await host.register(
-            "generate", stream=server.stream_address, certificate=fingerprint, model=model
+            "generate",
+            stream=server.stream_address,
+            tls=host.own_certificates is not None,
+            model=model,
         )
 
     async def _on_first_token(self, payload: bytes) -> None:

@@ -40,9 +40,7 @@ class VllmBackend:
 
     def open_queue(self, host: Host, options: QueueOptions) -> PrefillQueue:
         spec, config = self._spec, QueueConfig.of(options)
-        return open_queue(
-            spec.nats_url, spec.namespace, config, spec.secret_file, on_drop=host.drops
-        )
+        return open_queue(spec.nats_url, spec.namespace, config, on_drop=host.drops)
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmDecodeEngine":
         from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
@@ -77,7 +75,6 @@ class VllmBackend:
             lease_ttl_s=self._spec.lease_ttl_s,
             nats_url=self._spec.nats_url,
             etcd_url=self._spec.etcd_url,
-            secret_file=self._spec.secret_file,
             role=role,
         )
 

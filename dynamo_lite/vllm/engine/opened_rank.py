@@ -15,7 +15,6 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, P
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.claim_cells import CellReader
-from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.transfer.base import Mover, PollLimit
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
@@ -93,8 +92,7 @@ def open_mover(config: EngineConfig, rank: int, device: torch.device, limit: Pol
     A write to shared memory is over when it was posted: a thread would only take time from the
     engine.
     """
-    secret = None if config.secret_file is None else GraphSecret(Path(config.secret_file))
-    mover = NixlMover(f"{config.engine_id}-{rank}", secret)
+    mover = NixlMover(f"{config.engine_id}-{rank}")
     if device.type == "cpu":
         return mover
     return PolledMover(

@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Devices that threads have chosen. No agent is opened."""
     devices: list[Any] = []
-    monkeypatch.setattr(opened_rank, "NixlMover", lambda name, secret: Wire())
+    monkeypatch.setattr(opened_rank, "NixlMover", lambda name: Wire())
     # torch.cuda's own makes no context in a new thread on the first device.
     monkeypatch.setattr(current_platform, "set_device", devices.append)
     return devices

@@ -1,7 +1,6 @@
 """The Frontend's dispatcher: it knows the decode workers, and hands each request to one of them."""
 
 import random
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -160,10 +159,10 @@ class RequestDispatcher:
             FailoverClient(
                 partial(
                     RemoteGenerateClient,
-                    # A process without the secret cannot guess it and take a session's place.
-                    f"{host.lease.id:x}" if host.secret is None else secrets.token_hex(16),
+                    f"{host.lease.id:x}",
                     on_drop=host.drops,
-                    secret=host.secret,
+                    certificates=host.certificates,
+                    component=self._spec.watch_component,
                 ),
                 members=self._candidates,
                 picker=self._picker,

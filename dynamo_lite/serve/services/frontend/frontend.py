@@ -153,7 +153,12 @@ class Frontend:
         private = is_loopback(self._config.host)
         if self._config.dashboard is False or (self._config.dashboard is None and not private):
             return app
-        observer = Observer(host.store, self._spec.namespace, host.drops)
+        observer = Observer(
+            host.store,
+            self._spec.namespace,
+            host.drops,
+            certificates=host.certificates,
+        )
         await self._stack.enter_async_context(observer)
         return Dashboard(app, observer, any_name=self._config.dashboard is True)
 

@@ -1,0 +1,175 @@
+"""Makes the certificates that `runtime/certificates.py` reads, and their authority."""
+
+import datetime
+import ipaddress
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.certificates import files_of, identity
+from dynamo_lite.serve.run_state import write_private
+
+_AUTHORITY_DAYS, _DAYS = 3650, 730
+#: A clock of another host may be behind this one.
+_BEFORE = datetime.timedelta(hours=1)
+
+_Key = ec.EllipticCurvePrivateKey
+
+
+def make_certificates(
+    folder: Path, namespace: str, components: Iterable[str], hosts: Iterable[str] = ()
+) -> list[str]:
+    """Makes the authority, and a certificate of each component, also for these hosts. What is there
+    is kept. Returns the names of those that were made.
+
+    Raises ConfigError when the authority's key is not there, StartupError when a file cannot be
+    written.
+    """
+    own = {name: (identity(namespace, name), list(hosts)) for name in components}
+    return _make(folder, namespace, own)
+
+
+def make_server_certificates(
+    folder: Path, namespace: str, names: Iterable[str], hosts: Iterable[str]
+) -> list[str]:
+    """As `make_certificates`, of servers that are no components: clients compare the hosts."""
+    return _make(folder, namespace, {name: ("", list(hosts)) for name in names})
+
+
+def _make(folder: Path, namespace: str, wanted: Mapping[str, tuple[str, list[str]]]) -> list[str]:
+    """wanted: by name of the files; the URI, empty for none, and the hosts."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made = [
+            name
+            for name in wanted
+            if not all((folder / f"{name}{end}").exists() for end in (".pem", "-key.pem"))
+        ]
+        if not made:
+            return []
+        authority, key = _authority(folder, namespace)
+        for name in made:
+            uri, hosts = wanted[name]
+            files = files_of(folder, name)
+            assert files.cert is not None and files.key is not None
+            certificate, own = _issue(authority, key, _names(uri, hosts))
+            # The certificate comes last: it says that its key is there.
+            write_private(files.key, _key_pem(own))
+            write_private(files.cert, _pem(certificate))
+    except OSError as exc:
+        raise StartupError(f"cannot make certificates in {folder}: {exc}") from exc
+    return made
+
+
+def _names(uri: str, hosts: Iterable[str]) -> list[x509.GeneralName]:
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri)] if uri else []
+    for host in hosts:
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            try:
+                names.append(x509.DNSName(host))
+            except ValueError as exc:
+                raise ConfigError([f"--host {host!r}: not a host name or address"]) from exc
+    return names
+
+
+def _authority(folder: Path, namespace: str) -> tuple[x509.Certificate, _Key]:
+    """The one of the folder; a new one if there is none."""
+    ca, ca_key = folder / "ca.pem", folder / "ca-key.pem"
+    if not ca.exists():
+        certificate, key = _self_signed(namespace)
+        write_private(ca_key, _key_pem(key))
+        write_private(ca, _pem(certificate))
+        return certificate, key
+    if not ca_key.exists():
+        why = f"{ca_key} is missing: make the certificates where the authority's key is"
+        raise ConfigError([why])
+    try:
+        key = serialization.load_pem_private_key(ca_key.read_bytes(), None)
+        certificate = x509.load_pem_x509_certificate(ca.read_bytes())
+    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
+        raise ConfigError([f"{ca} and {ca_key}: not a certificate and its key: {exc}"]) from exc
+    if not isinstance(key, _Key) or key.public_key() != certificate.public_key():
+        raise ConfigError([f"{ca} and {ca_key}: not a matching pair on an elliptic curve"])
+    return certificate, key
+
+
+def _self_signed(namespace: str) -> tuple[x509.Certificate, _Key]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"dynamo-lite {namespace}")])
+    builder = (
+        _builder(name, name, key, _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+    )
+    return builder.sign(key, hashes.SHA256()), key
+
+
+def _issue(
+    authority: x509.Certificate, authority_key: _Key, names: list[x509.GeneralName]
+) -> tuple[x509.Certificate, _Key]:
+    """Without a common name, with which etcd's JSON gateway answers nothing but an error."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "dynamo-lite")])
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    # Workers are servers and clients; so are servers of NATS and etcd, of each other.
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = (
+        _builder(subject, authority.subject, key, _DAYS)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .add_extension(identifier, critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+    )
+    return builder.sign(authority_key, hashes.SHA256()), key
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: _Key, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BEFORE)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    """signs: other certificates."""
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: _Key) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

@@ -1,0 +1,160 @@
+"""`dynamo-lite serve` and the certificates of its graph; `dynamo-lite access certs`."""
+
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dynamo_lite.protocol.permissions import all_permissions
+from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
+from tests.certificate_folders import expire, graph_folder
+from tests.process.command import STUB, Serving, invoke, run, serving
+
+EVERYWHERE = "--Graph.bind-host=0.0.0.0"
+
+
+def listed(*options: str) -> str:
+    done = invoke("ps", *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def states(graph: Serving) -> list[str]:
+    return [entry["state"] for entry in graph.processes().values()]
+
+
+def test_a_graph_that_others_reach_makes_itself_certificates_and_keeps_them(tmp_path: Path):
+    folder = tmp_path / "certificates" / "dynamo"
+    with serving(tmp_path, EVERYWHERE, until="ready http") as graph:
+        made = content(folder)
+        assert {"ca.pem", "Front.pem", "Back-key.pem", "Operator.pem"} <= set(made)
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+        assert graph.run_json()["certificates"] == str(folder)
+        url = graph.processes()["Front-0"]["status_url"]
+        assert url.startswith("https://")
+        assert httpx.get(f"{url}/ready", verify=False, timeout=30).status_code == 200
+        assert httpx.get(f"{url}/metrics", verify=False, timeout=30).status_code == 403
+        # The commands know the folder, or are told.
+        assert listed("--state-dir", str(tmp_path)).count(" ready ") == 2
+        assert (
+            listed("--state-dir", str(tmp_path), "--certificates", str(folder)).count(" ready ")
+            == 2
+        )
+        with serving(tmp_path, EVERYWHERE, "--service-name", "Back", until="ready"):
+            assert listed("--state-dir", str(tmp_path)).count(" ready ") == 3
+    with serving(tmp_path, EVERYWHERE, until="ready http"):
+        assert content(folder) == made
+
+
+def test_loopback_needs_none(tmp_path: Path):
+    with serving(tmp_path, until="ready http") as graph:
+        assert graph.run_json()["certificates"] == ""
+        assert graph.processes()["Front-0"]["status_url"].startswith("http://")
+    assert not (tmp_path / "certificates").exists()
+
+
+def test_named_certificates_are_used_and_bad_ones_refused_with_a_line_each(tmp_path: Path):
+    state, folder = tmp_path / "state", tmp_path / "certificates"
+    make_certificates(folder, "dynamo", ["Front", "Back", "Operator"])
+    named = (EVERYWHERE, f"--Graph.certificates={folder}")
+    with serving(state, *named, until="ready http") as graph:
+        assert graph.run_json()["certificates"] == str(folder)
+        assert listed("--state-dir", str(state)).count(" ready ") == 2
+    assert not (state / "certificates").exists()
+    expire(folder, "Back")
+    other = graph_folder(tmp_path / "other", "dynamo")
+    shutil.copy(folder / "Operator.pem", folder / "Front.pem")
+    shutil.copy(folder / "Operator-key.pem", folder / "Front-key.pem")
+    result = run("serve", STUB, "--state-dir", str(state), *named)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        f"error: certificate file {folder}/Front.pem: it is of dynamo-lite://dynamo/Operator, not"
+        " of dynamo-lite://dynamo/Front",
+        *(line for line in result.stderr.splitlines() if "Back.pem: it has expired on " in line),
+    ]
+    assert len(result.stderr.splitlines()) == 2
+    for path in folder.iterdir():
+        path.unlink()
+    result = run("serve", STUB, "--state-dir", str(state), f"--Graph.certificates={other}")
+    assert result.returncode == 2 and f"{other}/Front.pem: it cannot be read" in result.stderr
+    assert not (state / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("nats", "etcd", "said"),
+    [
+        # Refused before anything is asked of these hosts, which need not exist.
+        ("nats://nats.invalid", "https://etcd.invalid", "reached over TLS only: write tls://"),
+        ("tls://nats.invalid", "http://etcd.invalid", "reached over TLS only: write https://"),
+        ("tls://nats.invalid", "https://etcd.invalid", "has no credentials"),
+    ],
+)
+def test_servers_of_other_hosts_need_tls_and_users(tmp_path: Path, nats: str, etcd: str, said: str):
+    servers = ("--nats-url", nats, "--etcd-url", etcd)
+    result = run("serve", STUB, "--state-dir", str(tmp_path), *servers)
+    assert result.returncode == 2, result.stderr
+    assert any(said in line for line in result.stderr.splitlines()), result.stderr
+
+
+def test_an_open_address_with_servers_of_other_people_needs_a_folder(
+    tmp_path: Path, nats_url: str, etcd_url: str
+):
+    servers = ("--nats-url", nats_url, "--etcd-url", etcd_url)
+    result = run("serve", STUB, "--state-dir", str(tmp_path), EVERYWHERE, *servers)
+    [line] = result.stderr.splitlines()
+    assert result.returncode == 2
+    assert line.startswith("error: Graph.bind-host: 0.0.0.0 is reachable from other hosts")
+
+
+def test_the_command_makes_a_folder(tmp_path: Path):
+    folder = tmp_path / "certificates"
+    where = ("access", "certs", str(folder), "--namespace", "n")
+    done = invoke(*where, "--host", "node-1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{folder}: made Frontend, Router, VllmWorker, ")
+    for component in all_permissions("n"):
+        Certificates(folder, "n", component)
+    before = content(folder)
+    assert invoke(*where).stdout == f"{folder}: made nothing: all are there\n"
+    assert invoke(*where, "--component", "Mine").stdout == f"{folder}: made Mine\n"
+    done = invoke(*where, "--server", "nats", "--server", "etcd", "--host", "nats.example")
+    assert done.stdout == f"{folder}: made nats-server, etcd-server\n"
+    after = content(folder)
+    assert {name: after[name] for name in before} == before
+    for wrong in (
+        ("--server", "x"),
+        ("--server", "nats", "--component", "Mine"),
+        ("--component", "../x"),
+        ("--component", "Other", "--host", "ö"),
+    ):
+        done = invoke(*where, *wrong)
+        assert done.returncode == 2 and done.stderr.startswith("error: --"), wrong
+    assert content(folder) == after
+    assert invoke("access", "certs", str(folder)).returncode == 2
+
+
+def test_what_gave_the_secret_says_what_to_use(tmp_path: Path):
+    for words in (("serve", STUB), ("config", "get"), ("planner", "status"), ("explain", "x")):
+        done = invoke(*words, "--secret-file", "x")
+        assert done.returncode == 2 and "removed in 0.3.0" in done.stderr, words
+        assert "certificates" in done.stderr.lower()
+
+
+def test_join_needs_them_where_others_reach_it(tmp_path: Path):
+    joining = ("join", "--url", "http://127.0.0.1:1", "--role", "both", "--protocol", "nixl")
+    plain = invoke(*joining, "--etcd-url", "http://etcd.invalid")
+    assert plain.returncode == 2 and "reached over TLS only: write https://" in plain.stderr
+    local = (*joining, "--etcd-url", "http://127.0.0.1:1", "--namespace", "n")
+    bare = invoke(*local, "--bind-host", "0.0.0.0")
+    assert bare.returncode == 2
+    assert bare.stderr.startswith("error: --bind-host: 0.0.0.0 is reachable from other hosts")
+    folder = graph_folder(tmp_path / "certificates")
+    expire(folder, "Engine")
+    bad = invoke(*local, "--bind-host", "0.0.0.0", "--certificates", str(folder))
+    assert bad.returncode == 2 and f"{folder}/Engine.pem: it has expired" in bad.stderr
