@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_218,
-    "dynamo_lite/runtime": 6_956,
+    "dynamo_lite/protocol": 2_183,
+    "dynamo_lite/runtime": 6_851,
     "dynamo_lite/routing": 1_616,
-    "dynamo_lite/transfer": 1_366,
-    "dynamo_lite/request_plane": 2_213,
-    "dynamo_lite/disagg": 7_408,
-    "dynamo_lite/vllm": 6_118,
+    "dynamo_lite/transfer": 1_350,
+    "dynamo_lite/request_plane": 2_212,
+    "dynamo_lite/disagg": 7_356,
+    "dynamo_lite/vllm": 6_116,
     "dynamo_lite/forward": 6_498,
-    "dynamo_lite/planner": 3_456,
-    "dynamo_lite/serve": 6_840,
-    "dynamo_lite/cli": 3_199,
-    "tests": 59_227,
-    "tests/simulation": 8_908,
+    "dynamo_lite/planner": 3_260,
+    "dynamo_lite/serve": 6_955,
+    "dynamo_lite/cli": 3_195,
+    "tests": 58_722,
+    "tests/simulation": 8_903,
 }
 SLACK = 50
 

@@ -53,6 +53,7 @@ def draw(seed: int) -> Scenario:
         quiet_at_s=LOAD_FROM_S + load_s,
         slowest_store_answer_s=_SLOW_STORE_S * (seed % 5 == 2),
         max_queue_wait_s=random.Random(f"waits/{seed}").choice((0.5, 1.0, 2.0, 10.0)),
+        intruded=seed % 5 == 4,
     )
     scenario = replace(scenario, clock_skews=_clock_skews(scenario))
     drawn = _with_load(_with_faults(scenario, bursts, rng), bursts, rng)

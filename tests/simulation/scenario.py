@@ -153,6 +153,8 @@ class Scenario:
     max_queue_wait_s: float = 2.0
     #: Longest time between etcd's application of a call and its answer.
     slowest_store_answer_s: float = 0.0
+    #: Whether an attacker replays messages (`intruder.py`).
+    intruded: bool = False
     #: Hosts with a wrong wall clock, and by how many seconds it is ahead.
     clock_skews: tuple[tuple[str, float], ...] = ()
     faults: tuple[Fault, ...] = ()

@@ -19,6 +19,7 @@ from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.client import SimFrontend, Story
 from tests.simulation.engine.mover import Fabric, Wire
 from tests.simulation.graph_supervisor import STATE_DIR
+from tests.simulation.intruder import Intruder
 from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.loop.process import SimProcess, SimState
@@ -135,6 +136,11 @@ class World:
             on_read=self.judge.reading,
             joined=lambda here, there: not self.network.is_cut(here, there),
         )
+        self.intruder: Intruder | None = None
+        if scenario.intruded:
+            rng = loop.stream("intruder")
+            self.intruder = Intruder(rng, self.fabric, self.judge.counts)
+            self.fabric.on_notice = self.intruder.notified
         self.planning: Planning | None = None
         self.nats, self.etcd = Nats(self), Etcd(self)
         self.supervisors_rng = loop.stream("supervisors")
