@@ -135,13 +135,15 @@ class Fabric:
 
     It is made outside of any simulated process, so that its timers run while processes are
     stopped. on_landing: called just before each copy arrives. on_read: called before each copy
-    is read. joined: whether two agents' hosts reach each other now.
+    is read. on_notice: called when a notification has arrived. joined: whether two agents' hosts
+    reach each other now.
     """
 
     rng: random.Random
     wire: Wire = field(default_factory=Wire)
     on_landing: Callable[[Landing], None] = lambda landing: None
     on_read: Callable[["SimMover", Landing], None] = lambda reader, landing: None
+    on_notice: Callable[["SimMover", bytes], None] = lambda target, notice: None
     joined: Callable[[str, str], bool] = lambda here, there: True
     agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
     _context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -206,6 +208,7 @@ class SimWrite(LocalTransfer):
     def _notify(self) -> None:
         if not self._sender.unreached(self._target):
             self._target.inbox.append(self._notice)
+            self._sender.fabric.on_notice(self._target, self._notice)
 
 
 class SimRead(LocalTransfer):
