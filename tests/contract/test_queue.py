@@ -257,7 +257,7 @@ async def test_the_cap_is_exact(open_queue: Opener):
     with pytest.raises(QueueFull):
         await push(queues[1], b"in flight jobs count")
     await job.ack()
-    await push(queues[1], b"there is room again")
+    await push_when_there_is_room(queues[1], b"there is room again")
 
 
 async def test_a_repeated_message_id_queues_nothing(open_queue: Opener):
@@ -300,8 +300,9 @@ async def test_a_second_end_of_a_job_does_nothing(open_queue: Opener):
 @pytest.mark.parametrize("pulled", [False, True])
 async def test_a_job_is_dropped_at_the_end_of_its_life(open_queue: Opener, pulled: bool):
     queue = await open_queue()
-    sequence = await queue.push(b"a", message_id="short", life_s=0.3)
+    sequence = await queue.push(b"a", message_id="short", life_s=3.0)
     await push(queue, b"b")
+    await until_total(queue, 2)
     job = await pull(queue) if pulled else None
     await until_total(queue, 1)
     assert not await queue.delete(sequence)
