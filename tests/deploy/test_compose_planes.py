@@ -118,8 +118,7 @@ async def test_each_service_has_its_own_rights(compose: Compose) -> None:
 async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compose) -> None:
     config = QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
     decode, prefill = (
-        open_queue(nats_url(compose, name), NAMESPACE, config, None)
-        for name in ("decode", "prefill")
+        open_queue(nats_url(compose, name), NAMESPACE, config) for name in ("decode", "prefill")
     )
     log = compose.container("nats").root / "nats-server.log"
     async with asyncio.timeout(30), decode, prefill:

@@ -64,7 +64,7 @@ async def test_the_queue_is_in_files_of_three_servers(
     assert (options.replicas, options.storage) == (3, "file")
     config = replace(QueueConfig.of(options), push_timeout_s=PUSH_TIMEOUT_S)
     decode, prefill = (
-        open_queue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config, None)
+        open_queue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config)
         for name in ("decode", "prefill")
     )
     async with asyncio.timeout(90), decode, prefill:

@@ -71,7 +71,8 @@ def test_a_stranger_gets_no_connection(folder: Path, tmp_path: Path):
     assert worker.explained(nothing.value) == "it shows no certificate"
     _, at_worker = handshake(bare, worker.open_server())
     assert worker.refusal(at_worker) == "it shows no certificate"
-    stranger.files.cert and bare.load_cert_chain(stranger.files.cert, stranger.files.key)
+    assert stranger.files.cert is not None
+    bare.load_cert_chain(stranger.files.cert, stranger.files.key)
     for context in (worker.server(), worker.open_server()):
         with pytest.raises(ssl.SSLError) as another:
             handshake(bare, context)
