@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_342,
-    "dynamo_lite/runtime": 7_035,
+    "dynamo_lite/protocol": 2_218,
+    "dynamo_lite/runtime": 6_956,
     "dynamo_lite/routing": 1_616,
-    "dynamo_lite/transfer": 1_346,
+    "dynamo_lite/transfer": 1_366,
     "dynamo_lite/request_plane": 2_213,
-    "dynamo_lite/disagg": 8_652,
-    "dynamo_lite/vllm": 6_115,
+    "dynamo_lite/disagg": 7_408,
+    "dynamo_lite/vllm": 6_118,
     "dynamo_lite/forward": 6_498,
     "dynamo_lite/planner": 3_456,
-    "dynamo_lite/serve": 6_851,
+    "dynamo_lite/serve": 6_840,
     "dynamo_lite/cli": 3_199,
-    "tests": 59_856,
-    "tests/simulation": 8_976,
+    "tests": 59_227,
+    "tests/simulation": 8_908,
 }
 SLACK = 50
 

@@ -102,7 +102,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This worker must not write the attempt, or must not write it any more."""
 
     reason: str
@@ -174,7 +174,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 decode_job: Decoder[RemotePrefillRequest] = SealedDecoder(RemotePrefillRequest)
 decode_claim: Decoder[Claim] = SealedDecoder(Claim)
-decode_claim_reply: Decoder[Held | Refused] = Decoder(Held | Refused)
+decode_claim_reply: Decoder[Held | ClaimRefused] = Decoder(Held | ClaimRefused)
 decode_done: Decoder[Done] = SealedDecoder(Done)
 decode_first_token: Decoder[FirstToken] = SealedDecoder(FirstToken)
 decode_written: Decoder[Written] = SealedDecoder(Written)

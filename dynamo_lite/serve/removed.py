@@ -11,8 +11,6 @@ _ROUTING = ("Frontend.kv-router", "Router.kv-router", "Forwarder.routing")
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "Common.queue.ack-wait-s": "nothing: a claim holds for 3 s, and its writer renews it",
-        "Common.queue.max-deliver": "`max-remote-prefills`: the decode worker owns every retry",
         "Forwarder.body-timeout-s": "nothing: a body may take 60 s to arrive",
         "Forwarder.connect-timeout-s": "nothing: a connection to an engine may take 2 s",
         "Forwarder.engines.insecure-skip-verify": "`ca-file`: the authority of its certificate",
@@ -54,8 +52,15 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "VllmWorker.steal-back": "VllmWorker.max-queue-wait-s: how long a job may wait unclaimed",
         "VllmWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
         "PrefillWorker.switchable": "a worker keeps its role; `scale` removes one and adds one",
-        "VllmWorker.queue.order": "short-first always; `short-length: 0` makes every job long",
-        "PrefillWorker.queue.order": "short-first always; `short-length: 0` makes every job long",
+        **{
+            f"{section}.queue.{option}": instead
+            for section in ("VllmWorker", "PrefillWorker")
+            for option, instead in {
+                "order": "short-first always; `short-length: 0` makes every job long",
+                "ack-wait-s": "nothing: a writer renews its claim, which holds for 3 s",
+                "max-deliver": "`VllmWorker.max-remote-prefills`: a job is delivered once",
+            }.items()
+        },
     }
 )
 

@@ -30,6 +30,7 @@ from tests.contract.peers import PeerProcess
 from tests.contract.zombie_peer import (
     BLOCK_BYTES,
     BLOCKS,
+    MOVE_S,
     Ended,
     Order,
     register_memory,
@@ -79,20 +80,23 @@ class Target:
 
     def check(self, *, committed: list[str]) -> None:
         """The memory is what is expected, byte for byte, and these notices have come."""
+        self.check_notices(committed=committed)
+        np.testing.assert_array_equal(self.memory, self.expected)
+
+    def check_notices(self, *, committed: list[str]) -> None:
         deadline = time.monotonic() + WAIT_S
         while len(self.committed) < len(committed):
             assert time.monotonic() < deadline, f"notices: {self.committed}"
             self.poll()
         self.poll()
         assert self.committed == committed
-        np.testing.assert_array_equal(self.memory, self.expected)
 
 
 class Writer(PeerProcess):
     """`zombie_peer.py`, and a look at the cell of its claim."""
 
-    def __init__(self, directory: Path):
-        super().__init__("tests.contract.zombie_peer", str(directory / "claims"))
+    def __init__(self, directory: Path, **env: str):
+        super().__init__("tests.contract.zombie_peer", str(directory / "claims"), **env)
         try:
             assert self.said.get(timeout=START_S) == {"ready": True}
             self._cells = CellReader(directory / "claims")
@@ -115,15 +119,16 @@ class Writer(PeerProcess):
         assert self._holds()
 
     def outlive_claim(self, target: Target) -> None:
-        """Waits until the claim has run out that the stopped writer left behind."""
+        """Waits until the claim has run out that the stopped writer left behind, and the time in
+        which its writes may go on."""
         deadline = time.monotonic() + WAIT_S
-        while self._holds():
+        while self._holds(MOVE_S):
             assert time.monotonic() < deadline
             target.poll()
             time.sleep(0.01)
 
-    def _holds(self) -> bool:
-        return boottime() < self._cells.until(self._cell)
+    def _holds(self, longer_s: float = 0.0) -> bool:
+        return boottime() < self._cells.until(self._cell) + longer_s
 
     def wake(self, target: Target) -> Ended:
         """The order to continue is sent before it resumes. Returns how the attempt ended."""
@@ -225,3 +230,29 @@ def test_without_a_look_at_the_cell_the_same_zombie_writes(writer, target):
     assert (ended.sent, ended.failures) == (["p-zombie"], {})
     target.expect(1, 2, 3)
     target.check(committed=["zombie"])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_writer_with_writes_in_flight_that_outlived_its_claim_moves_none_on(
+    tmp_path, target, checked
+):
+    """Over TCP a write goes on when it is polled. A writer that does not look commits."""
+    blocks, how = [0, 1, 2, 3], {"claim_s": SHORT_CLAIM_S, "pause": "flying", "checked": checked}
+    writer = Writer(tmp_path, UCX_TLS="tcp")
+    try:
+        writer.start(order(target, "zombie", blocks, **how), target)
+        writer.stop()
+        writer.outlive_claim(target)
+        target.check_notices(committed=[])
+        ended = writer.wake(target)
+        if checked:
+            assert f"{MOVE_S:g} s after the end of its claim" in ended.error
+            assert ended.sent == []
+            writer.process.wait(WAIT_S)
+            target.check_notices(committed=[])
+        else:
+            assert (ended.sent, ended.error) == (["p-zombie"], "")
+            target.expect(*blocks)
+            target.check(committed=["zombie"])
+    finally:
+        writer.kill()

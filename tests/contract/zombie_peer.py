@@ -3,11 +3,13 @@
 Usage: python -m tests.contract.zombie_peer CELLS. It says when it is ready. Every
 line that comes in is an order: an attempt to write, whose first block is written at
 once. Before the others may be started this process says that it waits, and reads
-another line: there it is to be stopped. How the attempt ended is said in the end.
+another line: there it is to be stopped. How the attempt ended is said in the end. If it
+ended this process, as the engine that the rank stands for, that was the last order.
 NIXL prints on the same stream: the reader skips what is not JSON.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -18,6 +20,7 @@ import numpy as np
 from dynamo_lite.disagg.counters import SECONDS
 from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.claim_cells import Cell, CellReader, MappedClaimCells
 from dynamo_lite.runtime.clock import boottime
@@ -25,6 +28,9 @@ from dynamo_lite.transfer.nixl import NixlMover
 from tests.builders import always_held
 
 BLOCKS, BLOCK_BYTES = 8, 1 << 16
+
+#: For how long the writes in flight go on after the end of their claim.
+MOVE_S = 0.5
 
 #: Long enough for whatever comes before the claim is let run out.
 _CLAIM_S = 60.0
@@ -36,7 +42,8 @@ class Order:
 
     claim: its id. checked: whether the rank looks at its cell. claim_s: for how long it
     holds once the first block is written. pause: "queued", between two steps, with the
-    writes in the queue; "pumping", inside the step that starts them; or "never".
+    writes in the queue; "pumping", inside the step that starts them; "flying", when they
+    are in flight; or "never".
     """
 
     attempt: str
@@ -51,11 +58,13 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """counted: the rank's counts since the first block was written."""
+    """counted: the rank's counts since the first block was written. error: what ended the engine;
+    empty if nothing did."""
 
     sent: list[str]
     failures: dict[str, str]
     counted: dict[str, object]
+    error: str = ""
 
 
 def register_memory(mover: NixlMover, pattern: np.ndarray) -> RankMetadata:
@@ -86,7 +95,7 @@ class _Gate:
 
     def __init__(self, pause: str):
         self._waits = pause == "pumping"
-        self.opened = pause == "never"
+        self.opened = pause in ("never", "flying")
 
     def __call__(self) -> bool:
         if self._waits and not self.opened:
@@ -113,10 +122,11 @@ def _writes(order: Order, cell: Cell) -> Iterable[BlockWrite]:
 def carry_out(order: Order, rank: PrefillRank, cells: MappedClaimCells) -> Ended:
     opened = cells.open(order.claim)
     first, *others = _writes(order, opened.cell)
-    opened.hold_until(boottime() + _CLAIM_S)
+    opened.hold_until(boottime() + order.claim_s)
     targets = {order.engine_id: bytes.fromhex(order.metadata)}
     rank.step(PrefillStep(writes=[first], targets=targets), ready=lambda: True)
     while SECONDS not in rank.stats.data:
+        opened.hold_until(boottime() + order.claim_s)
         rank.results()
     rank.stats.take()
 
@@ -124,7 +134,7 @@ def carry_out(order: Order, rank: PrefillRank, cells: MappedClaimCells) -> Ended
     gate = _Gate(order.pause)
     ended = [(first.request_id, True)]
     rank.step(PrefillStep(writes=others, ended=ended), ready=gate)
-    if order.pause == "queued":
+    if order.pause in ("queued", "flying"):
         _wait()
         gate.opened = True
     sent: set[str] = set()
@@ -150,8 +160,16 @@ def main() -> None:
             own=own,
             rank=0,
             until=reader.until if order.checked else always_held,
+            move_s=MOVE_S,
         )
-        _say(**asdict(carry_out(order, rank, cells)))
+        try:
+            ended = carry_out(order, rank, cells)
+        except TransferError as exc:
+            rank.close()
+            ended = Ended(sent=[], failures={}, counted=rank.stats.take(), error=str(exc))
+        _say(**asdict(ended))
+        if ended.error:
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import Done, Held, Refused, decode_claim, decode_done
+from dynamo_lite.protocol.prefill import ClaimRefused, Done, Held, decode_claim, decode_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
@@ -49,9 +49,9 @@ async def decode_engine(
     async def claim(payload: bytes) -> bytes:
         asked = decode_claim(payload)
         if asked.attempt in over:
-            return encode(Refused(reason="unknown or ended attempt"))
+            return encode(ClaimRefused(reason="unknown or ended attempt"))
         if claims.setdefault(asked.attempt, asked.claim) != asked.claim:
-            return encode(Refused(reason="claimed by another writer"))
+            return encode(ClaimRefused(reason="claimed by another writer"))
         writer = asked.writer_lease_id
         if held.setdefault(asked.attempt, writer) == writer and asked.attempt in renewable:
             kept.add((asked.attempt, writer))

@@ -16,7 +16,7 @@ from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol.prefill import (
-    Refused,
+    ClaimRefused,
     decode_claim,
     decode_claim_reply,
     decode_done,
@@ -171,7 +171,7 @@ class Judge:
 
     def answered(self, subject: str, payload: bytes, reply: bytes) -> None:
         """A component's request got this reply."""
-        if subject.endswith(".claim") and isinstance(decode_claim_reply(reply), Refused):
+        if subject.endswith(".claim") and isinstance(decode_claim_reply(reply), ClaimRefused):
             self._cancel_ended(decode_claim(payload).attempt)
 
     def job_ended(self, job: Job, lease_id: int) -> None:

@@ -323,11 +323,13 @@ class _StartsOver(FailoverClient):
 _ASTRAY = "which is not the attempt's"
 _UNCLAIMED = "still waits for a claim"
 
+#: Found by a scenario of its own only (`tests/sim/test_late_writes.py`).
+NO_LANDING_TIME = Mutant(_ASTRAY, Shipped(ledger=_NoLandingTime))
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, Mutant] = {
     "no-claim": Mutant(_ASTRAY, Shipped(ledger=_NoClaim)),
     "no-quarantine": Mutant(_ASTRAY, Shipped(ledger=_NoQuarantine)),
-    "no-landing-time": Mutant(_ASTRAY, Shipped(ledger=_NoLandingTime)),
     "no-prefix-hold": Mutant("which is not kept for", Shipped(decode_scheduler=_NoPrefixHold)),
     "takes-back-claimed": Mutant(_ASTRAY, Shipped(ledger=_TakesBackClaimed)),
     "foreign-commits": Mutant("is wrong", Shipped(decode_rank=_ForeignCommits)),

@@ -22,9 +22,9 @@ from dynamo_lite.protocol.health import EngineStatus, Leave, decode_engine_statu
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
     Claim,
+    ClaimRefused,
     Done,
     Held,
-    Refused,
     RemotePrefillRequest,
     decode_claim_reply,
     decode_job,
@@ -263,7 +263,7 @@ class Decode:
 
     async def claim(
         self, attempt: str, writer: int = WRITER, claim: int = CLAIM
-    ) -> Held | Refused:
+    ) -> Held | ClaimRefused:
         asked = Claim(attempt=attempt, claim=claim, writer_lease_id=writer)
         return decode_claim_reply(await self.events.on_claim(encode_sealed(asked)))
 

@@ -17,9 +17,9 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import (
     Claim,
+    ClaimRefused,
     Done,
     Held,
-    Refused,
     RemotePrefillRequest,
     decode_claim,
     decode_done,
@@ -162,7 +162,7 @@ class Rig:
         self.heard: list[tuple[float, Claim]] = []
         self.done: list[Done] = []
         #: What the next claims are answered, in place of `CLAIM_S`; None: nothing.
-        self.answers: list[Held | Refused | bytes | None] = []
+        self.answers: list[Held | ClaimRefused | bytes | None] = []
         self.on_claim: Callable[[], Awaitable[Any]] | None = None
 
     def boottime(self) -> float:

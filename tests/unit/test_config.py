@@ -91,7 +91,7 @@ def test_traces_are_off_unless_a_collector_is_named(load: Loader):
 def test_own_options_are_filled_the_rest_goes_to_vllm_and_overrides_win(load: Loader):
     worker = load.worker()
     assert worker.flags == {"model": "m", "max-num-seqs": 4}
-    queue = {"max_jobs": 9, "ack_wait_s": 10.0, "max_deliver": 3, "short_length": 2048}
+    queue = {"max_jobs": 9, "short_length": 2048}
     assert worker.options["queue"] == {**queue, "replicas": 1, "storage": "memory"}
     assert worker.options["max_local_prefill_length"] == 512
     assert worker.options["single_flight_min_length"] is None

@@ -17,7 +17,7 @@ from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Leave
-from dynamo_lite.protocol.prefill import FirstTokenSampling, FirstTokenWanted, Refused
+from dynamo_lite.protocol.prefill import ClaimRefused, FirstTokenSampling, FirstTokenWanted
 from tests.builders import CLAIM, ENGINE, ManualClock, engine_metadata, eventually
 from tests.unit.decode_engine import (
     DEPTH,
@@ -223,7 +223,7 @@ async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
     await decode.network()
     assert (await decode.queue.depth()).total == 0
     assert decode.counted("remote/deadline") == 1
-    assert await decode.claim(attempt) == Refused(reason="unknown or ended attempt")
+    assert await decode.claim(attempt) == ClaimRefused(reason="unknown or ended attempt")
     decode.output(failed=["r1"])
     decode.finish_last("r1")
     assert decode.counted("remote/committed") == 0
@@ -237,7 +237,7 @@ async def test_a_claimed_job_keeps_its_blocks_until_its_writer_cannot_write(
     assert [block.ref_cnt for block in decode.taken["r1"]] == [2, 2, 2]
     decode.pass_s(TIMEOUT_S)
     assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert await decode.claim(attempt) == Refused(reason="withdrawn")
+    assert await decode.claim(attempt) == ClaimRefused(reason="withdrawn")
     decode.output(failed=["r1"])
     decode.finish("r1")
     assert decode.pool.used == 3
@@ -317,7 +317,7 @@ async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(
     attempt = await decode.ask("r1")
     decode.writers.ails = {WRITER: "the engine is stuck"}
     refused = await decode.claim(attempt)
-    assert refused == Refused(reason="not able to work: the engine is stuck")
+    assert refused == ClaimRefused(reason="not able to work: the engine is stuck")
     assert await decode.claim(attempt, 0xB) == HELD
     assert decode.writers.alive == [WRITER, 0xB]
 
@@ -325,7 +325,7 @@ async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(
 async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
     """Its end would be noticed late."""
     attempt = await decode.ask("r1")
-    refused = Refused(reason="no such prefill worker")
+    refused = ClaimRefused(reason="no such prefill worker")
     assert await decode.claim(attempt, 0xBAD) == refused
     assert decode.counted("dropped/claim") == 1
     assert await decode.claim(attempt) == HELD
@@ -336,10 +336,10 @@ async def test_ranks_are_told_of_a_claim_once(decode: Decode):
     attempt = await decode.ask("r1")
     for _ in range(2):
         assert await decode.claim(attempt) == HELD
-    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), Refused)
+    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), ClaimRefused)
     assert decode.half.build_step().claims == {attempt: CLAIM}
     assert await decode.claim(attempt) == HELD
-    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), Refused)
+    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), ClaimRefused)
     assert decode.half.build_step().claims == {}
 
 
@@ -347,7 +347,7 @@ async def test_the_word_of_another_claim_is_dropped(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     with pytest.raises(ProtocolError, match="is held under another claim"):
         await decode.done(attempt, "abandoned", claim=CLAIM + 1)
-    refused = Refused(reason="claimed by another writer")
+    refused = ClaimRefused(reason="claimed by another writer")
     assert await decode.claim(attempt, claim=CLAIM + 1) == refused
     assert decode.counted("dropped/claim") == 1
     assert decode.half.build_step().give_up == []

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable
-from dynamo_lite.protocol.prefill import Held, Refused
+from dynamo_lite.protocol.prefill import ClaimRefused, Held
 from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job
 from tests.twins.servers import MemoryMessaging
 from tests.unit.prefill_rig import CLAIM_S, Rig, working
@@ -15,7 +15,7 @@ from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-REFUSED = Refused(reason="withdrawn")
+REFUSED = ClaimRefused(reason="withdrawn")
 
 
 # The first claim
@@ -89,7 +89,7 @@ async def test_an_engine_that_listens_again_in_time_gets_its_claim():
 
 
 @pytest.mark.parametrize("answer", [REFUSED, b"", b"\xff", b"\x80"])
-async def test_a_job_is_not_computed_without_a_claim(answer: Refused | bytes):
+async def test_a_job_is_not_computed_without_a_claim(answer: ClaimRefused | bytes):
     """The end is reported: an answer before the refusal may have been lost."""
     async with working() as rig:
         rig.answers = [answer]
@@ -152,7 +152,7 @@ async def test_an_engine_says_for_how_long_its_claims_hold():
 
 @virtual
 @pytest.mark.parametrize("answer", [REFUSED, b"", b"\xff"])
-async def test_a_refused_renewal_stops_the_writes_and_the_computing(answer: Refused | bytes):
+async def test_a_refused_renewal_stops_the_writes_and_the_computing(answer: ClaimRefused | bytes):
     async with working() as rig:
         await rig.begin(prefill_job())
         rig.engine.drains = False

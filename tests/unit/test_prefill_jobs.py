@@ -12,12 +12,12 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import IncompatiblePeer, Refused
 from dynamo_lite.protocol.prefill import (
     Claim,
+    ClaimRefused,
     FirstToken,
     FirstTokenSampling,
     FirstTokenWanted,
     decode_first_token,
 )
-from dynamo_lite.protocol.prefill import Refused as ClaimRefused
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job, process_spec
 from tests.unit.prefill_rig import LEASE, POOL, NotedJob, Rig, ScriptedLinks, working
@@ -245,7 +245,8 @@ async def test_blocks_that_do_not_fit_are_never_claimed(wrong):
 
 
 @pytest.mark.parametrize(
-    "refusal", [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")]
+    "refusal",
+    [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")],
 )
 async def test_an_engine_that_refuses_hands_the_job_back_as_failed(refusal):
     async with working() as rig:
@@ -320,6 +321,40 @@ async def test_jobs_that_were_delivered_and_not_begun_are_handed_back_unclaimed(
         assert rig.done[1].detail == "this worker leaves"
         assert rig.engine.attempts == ["a1"] and {each.attempt for each in rig.claims} == {"a1"}
         assert await rig.total() == 0
+
+
+async def test_a_job_that_is_delivered_while_the_queue_stops_is_handed_back():
+    """The queue answers pulls at once by then: the worker does not ask it again and again."""
+    async with working(runners=0) as rig:
+        await rig.push(prefill_job())
+        job = await super(type(rig.queue), rig.queue).pull(timeout_s=1)
+        pulls, stopping, delivered = 0, asyncio.Event(), asyncio.Event()
+        pull, stop = rig.queue.pull, rig.queue.stop_pulling
+
+        async def counted(**wanted: Any) -> Any:
+            nonlocal pulls
+            pulls += 1
+            return await pull(**wanted)
+
+        async def slow() -> None:
+            await stop()
+            stopping.set()
+            await delivered.wait()
+            rig.queue.kept.append(job)
+
+        rig.queue.pull, rig.queue.stop_pulling = counted, slow
+        rig.pull()
+        await eventually(lambda: pulls)
+        leaving = asyncio.create_task(rig.jobs.stop())
+        await stopping.wait()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert pulls == 1 and rig.queue.acked == []
+        delivered.set()
+        await leaving
+        await rig.acked()
+        assert (rig.told, rig.claims) == ([("a1", "abandoned")], [])
+        await rig.tasks[0]
 
 
 # Links

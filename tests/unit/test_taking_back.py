@@ -4,7 +4,7 @@ import pytest
 
 from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.queue.base import QueueDepth
-from dynamo_lite.protocol.prefill import Refused
+from dynamo_lite.protocol.prefill import ClaimRefused
 from tests.builders import ManualClock
 from tests.unit.decode_engine import Decode, prompt
 from tests.unit.test_decisions import taken
@@ -72,7 +72,7 @@ async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(decode: D
     assert job is not None
     decode.pass_s(LONG_S)
     assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert isinstance(await decode.claim(attempt), Refused)
+    assert isinstance(await decode.claim(attempt), ClaimRefused)
     await decode.network()
     await job.ack()
     assert (await depth(decode)).total == 0
@@ -91,7 +91,7 @@ async def test_a_job_that_cannot_be_deleted_is_refused_when_it_is_delivered(deco
     decode.broker.set_connected(True)
     assert (await depth(decode)).total == 1
     job = await decode.queue.pull(timeout_s=0)
-    assert job is not None and isinstance(await decode.claim(attempt), Refused)
+    assert job is not None and isinstance(await decode.claim(attempt), ClaimRefused)
     await job.ack()
     assert (await depth(decode)).total == 0
     decode.finish_last("r1")
@@ -109,7 +109,7 @@ async def test_a_job_whose_push_is_confirmed_late_is_deleted(decode: Decode):
     assert decode.broker.stream("s", decode.queue_config).last_sequence == 1, "it was pushed"
     decode.output(failed=["r1"])
     assert decode.counted("remote/taken_back") == 1 and decode.counted("remote/refused") == 0
-    assert isinstance(await decode.claim(attempt), Refused)
+    assert isinstance(await decode.claim(attempt), ClaimRefused)
     decode.finish_last("r1")
 
 

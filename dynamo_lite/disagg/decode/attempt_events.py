@@ -19,7 +19,7 @@ from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
-from dynamo_lite.protocol.prefill import Held, Refused, decode_claim, decode_done
+from dynamo_lite.protocol.prefill import ClaimRefused, Held, decode_claim, decode_done
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.tasks import OnFailure, OwnedTasks, log_failure
 
@@ -118,7 +118,7 @@ class AttemptEvents:
         refusal = refusal or self.ledger.claim(attempt, claim.claim, writer, now)
         if refusal:
             self._on_drop("claim")
-            return encode(Refused(reason=refusal))
+            return encode(ClaimRefused(reason=refusal))
         if is_first:
             # Before the writer gets its answer, so that the ranks know the claim before the first
             # commit, or in the step after it.

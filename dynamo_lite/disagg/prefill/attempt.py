@@ -27,10 +27,10 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.prefill import (
     Claim,
+    ClaimRefused,
     Done,
     FirstToken,
     Held,
-    Refused,
     RemotePrefillRequest,
     decode_claim_reply,
 )
@@ -132,7 +132,7 @@ class JobAttempt:
             cell.free()
         # Also after a refusal: an earlier answer may have been lost, and the claim would hold.
         await self._report(ended.outcome, ended.detail, self._claim)
-        return "refused" if isinstance(answer, Refused) else ended.outcome
+        return "refused" if isinstance(answer, ClaimRefused) else ended.outcome
 
     async def _compute(self, cell: OpenCell, target: EngineMetadata) -> AttemptOutcome:
         """The claim holds: has the job computed and written, and renews the claim meanwhile."""
@@ -176,7 +176,7 @@ class JobAttempt:
 
     async def _ask(
         self, cell: OpenCell, until: float, absent_s: float | None = None
-    ) -> Held | Refused | None:
+    ) -> Held | ClaimRefused | None:
         """Sends the claim until it is answered, until `until`, by CLOCK_BOOTTIME. None: it was not.
         absent_s: for how long while nobody listens."""
         parts, request = self._parts, self.request
@@ -202,7 +202,7 @@ class JobAttempt:
                 continue
             except ProtocolError as exc:
                 parts.on_drop("claim_reply")
-                return Refused(reason=str(exc))
+                return ClaimRefused(reason=str(exc))
             except DeadlineExceeded:
                 continue
             if isinstance(answer, Held):

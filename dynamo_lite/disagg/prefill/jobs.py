@@ -86,8 +86,8 @@ class PrefillJobs:
             registry=registry,
         )
         self._leaving = asyncio.Event()
-        #: Whether the queue has nothing more for this worker.
-        self._stopped = False
+        #: Set when the queue gets nothing more for this worker.
+        self._stopped = asyncio.Event()
         self._parts = WriterParts(
             namespace=namespace,
             lease_id=lease_id,
@@ -121,23 +121,25 @@ class PrefillJobs:
             try:
                 job = await self._queue.pull(timeout_s=_PULL_S, lanes=lanes)
             except Unavailable as exc:
-                if self._stopped:
+                if self._stopped.is_set():
                     return
                 logger.debug("no job pulled: %s", exc)
                 await asyncio.sleep(_BROKER_PAUSE_S)
                 continue
             if job is not None:
                 await self._run_job(job)
-            elif self._stopped:
+            elif self._stopped.is_set():
                 return
             elif self._leaving.is_set():
-                await asyncio.sleep(0)  # the queue answers at once, and `stop` goes on
+                await self._stopped.wait()  # then the queue gives what it has
 
     async def stop(self) -> None:
         """The worker leaves: pulls no job any more, and renews the claims of those that it has."""
         self._leaving.set()
-        await self._queue.stop_pulling()
-        self._stopped = True
+        try:
+            await self._queue.stop_pulling()
+        finally:
+            self._stopped.set()
 
     async def _run_job(self, job: Job) -> None:
         try:

@@ -310,7 +310,8 @@ class Topology:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             # Jobs are delivered once, and count until they are acknowledged or deleted.
-            ack_wait=self.config.max_age_s,
+            # Longer than a job's life: after it the job would count for nobody, and stay.
+            ack_wait=2 * self.config.max_age_s,
             max_deliver=1,
             max_ack_pending=-1,
         )
@@ -351,7 +352,7 @@ def shared_settings(config: QueueConfig) -> dict[str, str]:
     the others."""
     return {
         "max_depth": str(config.max_jobs),
-        "max_deliver": "1",
+        "deliveries": "once",
         "max_age_s": f"{config.max_age_s:g}",
         # How its lanes are served: a queue of another release may have a single one.
         "order": "short-first",
