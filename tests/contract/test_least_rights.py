@@ -68,7 +68,7 @@ async def test_requests_are_answered_on_the_asker_s_own_inbox(rights: LeastRight
     ("who", "subject"),
     [
         ("Frontend", names.claim_subject(NAMESPACE, "e1")),
-        ("PrefillWorker", names.cancel_subject(NAMESPACE, 0x1A)),
+        ("VllmWorker", names.done_subject(NAMESPACE, "e1")),
         ("PrefillWorker", names.prefill_jobs_subject(NAMESPACE)),
         ("VllmWorker", names.claim_subject(NAMESPACE, "e1")),
         ("Engine", names.health_subject(NAMESPACE, "VllmWorker")),

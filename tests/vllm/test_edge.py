@@ -128,7 +128,7 @@ async def test_a_stranger_without_the_secret_is_not_heard(disagg: Graph, referen
     engine, writer = await _who(disagg)
     first_token = names.first_token_subject(NAMESPACE, engine)
     dropped = disagg.count("VllmWorker", DROPPED, where="unauthentic")
-    stay = encode_sealed(Claim(attempt="forged", writer_lease_id=writer))
+    stay = encode_sealed(Claim(attempt="forged", claim=1, writer_lease_id=writer))
     async with NatsMessaging(disagg.nats_url) as messaging:
         with pytest.raises(DeadlineExceeded):
             await messaging.request(first_token, stay, timeout_s=0.5)
@@ -163,11 +163,10 @@ async def _who(graph: Graph) -> tuple[str, int]:
 
 
 async def _subjects(graph: Graph) -> list[str]:
-    engine, writer = await _who(graph)
+    engine, _ = await _who(graph)
     return [
         names.claim_subject(NAMESPACE, engine),
-        names.writer_done_subject(NAMESPACE, engine),
-        names.cancel_subject(NAMESPACE, writer),
+        names.done_subject(NAMESPACE, engine),
         names.prefill_jobs_subject(NAMESPACE),
     ]
 
