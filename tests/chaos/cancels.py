@@ -70,7 +70,7 @@ async def _hold_once(scene: Scene, at: int) -> None:
 
 
 async def reach_times(scene: Scene, wanted: int) -> list[float]:
-    """Seconds from a client's leave to the writer's word that it has stopped, for jobs under way."""
+    """Seconds from a client's leave to the word of its writer that it has stopped."""
     url = scene.blows.pick(PREFILL).state.status_url
     told: asyncio.Queue[float] = asyncio.Queue()
 
