@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.arena import Arena, children, left, open_arena
-from tests.chaos.cancels import leave_often, reach_times
+from tests.chaos.cancels import REACHED_S, leave_often, reach_times
 from tests.chaos.outages import OUTAGES
 from tests.chaos.questions import answers, questions
 from tests.chaos.report import Report
@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400), pytest.mark.asyncio(l
 SEED = 3
 MINUTES = 0.3
 CANCELS = 100
-REACHED_S = 1.0
 MEASURED = 4
 
 

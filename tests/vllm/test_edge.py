@@ -150,8 +150,7 @@ async def _subjects(graph: Graph) -> list[str]:
     return [
         names.first_token_subject(NAMESPACE, engine),
         names.claim_subject(NAMESPACE, engine),
-        names.writer_done_subject(NAMESPACE, engine),
-        names.cancel_subject(NAMESPACE, writer),
+        names.done_subject(NAMESPACE, engine),
         names.prefill_jobs_subject(NAMESPACE),
     ]
 

@@ -78,22 +78,31 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
 
 
 @virtual
-async def test_a_job_that_only_unusable_workers_pulled_is_no_try_of_the_prompt():
-    """The queue would not deliver it again, so one of them gives it back, and the prefill is
-    requested again."""
+async def test_a_job_that_an_unusable_worker_pulled_is_a_try_of_the_prompt():
+    """The queue does not deliver it again: the worker gives it back without a claim, and the
+    prefill is requested again."""
     async with Scene().open(WRITER, OTHER) as scene:
+        scene.decode.tune(max_remote_prefills=3)
         await marks(scene, OTHER)
-        for number in range(4):  # more than max-remote-prefills
-            attempt = await scene.ask("r1")
-            await scene.decode.done(attempt, "failed", writer=OTHER)
+
+        async def gives_back(request_id: str) -> None:
+            attempt = await scene.ask(request_id)
+            await scene.decode.done(attempt, "failed", writer=OTHER, claim=0)
             await scene.given_up_within(0.1, attempt)
-            scene.decode.output(failed=["r1"])
-            scene.decode.pool.free_blocks(scene.decode.taken.pop("r1"))
-            assert scene.counted("writer_unusable") == number + 1
-        attempt = await scene.ask("r1", claimed_by=WRITER)
+            scene.decode.output(failed=[request_id])
+            scene.decode.pool.free_blocks(scene.decode.taken.pop(request_id))
+
+        for number in range(2):
+            await gives_back("r1")
+            assert scene.counted("writer_failed") == number + 1
+        await scene.ask("r1", claimed_by=WRITER)
         scene.decode.output("r1")
         assert scene.counted("committed") == 1
-        assert scene.decode.counted("resume/writer_lost") == 4
+        assert scene.decode.counted("resume/writer_lost") == 2
+        for _ in range(3):
+            await gives_back("r2")
+        assert scene.decode.admit(prompt("r2", 10)) == 0
+        assert scene.decode.counted("resume/tried") == 1
 
 
 @virtual
@@ -116,7 +125,7 @@ async def test_without_a_usable_worker_a_job_that_came_back_is_computed_here():
     async with Scene().open(WRITER) as scene:
         attempt = await scene.ask("r1")
         # Its record and its word race; here the word is first.
-        await scene.decode.done(attempt, "failed", writer=WRITER)
+        await scene.decode.done(attempt, "failed", writer=WRITER, claim=0)
         await scene.given_up_within(0.1, attempt)
         await marks(scene, WRITER)
         await asyncio.sleep(0.01)
