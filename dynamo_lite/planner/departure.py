@@ -57,8 +57,8 @@ class Departure:
             _seconds(facts, "lease_ttl_s", _TTL_S),
         )
         self.overdue |= bool(running) and _seconds(facts, "draining_s", 0.0) > grace_s
-        fence_s = written_s(grace_s, ttl_s)
-        return safe(self.leaving, seen.writers(asked_at), now=asked_at, fence_s=fence_s)
+        landed_s = written_s(grace_s, ttl_s)
+        return safe(self.leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
 
 
 def worker_of(removal: OperationRecord, namespace: str) -> EndpointRecord:

@@ -4,7 +4,6 @@ DynamoLiteError
 ├── ConfigError            the user's graph, YAML or flags are wrong (exit 2)
 ├── StartupError           something outside is missing or conflicts (exit 1)
 ├── ProtocolError          bytes from the network are not a message of ours
-│   └── BadGrant           the answer to a claim does not allow what the job needs
 ├── DeadlineExceeded       a network wait ran out of time
 ├── Unavailable            nothing can take this now; retrying later may help
 │   ├── NoWorkers          no live worker serves the endpoint
@@ -42,15 +41,6 @@ class StartupError(DynamoLiteError):
 
 class ProtocolError(DynamoLiteError):
     """A message was malformed, oversized or of an unknown wire version."""
-
-
-class BadGrant(ProtocolError):
-    """The grant of a claim is not one for this job. The message begins with `SAYS`."""
-
-    SAYS = "the grant does not hold: "
-
-    def __init__(self, detail: str):
-        super().__init__(self.SAYS + detail)
 
 
 class DeadlineExceeded(DynamoLiteError):

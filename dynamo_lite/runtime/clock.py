@@ -9,7 +9,7 @@ def boottime() -> float:
     """Seconds since the boot, including the time in which the host was suspended.
 
     CLOCK_MONOTONIC stops while a host is suspended or hibernated. Deadlines after which others
-    may reuse something (a lease, blocks under a fence) are measured by this clock.
+    may reuse something (a lease, blocks under a claim) are measured by this clock.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

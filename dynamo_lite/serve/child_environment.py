@@ -29,8 +29,8 @@ _LOOPBACK_DEFAULTS = {"UCX_NET_DEVICES": "lo"}
 
 #: How long the kernel keeps KV that it cannot deliver over TCP, in lease times-to-live. By itself
 #: it sends the data of a dead process for more than a minute. A decode engine releases the blocks
-#: of a lost writer one time-to-live after the start of the writer's last write, at the earliest
-#: (`disagg/attempts/writer_deadlines.py`). Until then its KV must have come, or never come.
+#: of a lost writer one time-to-live after the end of the writer's claim, at the earliest
+#: (`disagg/attempts/ledger.py`). Until then its KV must have come, or never come.
 _UNDELIVERED = 0.75
 
 

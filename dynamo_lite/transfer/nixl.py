@@ -1,6 +1,6 @@
 """The mover on NIXL (UCX backend).
 
-NIXL's progress thread is not used: it spins on a core and does not respect the fence.
+NIXL's progress thread is not used: it spins on a core and knows no limit (`PollLimit`).
 `Transfer.done` and `notices` make progress. The engine's worker half calls them each step
 while anything is in flight, and the thread of `polled.py` between the steps. A peer's first
 contact also completes in these calls.

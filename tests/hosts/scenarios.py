@@ -166,7 +166,7 @@ async def _rolling_restart(stage: Stage) -> None:
 
 
 async def _revoked_while_cut_off(stage: Stage) -> None:
-    """The lease of a prefill worker is revoked long before its fence closes, and it is back soon
+    """The lease of a prefill worker is revoked long before its end, and it is back soon
     after that."""
     assert stage.kv is not None
     victim, before = stage.rig.services["PrefillWorker"][0], stage.rig.restarts

@@ -8,7 +8,7 @@ invariants held; 1: an invariant was violated.
 
     python -m tests.simulation --seeds 1000
     python -m tests.simulation --seed 17
-    python -m tests.simulation --seeds 1000 --stop --mutant no-fence
+    python -m tests.simulation --seeds 1000 --stop --mutant no-cell
 """
 
 import argparse

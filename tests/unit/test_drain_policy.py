@@ -101,7 +101,7 @@ NOBODY = {D: (frozenset[int](), 11.0)}
 
 
 def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> Safe | Unsafe:
-    return safe(leaving, writers, now=now, fence_s=60.0)
+    return safe(leaving, writers, now=now, landed_s=60.0)
 
 
 def test_the_last_write_of_a_worker_that_is_cut_off_lands_within_two_times_to_live():
@@ -133,7 +133,7 @@ def test_idle_alone_is_not_safe():
     assert found == Unsafe(reason="2 writers may still write into its blocks")
 
 
-def test_a_closed_fence_makes_a_prefill_worker_safe_and_no_decode_worker():
+def test_time_makes_a_prefill_worker_safe_and_no_decode_worker():
     busy = replace(IDLE_P, in_flight=1, idle_at=None)
     assert isinstance(judged(busy, now=68.0), Unsafe)
     assert isinstance(judged(busy, now=68.1), Safe)

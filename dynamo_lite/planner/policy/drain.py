@@ -114,34 +114,34 @@ class Unsafe:
 def written_s(grace_s: float, lease_ttl_s: float) -> float:
     """How long after the end of its lease a prefill worker's last write lands, at most.
 
-    It starts within its grace, or, if the worker is cut off, within the lease's time-to-live. It
-    lands within another one, as in `writer_deadlines.py`.
+    It starts within its grace, or, if the worker is cut off, before its claims have run out, which
+    is earlier than a time-to-live. It lands within another one (`disagg/attempts/ledger.py`).
     """
     return max(grace_s, lease_ttl_s) + lease_ttl_s
 
 
-def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> Safe | Unsafe:
+def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> Safe | Unsafe:
     """Whether a leaving worker may be killed.
 
     An idle prefill worker may still have a write in flight, and its death does not stop a write
     that the network card has. The owner of the blocks would use them again. So every decode worker
-    must have ended its attempts since, or the fence must have closed. A decode worker must itself
+    must have ended its attempts since, or enough time must have passed. A decode worker must itself
     have no attempt, because a late write would go to memory that another process has got.
 
-    fence_s: see `written_s`.
+    landed_s: see `written_s`.
     """
     if leaving.ended:
         return Safe(reason="its process has ended")
     if leaving.listed:
         return Unsafe(reason="it is still listed: it may get work")
     if leaving.in_flight is None or leaving.idle_at is None:
-        return _after_ttl(leaving, now, fence_s, "it does not report its running work")
+        return _after_ttl(leaving, now, landed_s, "it does not report its running work")
     if leaving.in_flight:
         what = "requests" if leaving.role is Role.DECODE else "jobs"
-        return _after_ttl(leaving, now, fence_s, f"{leaving.in_flight} {what} in flight")
+        return _after_ttl(leaving, now, landed_s, f"{leaving.in_flight} {what} in flight")
     if leaving.role is Role.DECODE:
         return _own_ledger(writers.get(leaving.lease_id), leaving.idle_at)
-    return _all_ledgers(leaving, leaving.idle_at, writers, now, fence_s)
+    return _all_ledgers(leaving, leaving.idle_at, writers, now, landed_s)
 
 
 def _own_ledger(said: tuple[frozenset[int], float] | None, idle_at: float) -> Safe | Unsafe:
@@ -153,25 +153,25 @@ def _own_ledger(said: tuple[frozenset[int], float] | None, idle_at: float) -> Sa
 
 
 def _all_ledgers(
-    leaving: Leaving, idle_at: float, writers: Writers, now: float, fence_s: float
+    leaving: Leaving, idle_at: float, writers: Writers, now: float, landed_s: float
 ) -> Safe | Unsafe:
     unknown = [lease for lease, said in writers.items() if said is None or said[1] < idle_at]
     if unknown:
         leases = ", ".join(f"{lease:x}" for lease in sorted(unknown))
         return _after_ttl(
-            leaving, now, fence_s, f"decode workers that do not report their writers: {leases}"
+            leaving, now, landed_s, f"decode workers that do not report their writers: {leases}"
         )
     naming = [
         lease for lease, said in writers.items() if said is not None and leaving.lease_id in said[0]
     ]
     if naming:
         leases = ", ".join(f"{lease:x}" for lease in sorted(naming))
-        return _after_ttl(leaving, now, fence_s, f"attempts that it may write: of {leases}")
+        return _after_ttl(leaving, now, landed_s, f"attempts that it may write: of {leases}")
     return Safe(reason="idle, and no decode worker waits for a write of it")
 
 
-def _after_ttl(leaving: Leaving, now: float, fence_s: float, why: str) -> Safe | Unsafe:
+def _after_ttl(leaving: Leaving, now: float, landed_s: float, why: str) -> Safe | Unsafe:
     gone_at = leaving.unlisted_at
-    if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > fence_s:
-        return Safe(reason=f"its lease is gone for {fence_s:g} s: its fence has closed")
+    if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > landed_s:
+        return Safe(reason=f"its lease is gone for {landed_s:g} s: none of its writes can land")
     return Unsafe(reason=why)

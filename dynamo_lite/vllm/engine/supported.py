@@ -170,8 +170,8 @@ def _check_writes(config: VllmConfig) -> None:
 def _check_one_host(parallel: ParallelConfig) -> None:
     """Raises StartupError if a rank would run on another host than its component."""
     why = (
-        "an engine with remote prefill must be on one host: its ranks read a file of their"
-        " component, and the fence that a lost lease closes"
+        "an engine with remote prefill must be on one host: its ranks read files of their"
+        " component, among them until when they may write"
     )
     if parallel.nnodes > 1:
         raise StartupError(f"nnodes: {parallel.nnodes} is not supported with remote prefill: {why}")

@@ -160,7 +160,7 @@ class _Request:
 class Consumer:
     """Hands out the messages of one subject, one per pull request, oldest request first.
 
-    As with JetStream an ack, a nak or an extension is no fence: that of a former holder
+    As with JetStream an ack, a nak or an extension guards nothing: that of a former holder
     counts as well as that of the present one.
     """
 
