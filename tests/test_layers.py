@@ -56,7 +56,7 @@ PURE = (
 #: that raises a row has the reason in the changelog.
 BUDGET = {
     "dynamo_lite/protocol": 2_306,
-    "dynamo_lite/runtime": 6_926,
+    "dynamo_lite/runtime": 6_930,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_330,
     "dynamo_lite/request_plane": 2_212,
@@ -64,9 +64,9 @@ BUDGET = {
     "dynamo_lite/vllm": 6_113,
     "dynamo_lite/forward": 6_498,
     "dynamo_lite/planner": 3_260,
-    "dynamo_lite/serve": 6_851,
+    "dynamo_lite/serve": 6_964,
     "dynamo_lite/cli": 3_195,
-    "tests": 59_294,
+    "tests": 59_295,
     "tests/simulation": 8_810,
 }
 SLACK = 50
