@@ -84,7 +84,7 @@ _LLM_D = {
 #: `command`, `command subcommand` or `command option` to what to use instead.
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "config seal": "`config set` a value again: it seals all values of its component",
+        "config seal": "nothing: what is set is stored as plain JSON",
         "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
         "config watch": "`config get` shows what is set",
         "planner explain": "`planner status`; the planner's log has each decision",
