@@ -55,7 +55,7 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_183,
+    "dynamo_lite/protocol": 2_173,
     "dynamo_lite/runtime": 6_851,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_350,
@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_955,
     "dynamo_lite/cli": 3_195,
-    "tests": 58_722,
+    "tests": 58_735,
     "tests/simulation": 8_906,
 }
 SLACK = 50

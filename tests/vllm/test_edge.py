@@ -145,8 +145,6 @@ def test_vllm_xargs_do_not_steer_kv_transfers(disagg: Graph, reference: PlainSer
 async def _subjects(graph: Graph) -> list[str]:
     (pool,) = await graph.pools()
     engine = pool.metadata.engine_id
-    records = {r.endpoint: r for r in await graph.records()}
-    writer = records["prefill"].lease_id
     return [
         names.first_token_subject(NAMESPACE, engine),
         names.claim_subject(NAMESPACE, engine),

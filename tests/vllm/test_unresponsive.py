@@ -154,9 +154,9 @@ async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
     expected = await tokens_of(reference.url, [*requests, *later, *again])
     await graph.settled()
     free = sum(pool.free_blocks for pool in await graph.pools())
-    silent, nobody, late = (
+    lost, nobody, late = (
         graph.count("VllmWorker", REMOTE, outcome=how)
-        for how in ("writer_silent", "no_writer", "deadline")
+        for how in ("writer_lost", "no_writer", "deadline")
     )
     worker = graph.process("PrefillWorker")
     # Without an engine nothing that it claims is over before it is looked at.
@@ -171,7 +171,7 @@ async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
             since = counting(graph)
             assert await tokens_of(graph.url, later) == expected[6:8]
             assert since() == {"local/no_prefill_worker": 2}
-            assert graph.count("VllmWorker", REMOTE, outcome="writer_silent") > silent
+            assert graph.count("VllmWorker", REMOTE, outcome="writer_lost") > lost
             assert graph.count("VllmWorker", REMOTE, outcome="no_writer") >= nobody
             # Workers ask their engines for it now and then; it stays so while it stands still.
             await until(
