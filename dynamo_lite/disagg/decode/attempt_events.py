@@ -136,7 +136,8 @@ class AttemptEvents:
         if done.outcome != "written":
             what = request_id, attempt, done.outcome, detail
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
-        self._inbox.append(DoneBy(attempt, done.writer_lease_id))
+        if request_id is not None:
+            self._inbox.append(DoneBy(attempt, done.writer_lease_id))
         about = "request %s: attempt %s", request_id, attempt
         if done.outcome == "died":
             self.apply(lambda ledger: ledger.writer_died(attempt, claim), *about)
