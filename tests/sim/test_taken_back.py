@@ -55,9 +55,10 @@ def test_what_is_not_claimed_in_time_is_computed_here_and_the_rest_is_served(
     back, committed = counts["remote/taken_back"], counts["remote/committed"]
     # The worker holds some jobs while it stands, and is done with some before.
     assert 4 <= back <= PROMPTS - 2
-    # The claim of what it was writing may run out.
-    assert counts.get("remote/writer_lost", 0) <= 1
-    assert back + committed + counts.get("remote/writer_lost", 0) == len(warm) + PROMPTS
+    # The claims of what it had pulled may run out. It is asked again, or computes here.
+    lost = counts.get("remote/writer_lost", 0)
+    assert lost <= 3
+    assert len(warm) + PROMPTS - lost <= back + committed <= len(warm) + PROMPTS
     times = [at_s - START_S for at_s, _, text in trace.lines if "ended: taken_back" in text]
     assert len(times) == back
     # The queue moved until the standstill.

@@ -60,7 +60,7 @@ def test_a_link_that_stays_bad_is_tried_ever_more_seldom():
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6, 8, 9])
-def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it(seed: int):
+def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it_first(seed: int):
     """prefill-0 can write into decode-1 only, so it pulls jobs, also those for decode-0."""
     played = play_scenario(
         Scenario(
@@ -75,11 +75,12 @@ def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it(seed: int):
     )
     counts = played.counts
     assert played.violations == []
-    assert counts["request length"] == counts["remote/committed"] == 20
-    assert counts["attempt written"] == 20
-    # Jobs that met the bad link were requested again.
-    met = counts["remote/writer_failed"]
-    assert 1 <= met <= 8
-    assert counts["decision/remote/long"] == 20 + met
-    assert counts.get("resume/writer_lost", 0) == met
+    assert counts["request length"] == 20
+    committed = counts["remote/committed"]
+    assert committed == counts["attempt written"] >= 18
+    # Jobs that met the bad link were requested again, unless they met it twice.
+    met, again = counts["remote/writer_failed"], counts["resume/writer_lost"]
+    assert 1 <= met <= 10
+    assert counts["decision/remote/long"] == 20 + again
+    assert met - again == 20 - committed
     assert "remote/deadline" not in counts

@@ -123,6 +123,8 @@ class _Pulls:
                 if job is None:
                     return None
                 self._judge.pulled(job)
+                if self._world.intruder is not None:
+                    self._world.intruder.pulled(job)
                 self._watch(job)
                 self._held.add(job)
                 self._judge.jobs_held(len(self._held), self._lease_id)
