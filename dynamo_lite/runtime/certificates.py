@@ -125,12 +125,12 @@ class Certificates:
         return self._contexts
 
     def _stamp(self) -> list[tuple[int, int] | None]:
-        """Changes when a file does, or the link that Kubernetes makes of it."""
+        """Changes when a file or its mode does, or the link that Kubernetes makes of it."""
         found: list[tuple[int, int] | None] = []
         for path in (self.files.ca, self.files.cert, self.files.key):
             try:
                 status = os.stat(path or "")
-                found.append((status.st_mtime_ns, status.st_ino))
+                found.append((status.st_ctime_ns, status.st_ino))
             except OSError:
                 found.append(None)
         return found
@@ -173,6 +173,10 @@ def _load_into(context: ssl.SSLContext, files: TlsFiles) -> None:
     assert files.cert is not None and files.key is not None
     try:
         context.load_verify_locations(files.ca)
+    except (OSError, ssl.SSLError) as exc:
+        assert files.ca is not None
+        raise _mistake(files.ca, "it is not a PEM file of authorities") from exc
+    try:
         # An encrypted key must fail: its password cannot be entered.
         context.load_cert_chain(files.cert, files.key, password=lambda: "")
     except (OSError, ssl.SSLError) as exc:
@@ -182,7 +186,8 @@ def _load_into(context: ssl.SSLContext, files: TlsFiles) -> None:
 def _check_dates(path: Path, certificate: x509.Certificate) -> None:
     now = datetime.datetime.now(datetime.UTC)
     if now > (end := certificate.not_valid_after_utc):
-        raise _mistake(path, f"it has expired on {end:%Y-%m-%d %H:%M} UTC")
+        remedy = "remove it and its key, and make new ones: `dynamo-lite access certs`"
+        raise _mistake(path, f"it has expired on {end:%Y-%m-%d %H:%M} UTC; {remedy}")
     if now < (start := certificate.not_valid_before_utc):
         raise _mistake(path, f"it is not valid before {start:%Y-%m-%d %H:%M} UTC")
 

@@ -13,6 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.certificates import files_of, identity
+from dynamo_lite.runtime.credentials import open_to_others
 from dynamo_lite.serve.run_state import write_private
 
 _AUTHORITY_DAYS, _DAYS = 3650, 730
@@ -83,14 +84,17 @@ def _names(uri: str, hosts: Iterable[str]) -> list[x509.GeneralName]:
 def _authority(folder: Path, namespace: str) -> tuple[x509.Certificate, _Key]:
     """The one of the folder; a new one if there is none."""
     ca, ca_key = folder / "ca.pem", folder / "ca-key.pem"
-    if not ca.exists():
+    if not ca.exists() and not ca_key.exists():
         certificate, key = _self_signed(namespace)
         write_private(ca_key, _key_pem(key))
         write_private(ca, _pem(certificate))
         return certificate, key
-    if not ca_key.exists():
-        why = f"{ca_key} is missing: make the certificates where the authority's key is"
-        raise ConfigError([why])
+    for one in (ca, ca_key):
+        if not one.exists():
+            why = f"{one} is missing: make the certificates where the authority and its key are"
+            raise ConfigError([why])
+    if open_to_others(ca_key.stat()):
+        raise ConfigError([f"{ca_key} is open to other users: chmod 600 {ca_key}"])
     try:
         key = serialization.load_pem_private_key(ca_key.read_bytes(), None)
         certificate = x509.load_pem_x509_certificate(ca.read_bytes())

@@ -175,7 +175,7 @@ async def _connect(
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
     namespace, here = request.config.shared.namespace, _services_here(request.config, request.only)
-    own = here[0].service.name
+    own = next((one for one in here if one.workers), here[0]).service.name
     await startup_checks.check_servers(
         ServersToCheck(
             nats=None if nats_url is None else with_files(nats_url, folder, own),

@@ -117,6 +117,8 @@ class EtcdClient(aetcd.Client):
         try:
             if (files := _files(self._address)) == self._files:
                 return
+            if self._address.tls is not None:
+                self._address.tls.context()  # a pair that does not match would end all connections
         except ConfigError as exc:
             if self._log_limit.allow() is not None:
                 logger.warning("%s What was read before stays in use.", exc)
