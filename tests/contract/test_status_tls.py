@@ -1,5 +1,6 @@
 """A status server over HTTPS: who may read what, and what members and commands make of it."""
 
+import shutil
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -73,7 +74,7 @@ async def test_a_certificate_of_another_graph_opens_nothing(folder: Path, url: s
     # Of the same authority, but of another namespace.
     (folder / "n2").mkdir()
     for key in ("ca.pem", "ca-key.pem"):
-        (folder / "n2" / key).write_bytes((folder / key).read_bytes())
+        shutil.copy(folder / key, folder / "n2" / key)
     graph_folder(folder / "n2", "n2")
     async with client_of(of(folder / "n2", "Operator", "n2")) as client:
         assert (await client.get(f"{url}/live")).status_code == 200

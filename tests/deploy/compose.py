@@ -9,11 +9,20 @@ from typing import Any
 
 import yaml
 
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.embedded import program
 from tests.conftest import running
 from tests.deploy.command_lines import DEPLOY
 from tests.deploy.containers import Container, ShippedEtcd, ShippedNats, free_ports, make_secrets
 from tests.process.command import VLLM_PATIENCE_S, run
+
+#: The services of compose that are members of the graph, and the operator.
+COMPONENTS = {
+    "frontend": "Frontend",
+    "decode": "VllmWorker",
+    "prefill": "PrefillWorker",
+    "operator": "Operator",
+}
 
 
 def read_compose() -> dict[str, Any]:
@@ -58,6 +67,17 @@ class Compose:
         container = self.container(name)
         # A path may be the whole value.
         return {key: container.here(f"={value}")[1:] for key, value in variables.items()}
+
+    def nats_url(self, name: str) -> str:
+        """As the service's process has it: with its component's certificate and login."""
+        return self._certified(name, "DYNAMO_LITE_NATS_URL")
+
+    def etcd_url(self, name: str) -> str:
+        return self._certified(name, "DYNAMO_LITE_ETCD_URL")
+
+    def _certified(self, name: str, variable: str) -> str:
+        folder = self.container(name).path("/etc/dynamo-lite-access")
+        return with_files(self.environment(name)[variable], folder, COMPONENTS[name])
 
     def nats(self) -> ShippedNats:
         [_, config] = self.content["services"]["nats"]["command"]

@@ -75,10 +75,9 @@ async def test_a_request_is_answered(services: dict[str, Serving]) -> None:
 
 async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str, Serving]) -> None:
     done: asyncio.Queue[Done] = asyncio.Queue()
-    urls = compose.environment("decode")
     decode = decode_engine(
-        nats_url=urls["DYNAMO_LITE_NATS_URL"],
-        etcd_url=urls["DYNAMO_LITE_ETCD_URL"],
+        nats_url=compose.nats_url("decode"),
+        etcd_url=compose.etcd_url("decode"),
         namespace=NAMESPACE,
         done=done,
     )

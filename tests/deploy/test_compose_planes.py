@@ -10,43 +10,22 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
-from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import eventually
-from tests.deploy.compose import Compose, planes
+from tests.deploy.compose import COMPONENTS, Compose, planes
 from tests.process.command import run
 from tests.process.null_decode import PUSH_TIMEOUT_S
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 NAMESPACE = "dynamo"
-#: The services of compose that are members of the graph, and the operator.
-COMPONENTS = {
-    "frontend": "Frontend",
-    "decode": "VllmWorker",
-    "prefill": "PrefillWorker",
-    "operator": "Operator",
-}
 
 
 @pytest.fixture(scope="module")
 def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     with planes(tmp_path_factory.mktemp("compose")) as made:
         yield made
-
-
-def nats_url(compose: Compose, name: str) -> str:
-    return _certified(compose, name, "DYNAMO_LITE_NATS_URL")
-
-
-def etcd_url(compose: Compose, name: str) -> str:
-    return _certified(compose, name, "DYNAMO_LITE_ETCD_URL")
-
-
-def _certified(compose: Compose, name: str, variable: str) -> str:
-    folder = compose.container(name).path("/etc/dynamo-lite-access")
-    return with_files(compose.environment(name)[variable], folder, COMPONENTS[name])
 
 
 def _parts(url: str) -> tuple[str, dict[str, str]]:
@@ -61,8 +40,8 @@ def _with(servers: str, *parts: str) -> str:
 
 async def test_strangers_get_nothing(compose: Compose) -> None:
     """Without TLS, without a login, with a wrong one, without a certificate."""
-    nats, of_nats = _parts(nats_url(compose, "frontend"))
-    etcd, of_etcd = _parts(etcd_url(compose, "frontend"))
+    nats, of_nats = _parts(compose.nats_url("frontend"))
+    etcd, of_etcd = _parts(compose.etcd_url("frontend"))
     own = [of_nats[name] for name in ("ca", "cert", "key")]
     wrong = compose.folder / "wrong"
     wrong.write_text("dynamo-Frontend:guessed\n")
@@ -90,7 +69,7 @@ async def test_strangers_get_nothing(compose: Compose) -> None:
 
 
 async def test_a_certificate_alone_gives_no_rights(compose: Compose) -> None:
-    etcd, parts = _parts(etcd_url(compose, "frontend"))
+    etcd, parts = _parts(compose.etcd_url("frontend"))
     url = _with(etcd, *(parts[name] for name in ("ca", "cert", "key")))
     async with EtcdStore(url, connect_timeout_s=5) as store:
         with pytest.raises(StoreUnavailable, match=r"permission denied|user name is empty"):
@@ -105,7 +84,7 @@ async def test_each_service_has_its_own_rights(compose: Compose) -> None:
         "operator": names.live_options_key(NAMESPACE, "VllmWorker"),
     }
     for name in COMPONENTS:
-        async with EtcdStore(etcd_url(compose, name)) as store:
+        async with EtcdStore(compose.etcd_url(name)) as store:
             for whose, key in own.items():
                 if name in (whose, "operator"):
                     await store.put(key, b"{}")
@@ -118,7 +97,7 @@ async def test_each_service_has_its_own_rights(compose: Compose) -> None:
 async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compose) -> None:
     config = QueueConfig(push_timeout_s=PUSH_TIMEOUT_S)
     decode, prefill = (
-        open_queue(nats_url(compose, name), NAMESPACE, config) for name in ("decode", "prefill")
+        open_queue(compose.nats_url(name), NAMESPACE, config) for name in ("decode", "prefill")
     )
     log = compose.container("nats").root / "nats-server.log"
     async with asyncio.timeout(30), decode, prefill:
@@ -126,11 +105,15 @@ async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compo
         job = await prefill.pull(timeout_s=10)
         assert job is not None and job.payload == b"one"
         await job.ack()
-        assert (await decode.depth()).total == 0
+
+        async def empty() -> bool:
+            return (await decode.depth()).total == 0
+
+        await eventually(empty)
     assert "Violation" not in log.read_text()
     jobs = names.prefill_jobs_subject(NAMESPACE)
     for name in ("frontend", "prefill", "operator"):
-        async with NatsMessaging(nats_url(compose, name)) as messaging:
+        async with NatsMessaging(compose.nats_url(name)) as messaging:
             await messaging.client.publish(jobs, b"x")
             await messaging.client.flush()
         user = f"{NAMESPACE}-{COMPONENTS[name]}"

@@ -139,9 +139,9 @@ class ControlSession:
         if not self.workers.usable:
             apply(lambda ledger: ledger.not_published(attempt), *about)
             return
-        lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
-        payload = encode(job)
         try:
+            lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
+            payload = encode(job)
             sequence = await self._queue.push(
                 payload, message_id=attempt, lane=lane, life_s=job.deadline - self._wall()
             )

@@ -112,8 +112,8 @@ class RemotePrefill:
     pulled_at: float | None = None
     #: When the claim was granted.
     claimed_at: float | None = None
-    #: The worker that has reported that it is done with the job; None: none has yet.
-    done_by: int | None = None
+    #: The worker that claimed the job, or gave it back without a claim; None: none has yet.
+    writer: int | None = None
     #: When the remote prefill ended for its request.
     ended_at: float | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.

@@ -230,9 +230,9 @@ class RemotePrefills:
                 prefill.published_at = event.at
             case Claimed():
                 prefill.pulled_at = max(prefill.asked_at, event.pulled_at)
-                prefill.claimed_at = event.at
-            case DoneBy():
-                prefill.done_by = event.writer
+                prefill.claimed_at, prefill.writer = event.at, event.writer
+            case DoneBy() if prefill.claimed_at is None:
+                prefill.writer = event.writer
 
     # Questions
 

@@ -83,7 +83,7 @@ class Resumes:
             prefill.outcome,
             tries=prefill.tries,
             max_tries=prefill.max_tries,
-            others=sum(member.lease_id != prefill.done_by for member in self._usable()),
+            others=sum(member.lease_id != prefill.writer for member in self._usable()),
             spent_s=now - prefill.since,
             left_s=until - now,
         )

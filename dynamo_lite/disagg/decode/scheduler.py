@@ -148,8 +148,7 @@ class DecodeScheduler:
         for request_id, cached in report.cached.items() if report is not None else ():
             self.prefills.committed(request_id, cached)
         for request_id in sorted(results.received | results.lost):
-            received, intact = request_id in results.received, request_id not in results.lost
-            self._transferred(request_id, received=received, intact=intact)
+            self._transferred(request_id, received=request_id not in results.lost)
 
     def cached_tokens(self, request_id: str) -> int | None:
         """Prompt tokens that no engine computes for the request; None without a decision."""
@@ -192,7 +191,7 @@ class DecodeScheduler:
                         self._message.claims[event.attempt] = event.claim
                     self.prefills.note(event)
 
-    def _transferred(self, request_id: str, *, received: bool, intact: bool) -> None:
+    def _transferred(self, request_id: str, *, received: bool) -> None:
         prefill = self.prefills.unparked(request_id, received=received)
         if prefill is None:
             return

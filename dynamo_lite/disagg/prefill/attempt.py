@@ -22,7 +22,9 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
+    IncompatiblePeer,
     ProtocolError,
+    Refused,
     Unavailable,
 )
 from dynamo_lite.protocol.prefill import (
@@ -144,7 +146,7 @@ class JobAttempt:
         try:
             async with running(self._renew(cell), name=f"claim {request.attempt}"):
                 ended = await parts.engine.prefill(job, target, cell.cell, self._first_token)
-        except DynamoLiteError as exc:
+        except (Refused, IncompatiblePeer) as exc:  # before the engine has the job
             return AttemptOutcome(request.attempt, "failed", str(exc))
         parts.stages.labels("engine").observe(self._now() - claimed)
         if parts.links is not None and ended.outcome == "written":
@@ -225,7 +227,7 @@ class JobAttempt:
         subject = names.first_token_subject(parts.namespace, request.engine_id)
         try:
             await parts.messaging.publish(subject, encode(first))
-        except Unavailable as exc:
+        except DynamoLiteError as exc:
             self._log("first token not sent", str(exc))
 
     async def _give_back(

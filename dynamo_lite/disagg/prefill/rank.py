@@ -61,6 +61,7 @@ class PrefillRank:
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and ended requests, and starts what can start."""
+        self._writes.check_limit()
         self._peers.update(step)
         for read in step.reads:
             self._peers.ensure_connected(read.target_engine)

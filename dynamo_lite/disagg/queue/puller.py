@@ -220,7 +220,7 @@ class Puller:
             else:
                 ends = [mine.until for mine in own.values()]
             await asyncio.wait({change}, timeout=max(min(ends) - loop_time(), 0.0))
-        return None
+        return self._pop_arrived(chosen)
 
     def pause(self) -> None:
         """To be called when the connection or a consumer is gone, and all pull requests with it."""
