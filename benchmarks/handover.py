@@ -52,18 +52,14 @@ read before and after each request:
   decide    decode engine: from its look at the prompt to the job in hand
   publish   until the broker has the job (or it is claimed, if that is sooner)
   pull      until a prefill worker has pulled it, and the claim on its way
-  claim     what the worker does before the claim: it gives the job to its engine
+  claim     what the worker does before the claim: it looks at the job and its target
   fill      from the claim until the decode engine has noticed that all KV is there:
     wait      prefill engine: from arrival to its first step
-    compute   from there to the last write, which also waits for the grant
+    compute   from there to the last write
     write     the last write, which carries the commit
-    notice    the rest of fill: the job on its way into the prefill engine, the notice
-              on its way into the decode one; less what the claim was under way
-              beside wait and compute, so it can be negative for a late claim
+    notice    the rest of fill: the claim's answer, the job on its way into the prefill
+              engine, the notice on its way into the decode one
   resume    decode engine: until the request is scheduled for its first token
-
-The job is computed while its claim is on its way, so single stages overlap; their sum
-is the whole path.
 
 The sum without compute is to be at most {MAX_OVERHEAD_MS:g} ms at {JUDGED_TOKENS} tokens, on two
 cores that have nothing else to do.
