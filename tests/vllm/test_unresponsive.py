@@ -168,17 +168,17 @@ async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
             assert await asking == expected[:6]
             assert time.monotonic() - began < 12, "the deadline is 30 s, the lease lives for 60"
             assert graph.count("VllmWorker", REMOTE, outcome="deadline") == late
-            since = counting(graph)
-            assert await tokens_of(graph.url, later) == expected[6:8]
-            assert since() == {"local/no_prefill_worker": 2}
-            assert graph.count("VllmWorker", REMOTE, outcome="writer_lost") > lost
-            assert graph.count("VllmWorker", REMOTE, outcome="no_writer") >= nobody
-            # Workers ask their engines for it now and then; it stays so while it stands still.
+            # Its claims have run out before its heartbeats are missed.
             await until(
                 lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 2,
                 10,
                 "both decode workers show that it does not respond",
             )
+            since = counting(graph)
+            assert await tokens_of(graph.url, later) == expected[6:8]
+            assert since() == {"local/no_prefill_worker": 2}
+            assert graph.count("VllmWorker", REMOTE, outcome="writer_lost") > lost
+            assert graph.count("VllmWorker", REMOTE, outcome="no_writer") >= nobody
     await graph.settled(free)
     await until(
         lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 0,
