@@ -12,7 +12,7 @@ from typing import Protocol
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.kv import KvChange
-from dynamo_lite.protocol.prefill import FirstToken, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import FirstToken, RemotePrefillRequest, WriterOutcome
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.routing.kv_publisher import Holdings
@@ -39,9 +39,7 @@ class AttemptOutcome:
     more."""
 
     attempt: str
-    #: "written", "failed", "abandoned", or "died": the engine's process ended, and writes that it
-    #: had started may still land.
-    outcome: str
+    outcome: WriterOutcome
     detail: str = ""
 
 

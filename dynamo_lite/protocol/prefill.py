@@ -108,15 +108,19 @@ class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+#: How a writer's work on an attempt ended. "written": the data and its notification are delivered.
+#: "died": the engine's process ended, and writes that it had started may still land.
+WriterOutcome = Literal["written", "failed", "abandoned", "died"]
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to decode engine: no write or read of this attempt is or will be in flight."""
+    """Prefill worker to decode engine: it starts no write or read of this attempt any more. Unless
+    the engine died, none is in flight."""
 
     attempt: AttemptId
     #: 0: the worker has not claimed the attempt.
     claim: ClaimId = 0
-    #: "written": the data and its notification are delivered. "died": the engine's process ended,
-    #: and writes that it had started may still land.
-    outcome: Literal["written", "failed", "abandoned", "died"]
+    outcome: WriterOutcome
     detail: str = ""
     #: The sender.
     writer_lease_id: LeaseId = 0

@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 from prometheus_client import Histogram
@@ -34,6 +33,7 @@ from dynamo_lite.protocol.prefill import (
     FirstToken,
     Held,
     RemotePrefillRequest,
+    WriterOutcome,
     decode_claim_reply,
 )
 from dynamo_lite.protocol.records import EngineMetadata
@@ -230,14 +230,12 @@ class JobAttempt:
         except DynamoLiteError as exc:
             self._log("first token not sent", str(exc))
 
-    async def _give_back(
-        self, outcome: Literal["failed", "abandoned"], why: str, counted: str
-    ) -> str:
+    async def _give_back(self, outcome: WriterOutcome, why: str, counted: str) -> str:
         """Ends a job that this worker has not claimed. counted: the outcome for the counter."""
         await self._report(outcome, why, 0)
         return counted
 
-    async def _report(self, outcome: str, detail: str, claim: int) -> None:
+    async def _report(self, outcome: WriterOutcome, detail: str, claim: int) -> None:
         """Tells the decode engine that this worker writes nothing more of the attempt. If that gets
         lost, the engine waits for the end of the claim."""
         request, parts = self.request, self._parts
@@ -248,7 +246,7 @@ class JobAttempt:
         done = Done(
             attempt=request.attempt,
             claim=claim,
-            outcome=outcome,  # type: ignore[arg-type]
+            outcome=outcome,
             detail=detail,
             writer_lease_id=parts.lease_id,
         )
