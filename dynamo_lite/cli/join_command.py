@@ -25,7 +25,7 @@ def join(
     url: Annotated[
         str,
         typer.Option(
-            help="The engine's OpenAI server as Forwarders reach it: http(s)://HOST:PORT.",
+            help="The engine's OpenAI server, http(s)://HOST:PORT, for Forwarders.",
         ),
     ],
     role: Annotated[str, typer.Option(help="prefill, decode, or both (prefill-decode).")],
@@ -56,16 +56,14 @@ def join(
     certificates: Annotated[
         Path | None,
         typer.Option(
-            help="The graph's certificates: a folder with ca.pem and, by --role, the pair of Engine,"
-            " PrefillEngine or DecodeEngine. Needed if --bind-host is no loopback address."
+            help="The graph's certificates: a folder with ca.pem and, by --role, the pair of"
+            " Engine, PrefillEngine or DecodeEngine. Needed if --bind-host is no loopback address."
         ),
     ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     grace_s: Annotated[
         float,
-        typer.Option(
-            min=0, help="At the end: how long to wait for the engine's requests, in seconds."
-        ),
+        typer.Option(min=0, help="Longest wait at the end for the engine's requests, in seconds."),
     ] = 60.0,
     lease_ttl_s: Annotated[
         float,

@@ -64,9 +64,9 @@ _METRICS = {
         "dynamo_lite_late_notices",
         "Commit notifications that came after their attempts had been given up",
     ),
-    counters.FENCED: partial(
+    counters.STOPPED: partial(
         Counter,
-        "dynamo_lite_fenced_writes",
+        "dynamo_lite_stopped_writes",
         "Attempts whose rest was not written, because their claim had ended",
     ),
     counters.MISMATCH: partial(
