@@ -33,7 +33,7 @@ worker's max-num-batched-tokens:
   off  {WHOLE_TOKENS}: one chunk, one write of all blocks at its end
 
 Fresh random prompts of each length go to both in turn. The handover is what the
-workers' own metrics show outside the computing, from the granted claim on (see
+workers' own metrics show outside the computing, from the claim on (see
 `benchmarks.handover --help`): write, notice and resume. With streaming on it is not
 to grow by more than {MAX_GROWTH_MS:g} ms from the shortest prompt to the longest.
 """

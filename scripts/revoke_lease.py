@@ -1,12 +1,12 @@
-"""Drains and removes processes of a graph by revoking their leases.
+"""Removes processes of a graph: revokes their leases, so that they drain and exit.
 
     .venv/bin/python scripts/revoke_lease.py                      list the live members
     .venv/bin/python scripts/revoke_lease.py 694d9a2f3c4e8a05     revoke that lease
     .venv/bin/python scripts/revoke_lease.py --component PrefillWorker [--wait]
 
-With --wait it returns when the processes' keys are gone and, for processes on this host,
-the processes have ended. Exit codes: 0 done, 1 no such lease or no response from etcd,
-2 bad input.
+With --wait it returns when the processes' keys are gone and the processes on this host have ended.
+Exit codes: 0 done; 1 no such lease or component, no answer from etcd, or --timeout is over; 2 bad
+input.
 """
 
 import argparse
@@ -32,12 +32,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "lease", nargs="?", help="lease id in hexadecimal, as shown by `dynamo-lite ps`"
     )
-    parser.add_argument("--component", help="revoke the leases of all processes of this component")
-    parser.add_argument("--wait", action="store_true", help="wait until the processes are gone")
+    parser.add_argument("--component", help="revoke the leases of all its processes")
+    parser.add_argument("--wait", action="store_true", help="wait until they are gone")
     parser.add_argument("--timeout", type=float, default=60.0, help="timeout of --wait in seconds")
-    parser.add_argument("--etcd-url", help="default: the variable DYNAMO_LITE_ETCD_URL")
-    parser.add_argument("--certificates", type=Path, help="folder with Operator.pem and its key")
-    parser.add_argument("--namespace")
+    parser.add_argument(
+        "--etcd-url",
+        help="default: the variable DYNAMO_LITE_ETCD_URL, or that of the graph on --state-dir",
+    )
+    parser.add_argument(
+        "--certificates",
+        type=Path,
+        default=os.environ.get("DYNAMO_LITE_CERTIFICATES") or None,
+        help="folder with ca.pem, Operator.pem and its key; default: the variable"
+        " DYNAMO_LITE_CERTIFICATES, or that of the graph on --state-dir",
+    )
+    parser.add_argument("--namespace", help="default: that of the graph on --state-dir, or dynamo")
     parser.add_argument("--state-dir", type=Path, default=Path(".dynamo-lite"))
     return parser.parse_args()
 

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test of the core that takes too long fails, where the machine is not somebody's."""
+    """A test of the core that takes too long fails, where the machine is not a developer's."""
     report = yield
     judged = os.environ.get("CI") == "true" and call.when == "call" and report.passed
     with_engines = item.path.parent.name == "vllm"

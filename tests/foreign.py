@@ -1,4 +1,4 @@
-"""What somebody tries at NATS who may not read, ask or end anything of a graph."""
+"""What a client tries at NATS that may not read, ask or end anything of a graph."""
 
 import asyncio
 import json

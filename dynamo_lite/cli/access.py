@@ -23,7 +23,7 @@ from dynamo_lite.cli.arguments import (
 )
 from dynamo_lite.cli.listing import checked_namespace, find_nats, find_place
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.permissions import OPERATOR, Permissions, all_permissions, inbox_of
+from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
@@ -31,7 +31,6 @@ from dynamo_lite.runtime.address import (
     parse_nats_url,
     redact,
 )
-from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -57,8 +56,8 @@ _Env = Annotated[
     bool,
     typer.Option(
         "--env",
-        help="Print instead, as variables for a shell, the address of the server that the graph"
-        " here uses and the credentials. The output may have passwords.",
+        help="Print variables for a shell instead: the address of the server that the graph here"
+        " uses, and the credentials. The output may contain passwords.",
     ),
 ]
 _Components = Annotated[
@@ -75,19 +74,19 @@ def etcd(
     make: Annotated[
         Path | None,
         typer.Option(
-            help="Make the users at --etcd-url and turn authentication on, with the passwords of"
-            " this folder: a file USER:PASSWORD named as each user, and one named `root`. The"
-            " command may be run again.",
+            help="Make the users at --etcd-url, and turn authentication on. This folder has the"
+            " passwords: for each user, and for `root`, a file of its name that contains"
+            " USER:PASSWORD. What exists stays; a password that differs is changed.",
         ),
     ] = None,
     etcd_url: EtcdUrl = None,
     certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """Print the commands of `etcdctl` that make a user with the least rights for each component.
+    """Print the commands of `etcdctl` that make a user of etcd for each component.
 
-    A user may read and change only the keys that its component needs. `Operator` is for the
-    commands of `dynamo-lite`. With --make the users are made at once, with `etcdctl`.
+    A user may read and change only the keys that its component needs. The commands of
+    `dynamo-lite` use `Operator`. With --make the command makes the users itself.
     """
     if make is not None and (env or etcd_url is None):
         raise ConfigError(["--make needs --etcd-url, and goes without --env"])
@@ -102,7 +101,8 @@ def etcd(
     name = _named(namespace)
     permissions = chosen(name, component or ())
     if make is not None and etcd_url is not None:
-        make_users(with_files(etcd_url, certificates, OPERATOR), name, permissions, make)
+        place = find_place(state_dir, etcd_url, name, certificates)
+        make_users(place.etcd_url, name, permissions, make)
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")
@@ -117,7 +117,7 @@ def nats(
     certificates: CertificatesDir = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """Print a part of nats-server's configuration: a user with the least rights per component.
+    """Print the part of nats-server's configuration that has a user for each component.
 
     A user may publish and subscribe only to the subjects that its component needs, and to an
     inbox of its own, which `?inbox=` in the component's NATS URL names. `Operator` is for the
@@ -133,31 +133,41 @@ def nats(
 
 @app.command("certs")
 def certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder; it is made if it is missing.")
+    ],
     namespace: Namespace = None,
     component: Annotated[
         list[str] | None,
         typer.Option(
-            "--component", help="Only that of this one, or of a service of yours; may be repeated."
+            "--component",
+            help="Make only the certificate of this component, or of a service of yours; may be"
+            " repeated.",
         ),
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option("--host", help="A name or address that they are for, too; may be repeated."),
+        typer.Option(
+            "--host", help="A name or address to put into the certificates; may be repeated."
+        ),
     ] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", help="Only that of your own nats or etcd; may be repeated."),
+        typer.Option(
+            "--server", help="Make only that of your own server: nats or etcd; may be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Make a graph's authority, and a certificate for each component. What is there is kept.
+    """Make a graph's authority, and a certificate for each component.
 
-    Files: ca.pem and ca-key.pem (the authority), COMPONENT.pem and COMPONENT-key.pem. A host of the
-    graph gets ca.pem and those of its components, in the folder that Graph.certificates names.
-    ca-key.pem is needed only here. To renew one, remove its two files and run the command again:
-    running processes use the new files from their next connection on.
+    The authority is ca.pem with ca-key.pem, a certificate COMPONENT.pem with COMPONENT-key.pem.
+    Copy ca.pem and the two files of each component to the hosts where it runs, into the folder
+    that Graph.certificates names. No process needs ca-key.pem: keep it away from them.
 
-    With --server: nats-server.pem or etcd-server.pem with its key, for the hosts, and localhost.
+    Files that exist are kept. To renew a certificate, remove its two files and run the command
+    again. Running processes use new files from their next connection on.
+
+    With --server: nats-server.pem or etcd-server.pem and its key, for localhost and each --host.
     """
     from dynamo_lite.serve.certificate_folder import make_certificates, make_server_certificates
 

@@ -25,7 +25,7 @@ def join(
     url: Annotated[
         str,
         typer.Option(
-            help="The engine's OpenAI server, http://HOST:PORT, as Forwarders reach it.",
+            help="The engine's OpenAI server, http(s)://HOST:PORT, for Forwarders.",
         ),
     ],
     role: Annotated[str, typer.Option(help="prefill, decode, or both (prefill-decode).")],
@@ -33,11 +33,11 @@ def join(
         str, typer.Option(help="Its handover protocol: nixl, nixl-push, mooncake, sglang, ...")
     ],
     transfer_host: Annotated[
-        str | None, typer.Option(help="Host of its side of the handover; default: the URL's.")
+        str | None, typer.Option(help="Host where the engine hands KV over; default: the URL's.")
     ] = None,
     transfer_port: Annotated[
         int | None,
-        typer.Option(help="Port of it (bootstrap server, KVT, MoRIIO); default: the protocol's."),
+        typer.Option(help="Port there (bootstrap server, KVT, MoRIIO); default: the protocol's."),
     ] = None,
     notify_port: Annotated[
         int | None, typer.Option(help="Port for MoRIIO's notices; default: the protocol's.")
@@ -56,8 +56,8 @@ def join(
     certificates: Annotated[
         Path | None,
         typer.Option(
-            help="The graph's certificates: a folder with ca.pem and those of Engine, PrefillEngine"
-            " or DecodeEngine; needed with --bind-host."
+            help="The graph's certificates: a folder with ca.pem and, by --role, the pair of"
+            " Engine, PrefillEngine or DecodeEngine. Needed if --bind-host is no loopback address."
         ),
     ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
@@ -82,16 +82,17 @@ def join(
 ) -> None:
     """Register a stock engine for Forwarders, and keep it registered while it is healthy.
 
-    Start it beside the engine: `vllm serve`, SGLang, ... It waits until the engine's /health
-    passes and puts a record under a lease into etcd. Forwarders of the namespace use the engine
-    at once; `dynamo-lite ps` and `top` show it. While the engine is unhealthy, the record is
-    gone.
+    Start it beside the engine: `vllm serve`, SGLang, ... When the engine's /health passes, it
+    puts a record of the engine into etcd, under a lease. From then on Forwarders of the namespace
+    use the engine, and `dynamo-lite ps` and `top` show it. While the engine is unhealthy, there is
+    no record.
 
-    When the lease is revoked (scripts/revoke_lease.py), and at Ctrl-C or SIGTERM, it takes the
-    record away, waits until the engine has no requests (at most --grace-s), and exits with
-    code 0: then the engine can be stopped. If it is killed, the record goes after
-    --lease-ttl-s. If etcd is out of reach for longer than that, it registers the engine again
-    as soon as it can. Other exit codes: 1 etcd could not be reached at the start, 2 bad input.
+    To remove the engine, press Ctrl-C, send SIGTERM, or revoke the lease
+    (scripts/revoke_lease.py). The command deletes the record, waits until the engine has no
+    requests, at most --grace-s, and exits with code 0. Then you can stop the engine. If the
+    command is killed, the record is gone after --lease-ttl-s. If etcd is out of reach for longer
+    than that, it registers the engine again as soon as it can. Other exit codes: 1 etcd could not
+    be reached at the start, 2 bad input.
 
     \b
     dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\

@@ -18,7 +18,7 @@ _METRICS = {
     counters.DECISION: partial(
         Counter,
         "dynamo_lite_prefill_decisions",
-        "Prefill decisions of the disaggregated router",
+        "Prefill decisions, by verdict and reason",
         ["verdict", "reason"],
     ),
     counters.ASKED: partial(
@@ -35,7 +35,7 @@ _METRICS = {
     counters.REMOTE: partial(
         Counter,
         "dynamo_lite_remote_prefills",
-        "Remote prefills by how they ended for the request",
+        "Remote prefills, by how they ended for the request",
         ["outcome"],
     ),
     counters.BYTES: partial(Counter, "dynamo_lite_kv_transfer_bytes", "KV bytes written to peers"),
@@ -62,11 +62,11 @@ _METRICS = {
     counters.LATE: partial(
         Counter,
         "dynamo_lite_late_notices",
-        "Commit notifications that came after their attempts had been given up",
+        "Notifications of writes for attempts that had ended",
     ),
-    counters.FENCED: partial(
+    counters.STOPPED: partial(
         Counter,
-        "dynamo_lite_fenced_writes",
+        "dynamo_lite_stopped_writes",
         "Attempts whose rest was not written, because their claim had ended",
     ),
     counters.MISMATCH: partial(

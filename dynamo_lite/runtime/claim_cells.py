@@ -45,7 +45,7 @@ class OpenCell:
     def __init__(self, cell: Cell, owner: "ClaimCells"):
         self.cell, self._owner = cell, owner
         self._freed = False
-        # In this order: whoever reads a time that was stored after it also reads its claim.
+        # In this order: a reader of a time that was stored after it also reads its claim.
         self._store(0)
         owner.store(cell.index + 1, cell.claim)
 

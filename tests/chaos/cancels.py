@@ -75,7 +75,7 @@ async def reach_times(scene: Scene, wanted: int) -> list[float]:
     told: asyncio.Queue[float] = asyncio.Queue()
 
     async def on_done(message: Msg) -> None:
-        if b"abandoned" in message.data:  # behind the tag of the graph's secret
+        if b"abandoned" in message.data:
             told.put_nowait(time.monotonic())
 
     subject = names.done_subject(NAMESPACE, "*")

@@ -43,7 +43,7 @@ class Tally:
     """Requests end in one way: right, wrong, cancelled (by the client) or lost.
 
     refused: attempts that were not begun, by kind; they were made again. excused:
-    attempts that nobody could have answered (their Frontend or the only engine
+    attempts that could not be answered (their Frontend or the only engine
     was killed); they were made again, too. waits are of whole answers' parts:
     until the first token, and between two pieces of a stream.
     """

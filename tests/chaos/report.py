@@ -20,7 +20,7 @@ class Report:
     exits: dict[str, int] = field(default_factory=dict[str, int])
     moved: int = 0
     remote_prefills: dict[str, int] = field(default_factory=dict[str, int])
-    fenced_writes: int = 0
+    stopped_writes: int = 0
     late_notices: int = 0
     trouble: list[str] = field(default_factory=list[str])
     left: list[str] = field(default_factory=list[str])
@@ -37,7 +37,7 @@ class Report:
             for name, value in sorted(counts.items())
             if name.startswith("remote_prefills{")
         }
-        self.fenced_writes = total(counts, "fenced_writes")
+        self.stopped_writes = total(counts, "stopped_writes")
         self.late_notices = total(counts, "late_notices")
 
     @property
@@ -89,7 +89,7 @@ class Report:
             ("remote prefills", _counts(Counter(self.remote_prefills))),
             (
                 "zombie writes refused",
-                f"{self.fenced_writes} fenced, {self.late_notices} late notices",
+                f"{self.stopped_writes} stopped, {self.late_notices} late notices",
             ),
         ]
 

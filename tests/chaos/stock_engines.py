@@ -67,7 +67,7 @@ class StockCluster:
         return len(os.listdir(f"/proc/{self._forwarder_pid}/fd"))
 
     async def open_files_at_rest(self, most: int, within_s: float) -> int:
-        """Of the Forwarder, as soon as there are at most so many, or when the time is over."""
+        """Of the Forwarder, as soon as there are at most `most`, or when the time is over."""
         deadline = time.monotonic() + within_s
         while (now := self.open_files()) > most and time.monotonic() < deadline:
             await asyncio.sleep(0.2)

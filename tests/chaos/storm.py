@@ -43,8 +43,8 @@ class Lane:
 
 _nats, _etcd = attrgetter("nats"), attrgetter("etcd")
 
-#: Leases of configs/chaos.yaml live for the default time; stopping somebody for
-#: longer than that makes a zombie of it.
+#: Leases of configs/chaos.yaml live for the default time; a worker that is stopped for
+#: longer than that becomes a zombie.
 LANES = (
     Lane(
         "decode",

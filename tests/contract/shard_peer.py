@@ -1,7 +1,7 @@
 """A prefill engine in a process of its own, for `test_sharded_nixl.py`: all its ranks.
 
 Usage: python -m tests.contract.shard_peer. For each line with a shape it makes an engine,
-says its ranks' metadata (msgpack, in hexadecimal digits) and is told those of both engines.
+prints its ranks' metadata (msgpack, in hexadecimal digits) and reads those of both engines.
 Then it writes one attempt in two steps and says how that ended, by rank. NIXL prints on the
 same stream: the reader skips what is not JSON.
 """

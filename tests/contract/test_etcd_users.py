@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.cli import access
 from dynamo_lite.cli.access import chosen, make_users
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.embedded import EmbeddedEtcd, program
+from dynamo_lite.serve.run_state import RunFile, RunState
 
 PASSWORDS = {"root": "first", "n-Router": "second"}
 
@@ -50,3 +52,18 @@ def test_a_password_that_etcdctl_would_cut_is_refused(tmp_path: Path):
     folder = logins(tmp_path / "logins", **{"n-Router": "two words"})
     with pytest.raises(ConfigError, match="n-Router: etcdctl reads a password to its first blank"):
         make_users("http://127.0.0.1:1", "n", chosen("n", ["Router"]), folder)
+
+
+def test_etcd_is_reached_with_the_certificate_of_the_graph_that_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = RunState(
+        pid=os.getpid(), started_at=0.0, graph="g", namespace="n", certificates="/certificates"
+    )
+    RunFile(tmp_path / "run.json", run).write()
+    urls: list[str] = []
+    monkeypatch.setattr(access, "make_users", lambda url, *_: urls.append(url))
+    asked = "https://etcd.invalid:2379"
+    access.etcd(namespace="n", make=tmp_path, etcd_url=asked, state_dir=tmp_path)
+    access.etcd(namespace="other", make=tmp_path, etcd_url=asked, state_dir=tmp_path)
+    assert ["Operator.pem" in url for url in urls] == [True, False]

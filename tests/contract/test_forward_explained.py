@@ -30,7 +30,7 @@ def results(attempt: ForwardAttempt) -> list[tuple[str, int, str]]:
 
 @pytest.mark.parametrize("name", ["nixl", "nixl-push", "sglang", "neuron-dynamic", "kvt-batch"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disaggregated_request_is_told_leg_by_leg(name: str, stream: bool):
+async def test_a_disaggregated_request_is_explained_leg_by_leg(name: str, stream: bool):
     async with rig(name) as r:
         await r.text()  # after this, a push sends both legs at once
         if stream:
@@ -79,7 +79,7 @@ async def test_every_id_that_a_client_may_know_finds_it():
         (Fault(hold=asyncio.Event()), ("prefill", 0, "timeout")),
     ],
 )
-async def test_a_failed_prefill_is_told_with_what_followed(fault: Fault, leg: Any):
+async def test_a_failed_prefill_is_explained_with_what_followed(fault: Fault, leg: Any):
     async with rig(prefill_timeout_s=0.2) as r:
         r.prefill[0].faults.append(fault)
         await r.text()

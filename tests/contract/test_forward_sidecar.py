@@ -234,7 +234,7 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
         monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
         assert await b.text(b.header()) == TEXT
         monkeypatch.setattr(header_placing, "MISFIT_S", 3600.0)
-        # It was started with the other connector; nobody has told the sidecar.
+        # It was started with the other connector; the sidecar does not know that.
         for engine in (*b.prefill, *b.decode):
             engine.handover = HANDOVERS[name]
         assert await b.text(b.header()) == TEXT

@@ -246,7 +246,7 @@ async def test_a_whole_answer_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPa
         assert await w.get() == (200, b"xxxx")
 
 
-async def test_silence_has_an_end_and_nobody_may_listen():
+async def test_silence_has_an_end_and_no_server_may_listen():
     async with world(says(CHUNKED + b"1\r\na\r\n", hangs=True), idle_s=0.5) as w:
         answer = await w.open()
         assert await answer.read_some() == b"a"

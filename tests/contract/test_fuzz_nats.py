@@ -150,5 +150,5 @@ async def test_hostile_jobs_are_delivered_like_others_and_can_be_ended(
             true += job.payload == b"true"
             await job.ack()
         assert true == 3
-        # A job whose headers this client cannot read is nobody's until the end of its life.
+        # A job whose headers this client cannot read goes to no worker until the end of its life.
         assert (await queue.depth()).total <= 6

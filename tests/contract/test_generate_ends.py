@@ -117,7 +117,7 @@ async def test_a_cut_fails_what_was_not_accepted_yet(opened: Open):
 
 
 async def test_a_cancel_that_comes_with_the_welcome_closes_the_connection():
-    """Nobody has the connection, so nobody else would close it."""
+    """No caller has the connection, so none would close it."""
     outputs = Outputs()
     async with GenerateServer(FakeEngine()) as server:
         member = endpoint_record(stream=server.stream_address)

@@ -106,8 +106,8 @@ async def test_who_has_no_certificate_of_the_graph_gets_nowhere(folder: Path, tm
                 assert "s3cret" not in str(refused.value) and ".pem" not in str(refused.value)
 
 
-async def test_a_server_that_lets_in_everybody_is_told(folder: Path, tmp_path: Path):
-    """On the address of another host; on loopback nobody else is."""
+async def test_a_server_that_lets_in_everybody_is_reported(folder: Path, tmp_path: Path):
+    """On the address of another host; on loopback it is not."""
     async with nats(tmp_path / "nats", nats_config(folder, users=False)) as broker:
         url = with_files(nats_url(broker, ""), folder, "Frontend")
         assert await problems(ServersToCheck(nats=url)) == []

@@ -204,7 +204,7 @@ async def test_who_says_that_it_cannot_work_is_believed_at_once(graph: Graph) ->
         await task
 
 
-async def test_another_sign_of_life_ends_a_silence_but_heals_nobody(graph: Graph) -> None:
+async def test_another_sign_of_life_ends_a_silence_but_heals_no_worker(graph: Graph) -> None:
     await graph.join(A)
     assert await graph.next_turn() == (set(), {A})
     graph.monitor.shows_life(A)
@@ -257,7 +257,7 @@ async def test_members_of_before_are_watched_too(messaging: Messaging) -> None:
 
 
 @pytest.mark.parametrize("held_up_s", [0.25, 0.35, 0.6])
-async def test_whoever_was_held_up_itself_listens_before_it_judges(held_up_s: float) -> None:
+async def test_a_process_that_was_held_up_listens_before_it_judges(held_up_s: float) -> None:
     """Messages that came while the event loop was blocked are handled before overdue timers. An
     unfounded suspicion changes nothing."""
     async with Graph(MemoryMessaging()).open() as graph, graph.beating(A):
@@ -273,7 +273,7 @@ async def test_whoever_was_held_up_itself_listens_before_it_judges(held_up_s: fl
 
 
 @virtual
-async def test_nobody_is_blamed_for_our_own_outage() -> None:
+async def test_no_worker_is_blamed_for_our_own_outage() -> None:
     messaging = MemoryMessaging()
     async with Graph(messaging).open() as graph, graph.beating(A):
         await graph.join(A)
@@ -286,7 +286,7 @@ async def test_nobody_is_blamed_for_our_own_outage() -> None:
         assert graph.responsive() == [A]
 
 
-async def test_an_outage_of_the_broker_is_nobodys_silence(nats_server) -> None:
+async def test_an_outage_of_the_broker_makes_no_worker_silent(nats_server) -> None:
     async with (
         NatsMessaging(nats_server.url) as messaging,
         Graph(messaging).open() as graph,

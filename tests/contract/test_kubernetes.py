@@ -44,7 +44,7 @@ class ApiServer:
         self.mistakes: list[str] = []
         #: Instead of an answer: a status, or "hang" or "garbage".
         self.faults: list[Any] = []
-        #: Somebody else changes the replicas between the read and the change.
+        #: Another client changes the replicas between the read and the change.
         self.interferes = False
         self.url = ""
 
@@ -162,7 +162,7 @@ async def test_an_order_that_was_taken_changes_nothing_again(server: ApiServer, 
     assert (server.replicas["d"], server.versions["d"]) == (3, version)
 
 
-async def test_a_change_by_somebody_else_is_a_conflict(server: ApiServer, account: Path):
+async def test_a_change_by_another_client_is_a_conflict(server: ApiServer, account: Path):
     connector = connect(server, account)
     server.interferes = True
     with pytest.raises(Unavailable, match="409 the object has been modified"):
@@ -184,7 +184,7 @@ async def test_a_change_by_somebody_else_is_a_conflict(server: ApiServer, accoun
     ],
 )
 @pytest.mark.parametrize("step", [0, 1])
-async def test_each_failure_is_told_from_the_others(
+async def test_each_failure_differs_from_the_others(
     server: ApiServer, account: Path, fault: Any, error: type[Exception], said: str, step: int
 ):
     connector = connect(server, account, timeout_s=0.3 if fault == "hang" else 5.0)

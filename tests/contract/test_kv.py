@@ -270,7 +270,7 @@ async def test_bad_notices_are_dropped_and_counted(
         await eventually(lambda: router.sees(worker))
 
 
-async def test_loads_are_told_when_they_change_and_not_more_often_than_that(
+async def test_loads_are_published_when_they_change_and_not_more_often_than_that(
     messaging: Messaging, store: MemoryStore, namespace: str
 ) -> None:
     told: list[tuple[float, Load]] = []

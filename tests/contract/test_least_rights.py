@@ -87,7 +87,7 @@ async def test_what_a_component_does_not_need_is_refused(
 
 
 @pytest.mark.parametrize("who", ["Frontend", "Engine", "PrefillWorker"])
-async def test_nobody_hears_others_inboxes_or_jobs(rights: LeastRights, who: str):
+async def test_no_user_hears_others_inboxes_or_jobs(rights: LeastRights, who: str):
     async with NatsMessaging(rights.nats_url(who)) as messaging:
         for subject in (">", "_INBOX_n-1-VllmWorker.>", f"{NAMESPACE}_prefill_queue.>"):
             await messaging.client.subscribe(subject)

@@ -171,7 +171,7 @@ def test_with_threads_a_write_and_its_notice_need_no_call_of_an_engine():
     finish(write, target.mover)
 
 
-def test_several_writes_at_once_are_each_told(parties):
+def test_several_writes_at_once_are_each_reported(parties):
     source, target = parties
     writes = [source.write(target, (i * 64, 64), notice=b"%d" % i) for i in range(SIZE // 64)]
     arrived: list[bytes] = []

@@ -48,7 +48,7 @@ async def refusal(
     component: str = "VllmWorker",
     on_drop: OnDrop = uncounted,
 ) -> str:
-    """What a client is told whose request gets no answer."""
+    """The error of a client whose request gets no answer."""
     member = endpoint_record(stream=setup.server.stream_address, tls=tls)
     outputs = setup.outputs
     async with RemoteGenerateClient(

@@ -294,7 +294,7 @@ async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: 
             await planner.check_options(bench.store, place, {"decode-min": 4})
 
 
-async def test_what_cannot_be_reached_is_told_and_can_be_unset(bench: Bench):
+async def test_what_cannot_be_reached_is_shown_and_can_be_unset(bench: Bench):
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     bench.supervisor.devices_each = 1
     bench.supervisor.devices_free = 0

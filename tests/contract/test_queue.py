@@ -360,7 +360,7 @@ async def test_stop_pulling_ends_a_waiting_pull_and_keeps_held_jobs(open_queue: 
 
 
 async def test_what_was_delivered_before_pulling_stopped_is_still_pulled(open_queue: Opener):
-    """Nobody else would get it."""
+    """No other worker would get it."""
     stopping = await open_queue()
     pulling = asyncio.create_task(stopping.pull(timeout_s=30))
     await asyncio.sleep(0.1)

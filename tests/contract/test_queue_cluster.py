@@ -141,7 +141,7 @@ async def made_progress(arrived: list[bytes]) -> None:
 
 
 async def has(queue: PrefillQueue, jobs: int) -> bool:
-    """False while it cannot be told: the list of the stream's consumers comes from all of their
+    """False while it is unknown: the list of the stream's consumers comes from all of their
     leaders, which are elected one by one after a server is lost."""
     try:
         return (await queue.depth()).total == jobs

@@ -161,7 +161,7 @@ async def test_without_a_router_the_frontend_chooses(cluster: Cluster) -> None:
     assert cluster.fallbacks == 3
 
 
-async def test_nobody_to_choose_from_is_an_error(cluster: Cluster) -> None:
+async def test_no_worker_to_choose_from_is_an_error(cluster: Cluster) -> None:
     for worker in cluster.workers:
         await worker.leave()
     await cluster.roster.wait(lambda members: not members, 5)

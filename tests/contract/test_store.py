@@ -182,7 +182,7 @@ async def test_a_watch_goes_on_after_kill_9(etcd_server) -> None:
             await etcd_server.restart()
         await put_when_back(store, "n/last", b"x")
         told = await take_until(events, Put("n/last", b"x"))
-        # One whose answer was lost was put again, and is told twice.
+        # One whose answer was lost was put again, and is reported twice.
         assert [event for event, _ in groupby(told)] == [*written, Put("n/last", b"x")]
 
 
@@ -277,7 +277,7 @@ async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
     holder = await EtcdStore(etcd_server.url).__aenter__()
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
-        lease = await grant_lease(holder._client, 2, boottime)  # nobody keeps it alive
+        lease = await grant_lease(holder._client, 2, boottime)  # it is not kept alive
         await holder.put("n/own", b"1", lease=lease)
         assert await take(events) == Put("n/own", b"1")
         await holder.__aexit__()

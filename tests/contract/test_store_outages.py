@@ -124,7 +124,7 @@ class Member:
         )
 
 
-async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
+async def test_an_outage_shorter_than_the_lease_costs_nothing(
     etcd_server: PrivateServer, outage: Outage
 ) -> None:
     """Two thirds of a time-to-live; the same as 20 s of 30 s."""

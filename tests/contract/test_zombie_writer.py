@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, FENCED
+from dynamo_lite.disagg.counters import BYTES, STOPPED
 from dynamo_lite.disagg.messages import NOT_HELD
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import decode_written
@@ -193,7 +193,7 @@ def test_a_writer_that_outlived_its_claim_writes_nothing(writer, target, pause):
     ended = writer.wake(target)
     assert ended.sent == ["p-zombie"]
     assert ended.failures == {"p-zombie": NOT_HELD}
-    assert ended.counted[FENCED] > 0
+    assert ended.counted[STOPPED] > 0
     assert BYTES not in ended.counted
     target.check(committed=[])
 
@@ -212,7 +212,7 @@ def test_a_writer_that_wakes_while_its_claim_holds_goes_on(writer, target, pause
 
     ended = writer.wake(target)
     assert (ended.sent, ended.failures) == (["p-late"], {})
-    assert FENCED not in ended.counted
+    assert STOPPED not in ended.counted
     target.expect(1, 2, 3)
     target.check(committed=["late"])
 

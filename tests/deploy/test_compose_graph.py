@@ -36,8 +36,8 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
 
 @pytest.fixture(scope="module")
 def services(compose: Compose) -> Iterator[dict[str, Serving]]:
-    """What differs from the containers: null engines, the listening address, and the ports, which
-    the containers share with nobody."""
+    """What differs from the containers: null engines, the listening address, and the ports: each
+    container has its own."""
     with ExitStack() as stack:
         started: dict[str, Serving] = {}
         for name in ("decode", "prefill", "frontend"):

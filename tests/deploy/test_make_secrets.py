@@ -92,7 +92,7 @@ def test_servers_have_certificates_for_their_names_and_components_have_not(
         assert names.get_values_for_type(x509.DNSName) == ["dynamo-lite-status"]
 
 
-def test_what_is_there_is_kept_and_what_is_deleted_is_made_anew(tmp_path: Path) -> None:
+def test_what_is_there_is_kept_and_what_is_deleted_is_made_again(tmp_path: Path) -> None:
     before = contents(make_secrets(tmp_path))
     assert contents(make_secrets(tmp_path)) == before
     mounted = {path: (tmp_path / path).stat().st_ino for path in ("nats-users", "etcd-tls")}

@@ -59,7 +59,7 @@ ALLOWED = {
 }
 
 
-def test_nobody_reaches_more_than_it_must(pods: dict[str, Pod], resources: list[Resource]) -> None:
+def test_no_pod_reaches_more_than_it_must(pods: dict[str, Pod], resources: list[Resource]) -> None:
     policies = of_kind(resources, "NetworkPolicy")
     seen = {
         (source, target): reachable(pods[source], pods[target], policies)

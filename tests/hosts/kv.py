@@ -26,10 +26,10 @@ _TOKENS = 24
 #: Decisions that are read of each engine.
 _LAST = 50
 #: What is counted when KV is not what its writer sent, or came without the attempt's claim:
-#: somebody else has written.
+#: another process has written.
 _WRONG = ("commit_mismatches", 'dropped_messages{where="unclaimed"}')
 #: The safeties at work.
-_REFUSED = ("fenced_writes", "late_notices")
+_REFUSED = ("stopped_writes", "late_notices")
 
 
 class Kv:

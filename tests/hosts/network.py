@@ -1,8 +1,8 @@
 """Hosts of one machine: network namespaces with an address each, joined by a bridge.
 
-It needs root. A link that is down, and a direction that is cut, drop packets silently: nobody
-gets a reset. Everything has a name with this process's id. Another process removes it at the end;
-what is left if both are killed is removed by the next run.
+It needs root. A link that is down, and a direction that is cut, drop packets silently: no
+process gets a reset. Everything has a name with this process's id. Another process removes it at
+the end; what is left if both are killed is removed by the next run.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import IO
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 
 _ROOT = Path(__file__).parents[2]
-#: Nobody has it: the bridge floods what goes there, and no host takes it.
+#: No host has it: the bridge floods what goes there, and no host takes it.
 _NOBODY = "02:00:00:00:00:01"
 _NAMES = re.compile(r"\bdl(\d+)[a-z](?:-\d+)?\b")
 _KILLED_S = 10.0

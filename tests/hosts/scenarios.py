@@ -38,7 +38,7 @@ class Stage:
     kv: Kv | None = None
 
     async def goes_on(self, *without: Clients) -> None:
-        """All clients but `without` have answers, and nobody waits for what is broken."""
+        """All clients but `without` have answers, and no client waits for what is broken."""
         asking = [one for one in self.clients if one not in without]
         before = [one.right for one in asking]
 
@@ -66,7 +66,7 @@ Cut = Callable[[Rig], AbstractContextManager[None]]
 
 
 def _until_gone(service: str, cut: Cut, *, number: int = 1, remote: bool = False) -> Scenario:
-    """Until the leases of the first so many workers have ended in etcd, and the processes, each by
+    """Until the leases of the first `number` workers have ended in etcd, and the processes, each by
     its own clock, have noticed it: they end, and new ones join when they can. remote: prefill
     workers are left for every decode engine."""
 

@@ -27,7 +27,7 @@ def etcdctl(*command: str, env: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_etcdctl_is_given_the_key_and_the_token_is_told(tmp_path: Path):
+def test_etcdctl_is_given_the_key_and_the_token_is_printed(tmp_path: Path):
     with serving(tmp_path, until="ready http") as graph:
         state = read_run(tmp_path)
         assert state is not None

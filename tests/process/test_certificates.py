@@ -1,6 +1,9 @@
 """`dynamo-lite serve` and the certificates of its graph; `dynamo-lite access certs`."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -10,7 +13,7 @@ from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.serve.certificate_folder import make_certificates
 from tests.certificate_folders import expire, graph_folder
-from tests.process.command import STUB, Serving, invoke, run, serving
+from tests.process.command import ROOT, STUB, Serving, invoke, run, serving
 
 EVERYWHERE = "--Graph.bind-host=0.0.0.0"
 
@@ -40,12 +43,21 @@ def test_a_graph_that_others_reach_makes_itself_certificates_and_keeps_them(tmp_
         assert url.startswith("https://")
         assert httpx.get(f"{url}/ready", verify=False, timeout=30).status_code == 200
         assert httpx.get(f"{url}/metrics", verify=False, timeout=30).status_code == 403
-        # The commands know the folder, or are told.
+        # The commands know the folder, or it is named.
         assert listed("--state-dir", str(tmp_path)).count(" ready ") == 2
         assert (
             listed("--state-dir", str(tmp_path), "--certificates", str(folder)).count(" ready ")
             == 2
         )
+        named = {
+            "DYNAMO_LITE_ETCD_URL": graph.run_json()["etcd"],
+            "DYNAMO_LITE_CERTIFICATES": str(folder),
+        }
+        script = [sys.executable, "scripts/revoke_lease.py", "--state-dir", str(tmp_path / "none")]
+        shown = subprocess.run(
+            script, cwd=ROOT, env=os.environ | named, capture_output=True, text=True, timeout=60
+        )
+        assert shown.stdout.count(" ready ") == 2, shown.stderr
         with serving(tmp_path, EVERYWHERE, "--service-name", "Back", until="ready"):
             assert listed("--state-dir", str(tmp_path)).count(" ready ") == 3
     with serving(tmp_path, EVERYWHERE, until="ready http"):

@@ -92,7 +92,7 @@ def test_without_a_server_it_says_so(tmp_path: Path):
     assert result.returncode == 1 and "cannot use etcd" in result.stderr
 
 
-async def test_what_nobody_can_read_is_named_and_replaced(
+async def test_what_cannot_be_read_is_named_and_replaced(
     place: tuple[str, ...], etcd_url: str, namespace: str
 ):
     async with EtcdStore(etcd_url) as store:

@@ -75,7 +75,7 @@ def test_the_script_takes_no_password_on_the_command_line(tmp_path: Path) -> Non
     assert not (tmp_path / "state").exists()
 
 
-def test_replicas_without_a_cluster_are_told_before_the_start(
+def test_replicas_without_a_cluster_are_refused_before_the_start(
     tmp_path: Path, nats_url: str, etcd_url: str
 ) -> None:
     """Also where `serve` would start the single server itself."""

@@ -57,7 +57,7 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         old_pod = await prefill_worker(pods, *SLOW)
         async with running(jobs.load(queue), name="load"):
             # A rolling update: the new worker first, then the old one drains. It finishes what it
-            # has claimed, and nobody else does.
+            # has claimed, and no other worker does.
             old = await jobs.new_writer()
             new_pod = await prefill_worker(pods, *SLOW)
             new = await jobs.new_writer(old)
@@ -67,8 +67,8 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
             assert not jobs.of(old)
             assert {(attempt, old) for attempt in claimed} <= jobs.renewed
 
-            # A worker whose drain takes longer than its pod's grace period is killed. Nobody gets
-            # its jobs; another one goes on with those that follow.
+            # A worker whose drain takes longer than its pod's grace period is killed. No worker
+            # gets its jobs; another one goes on with those that follow.
             await prefill_worker(pods)
             begun = await jobs.fresh(new)
             code = await pods.terminate(new_pod, pre_stop_s=0, grace_period_s=SHORT_GRACE_S)
@@ -81,7 +81,7 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
             return (await queue.depth()).total == 0
 
         await eventually(answered, _PATIENCE_S)
-    # They had just begun when the worker was told to leave.
+    # They had just begun when the worker began to leave.
     assert begun <= lost
     assert all(jobs.ended[attempt] == [(new, "lost")] for attempt in lost)
     assert {outcome for _, outcome in jobs.ends(jobs.pushed - lost)} == {"written"}

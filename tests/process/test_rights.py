@@ -114,7 +114,7 @@ async def test_a_request_is_placed_by_the_router_and_answered(rights: Rights):
             assert reply.json()["choices"][0]["text"] == answer(_TOKENS)
     assert rights.metric("Router", "dynamo_lite_router_choices_total") == 3
     assert rights.metric("Frontend", "dynamo_lite_router_fallbacks_total") == 0
-    # Outcomes are told to the Router after the answers.
+    # The Router gets the outcomes after the answers.
     health = f"{rights.status_url('Router')}/health"
     await eventually(lambda: httpx.get(health, timeout=30).json()["requests"] == 0)
     assert rights.refusals() == seen == []
@@ -170,10 +170,10 @@ async def test_a_forwarder_sends_to_an_engine_that_has_joined(rights: Rights, tm
     assert rights.refusals() == []
 
 
-# What nobody may do. This comes last: what nats-server refuses is in its log from then on.
+# What no user may do. This comes last: what nats-server refuses is in its log from then on.
 
 
-async def test_without_the_graph_s_own_users_nobody_asks_or_ends_anything(rights: Rights):
+async def test_only_the_graph_s_own_users_ask_or_end_anything(rights: Rights):
     """Neither with the users of another graph's components, nor without any."""
     processes = {name: rights.state(name).processes for name in rights.services}
     members = json.loads(await asyncio.to_thread(rights.operator, "ps", "--json"))

@@ -284,7 +284,7 @@ def test_a_state_directory_s_own_folders_are_left_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])
-def test_a_folder_that_may_be_somebody_else_s_is_not_emptied(tmp_path: Path, name: str):
+def test_a_folder_that_may_have_another_owner_is_not_emptied(tmp_path: Path, name: str):
     """Nor is the other folder, which an earlier start has made."""
     other = tmp_path / "embedded" / ("etcd" if name == "nats" else "nats")
     other.mkdir(parents=True)

@@ -38,7 +38,7 @@ def _check_coverage(tally: Tally) -> None:
     )
     outcomes += ("refused", "writer_failed", "writer_lost", "writer_silent")
     assert not [name for name in outcomes if not counts[f"remote/{name}"]]
-    assert counts["writes landed in quarantine"] and counts["fenced_writes"]
+    assert counts["writes landed in quarantine"] and counts["stopped_writes"]
     assert counts["requests without the broker"]
     assert counts["commits under other claims"] and counts["replayed commits"]
     assert counts["dropped/unclaimed"] and counts["engines ended by a late write"]

@@ -60,7 +60,7 @@ def test_a_link_that_stays_bad_is_tried_ever_more_seldom():
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6, 8, 9])
-def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it_first(seed: int):
+def test_a_fit_worker_does_what_is_asked_for_whichever_pulls_it_first(seed: int):
     """prefill-0 can write into decode-1 only, so it pulls jobs, also those for decode-0."""
     played = play_scenario(
         Scenario(

@@ -50,7 +50,7 @@ from tests.simulation.shipped import Mutant, Shipped
 
 
 class _NoClaim(Ledger):
-    """A writer's claim is granted and not recorded."""
+    """A writer's claim is answered and not recorded."""
 
     def claim(self, attempt: str, claim: int, writer: int, now: float) -> str | None:
         return None

@@ -31,7 +31,7 @@ _KILLED_LATER_S = (-3.3, -0.3)
 #: How often one that is killed in "ordered" is killed in the moment in which its order is taken.
 _KILLED_AT_ORDER = 0.5
 _RETRY_S = 1.0
-#: After this long somebody ends a start that hangs. A planner withdraws only its own ones.
+#: After this long an operator ends a start that hangs. A planner withdraws only its own ones.
 _HANGS_S = 30.0
 
 

@@ -89,7 +89,7 @@ class FakeWorkers:
         self.errors: dict[str, DynamoLiteError] = {}
         self.client: FailoverClient | None = None
         self.owner: dict[str, Worker] = {}  # of accepted attempts
-        self.deaf: set[str] = set()  # attempts that nobody listens to any more
+        self.deaf: set[str] = set()  # attempts of which the client reads nothing any more
         self.pumps: set[asyncio.Task[None]] = set()
         self.closed = False
 

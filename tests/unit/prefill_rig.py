@@ -43,7 +43,7 @@ from tests.twins.servers import MemoryMessaging, MemoryStore
 LEASE = 0xBEEF
 BLOCK, POOL = 4, 16
 TARGET = engine_metadata(lease_id=7, num_blocks=POOL, ranks=(rank_metadata(),))
-#: For how long the decode engine grants claims.
+#: For how long the decode engine's answers extend claims.
 CLAIM_S = 3.0
 
 
@@ -62,7 +62,7 @@ class NotedJob:
 
 
 class NotedQueue(MemoryQueue):
-    """kept: jobs that the broker has delivered and that nobody has pulled."""
+    """kept: jobs that the broker has delivered and that were not pulled."""
 
     acked: list[int]
     kept: list[Job]

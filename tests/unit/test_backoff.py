@@ -15,7 +15,7 @@ def test_doubles_up_to_the_longest_wait():
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-def test_a_calm_run_starts_the_count_anew():
+def test_a_calm_run_starts_the_count_again():
     restart = BACKOFF.after_exit(9, uptime_s=60.0)
     assert (restart.failures, restart.delay_s) == (1, 0.5)
 

@@ -123,7 +123,7 @@ async def test_a_page_that_was_turned_on_has_any_name():
         assert (await page.client.post(f"{page.url}/dashboard")).status_code == 405
 
 
-async def test_it_looks_when_somebody_does():
+async def test_it_looks_while_there_is_a_viewer():
     async with serving(period_s=0.0) as page:
         assert [await page.seen() for _ in range(3)] == [1.0, 2.0, 3.0]
         answer = await page.client.get(f"{page.url}{OVERVIEW}")

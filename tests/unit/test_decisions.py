@@ -86,7 +86,7 @@ async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
     assert decode.half.build_step().give_up == [(job.attempt, "r1")]
 
 
-async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: ManualClock):
+async def test_a_remote_prefill_is_shown_with_its_stages(decode: Decode, clock: ManualClock):
     request = prompt("r1", 101)
     decode.admit(request)
     [attempt] = decode.half.build_step().expect
@@ -115,7 +115,7 @@ async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: M
     decode.finish("r1")
 
 
-async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(
+async def test_one_that_came_to_nothing_is_shown_as_far_as_it_came(
     decode: Decode, clock: ManualClock
 ):
     decode.admit(prompt("r1", 10))
@@ -139,7 +139,7 @@ async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(
     await decode.done(attempt, "abandoned")
 
 
-async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
+async def test_what_a_writer_says_of_its_failure_is_shown(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     await decode.done(attempt, "failed", detail="write ended in state ERR" + 500 * "!")
     decode.half.build_step()
@@ -236,7 +236,7 @@ async def test_the_oldest_are_forgotten(
     assert len(decode.half.prefills.decisions) == 4
 
 
-async def test_no_more_than_so_many_are_kept(decode: Decode):
+async def test_no_more_than_the_limit_are_kept(decode: Decode):
     for number in range(decision_log.MOST + 10):
         decode.admit(prompt(f"r{number}", 2))
         decode.finish(f"r{number}")
@@ -307,7 +307,7 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
     return Decision(reason=reason.value, **{**defaults, **more})
 
 
-def test_a_local_verdict_is_told_in_a_few_lines():
+def test_a_local_verdict_takes_a_few_lines():
     shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE, computed_s=0.5))
     assert [line.strip() for line in shown.splitlines()][1:] == [
         "verdict  local, too_late",

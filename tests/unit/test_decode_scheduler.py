@@ -322,7 +322,7 @@ async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(
     assert decode.writers.alive == [WRITER, 0xB]
 
 
-async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
+async def test_a_claim_of_an_unknown_writer_is_refused(decode: Decode):
     """Its end would be noticed late."""
     attempt = await decode.ask("r1")
     refused = ClaimRefused(reason="no such prefill worker")
@@ -331,7 +331,7 @@ async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
     assert await decode.claim(attempt) == HELD
 
 
-async def test_ranks_are_told_of_a_claim_once(decode: Decode):
+async def test_ranks_get_a_claim_once(decode: Decode):
     decode.writers.members = (WRITER, 0xB)
     attempt = await decode.ask("r1")
     for _ in range(2):
@@ -366,7 +366,7 @@ async def test_a_writer_that_renews_its_claim_is_waited_for_after_its_keys_are_g
     assert decode.counted("remote/writer_lost") == 1
 
 
-async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Decode):
+async def test_an_engine_that_leaves_asks_for_nothing_more(decode: Decode):
     attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
     for foreign in (b"", encode(Leave(lease_id=2))):
         with pytest.raises(ProtocolError):

@@ -21,7 +21,7 @@ from tests.unit.virtual import virtual
 
 
 @virtual
-async def test_nobody_waits_for_a_writer_that_falls_silent():
+async def test_no_request_waits_for_a_writer_that_falls_silent():
     async with Scene().open(WRITER, OTHER) as scene:
         held = await scene.ask("r1", claimed_by=WRITER)
         others = await scene.ask("r3", claimed_by=OTHER)
@@ -99,7 +99,7 @@ async def test_what_was_queued_is_given_up_when_the_broker_loses_the_queue():
 
 
 @virtual
-async def test_an_engine_leaves_when_it_is_told_to_and_not_for_lost_keys():
+async def test_an_engine_leaves_at_its_message_and_not_for_lost_keys():
     async with Scene().open(WRITER) as scene:
         queued = await scene.ask("r1")
         await scene.store.delete(names.nixl_metadata_key(NAMESPACE, ENGINE))

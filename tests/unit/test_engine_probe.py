@@ -110,7 +110,7 @@ async def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
 
 
 @virtual
-async def test_nobody_hears_an_answer_while_the_broker_is_away():
+async def test_no_answer_arrives_while_the_broker_is_away():
     worker = Worker(Engine())
     worker.engine.answers.clear()
     await asyncio.sleep(0.5)

@@ -46,7 +46,7 @@ async def test_a_killed_worker_s_request_goes_on_exactly(plan: MigrationPlan):
 
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
 @virtual
-async def test_what_is_said_once_per_request_is_told_once(plan: MigrationPlan):
+async def test_what_is_said_once_per_request_arrives_once(plan: MigrationPlan):
     async with cluster() as (fake, client):
         fake.workers[2].tokens_per_step = 2
         await client.submit(A, movable=plan)

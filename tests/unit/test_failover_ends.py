@@ -114,7 +114,7 @@ async def test_a_deadline_before_any_worker_took_it(fault: str):
 
 
 @virtual
-async def test_a_worker_s_own_deadline_is_told_as_one():
+async def test_a_worker_s_own_deadline_is_reported_as_one():
     async with cluster() as (fake, client):
         await client.submit(request_of("a", timeout_s=2.0), movable=CONTINUE)
         await asyncio.sleep(1.95)

@@ -41,7 +41,7 @@ def test_bad_input_of_join_is_refused(given: dict[str, str], problem: str):
     assert problem in mistake
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_named_at_once():
     words = ["--url", "h", "--role", "x", "--protocol", "y", "--transfer-port", "0"]
     assert len(mistakes("join", *words)) == 4
 

@@ -124,7 +124,7 @@ def test_never_below_the_minimum(decode_min: int, left: int):
 
 
 @pytest.mark.parametrize("role", [P, D])
-def test_nobody_is_removed_while_a_device_becomes_free_anyway(role: Role):
+def test_no_worker_is_removed_while_a_device_becomes_free_anyway(role: Role):
     w = world(1, 2)
     w.pools[role].draining = [w.now + 140.0]
     w.run(100)

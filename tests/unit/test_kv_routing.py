@@ -149,7 +149,7 @@ def test_workers_that_tell_nothing_are_chosen_by_what_they_were_given():
     assert router.picker.choices == Counter(load=2)
 
 
-def test_the_only_one_is_taken_and_nobody_is_an_error():
+def test_the_only_one_is_taken_and_none_is_an_error():
     router = Router(workers=1)
     assert router.pick() == 1
     assert router.reason == "only"
@@ -193,7 +193,7 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
     router = Router(workers=2)
     assert router.pick([1] * 50) == 1
     router.load(1, requests=1, tokens=50)  # that one
-    router.load(2, requests=9, tokens=60)  # somebody else's
+    router.load(2, requests=9, tokens=60)  # another router's
     assert router.pick([2] * 9) == 1
     assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
 

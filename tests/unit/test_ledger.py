@@ -86,7 +86,7 @@ def test_the_deadline_of_a_queued_attempt(queued):
 
 
 @pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER, Outcome.QUEUE_LOST])
-def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
+def test_what_no_worker_claimed_is_taken_back_when_none_will(queued, why):
     queued.allocated("s", "b", 100.0)
     queued.claim("b", 72, WRITER, now=1.0)
     assert queued.withdraw_queued(why) == withdrawn(why)
@@ -103,7 +103,7 @@ def impatient(empty):
     return empty
 
 
-def test_a_queued_attempt_is_taken_back_and_nobody_gets_its_claim(impatient):
+def test_a_queued_attempt_is_taken_back_and_no_writer_gets_its_claim(impatient):
     assert impatient.published("a", 9, Lane.LONG) == impatient.tick(11.999) == []
     assert impatient.next_due == 12.0
     assert impatient.tick(12.5) == [TAKEN_BACK, DeleteJob(9), Release("a")]
@@ -158,7 +158,7 @@ def test_a_worker_may_give_a_job_back_that_it_has_not_claimed(queued, claim):
     )
 
 
-def test_nobody_can_have_written_a_queued_attempt(queued):
+def test_no_writer_can_have_written_a_queued_attempt(queued):
     assert queued.writer_done("a", 71, None) == queued.writer_died("a", 71) == []
     assert queued.received("a") == []
     assert queued.state("a") is AttemptState.QUEUED
@@ -235,7 +235,7 @@ def test_a_writer_that_is_dead_is_not_waited_for(held):
     assert held.next_due == 1.0 + CLAIM + LANDING, "a hint frees no blocks"
 
 
-def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(held):
+def test_no_request_waits_for_a_silent_writer_but_its_blocks_stay(held):
     held.allocated("s", "b", 100.0)
     held.claim("b", 72, OTHER, now=1.0)
     assert held.writer_silent(WRITER) == expiring(Outcome.WRITER_SILENT)

@@ -19,7 +19,7 @@ def test_listeners_are_called_in_order_until_their_context_is_left():
     assert heard[2:] == [("first", 2, "b"), ("second", 2, "b"), ("first", 3, "c")]
 
 
-def test_a_failing_listener_is_logged_and_keeps_nobody_from_being_called(
+def test_a_failing_listener_is_logged_and_all_others_are_called(
     caplog: pytest.LogCaptureFixture,
 ):
     def fails(number: int) -> None:

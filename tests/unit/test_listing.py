@@ -41,7 +41,7 @@ async def test_a_member_says_how_it_is(facts: dict, state: str):
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 200 OK\r\n\r\n[]", b"\xff\r\n\r\n"])
-async def test_whoever_does_not_answer_is_silent(
+async def test_a_process_that_does_not_answer_is_silent(
     monkeypatch: pytest.MonkeyPatch, answer: bytes | None
 ):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)

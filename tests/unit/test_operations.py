@@ -108,7 +108,7 @@ async def remove(rig: Rig, lease_id: int) -> None:
         (Unavailable("somebody else was faster"), set()),
     ],
 )
-async def test_only_a_worker_that_nobody_knows_is_spared_for_ever(
+async def test_only_an_unknown_worker_is_spared_for_ever(
     rig: Rig, error: Exception, foreign: set[int]
 ):
     async def fails(order: Order) -> None:

@@ -94,7 +94,7 @@ def test_impossible_facts_are_unknown():
     assert [one.candidate.in_flight for one in graph.workers("VllmWorker")] == [None]
 
 
-def test_a_counter_that_shrank_began_anew():
+def test_a_counter_that_shrank_was_restarted():
     history, key, other = CounterHistory(60.0), ("a_total", ()), ("b_total", ())
     for now, page in enumerate(({key: 5.0}, {key: 8.0}, {key: 2.0, other: 4.0}, {key: 2.0})):
         history.add(float(now), {"a": page})

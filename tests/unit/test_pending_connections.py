@@ -38,7 +38,7 @@ def test_a_connection_keeps_its_place_when_it_is_closed_in_another_way_from_now_
 
 @pytest.mark.parametrize("most", [1, 3])
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sampled_from("abc"))))
-def test_never_more_than_so_many_and_each_is_closed_at_most_once(
+def test_never_more_than_the_limit_and_each_is_closed_at_most_once(
     most: int, steps: list[tuple[bool, int, str]]
 ) -> None:
     closed, open_ = Closed(), set[tuple[int, str]]()

@@ -108,12 +108,12 @@ STREAM = names.prefill_stream(NAMESPACE)
         (names.explain_subject(NAMESPACE, "e1"), ["Operator"]),
     ],
 )
-def test_nobody_sends_what_another_component_sends(subject: str, senders: list[str]):
+def test_no_user_sends_what_another_component_sends(subject: str, senders: list[str]):
     may = [who for who, one in ALL.items() if any(matches(p, subject) for p in one.publish)]
     assert may == senders
 
 
-def test_nobody_writes_the_keys_of_another_component():
+def test_no_user_writes_the_keys_of_another_component():
     """The planner may delete members' keys, for which etcd demands that it may write them."""
 
     def writers(key: str) -> list[str]:

@@ -231,7 +231,7 @@ def test_the_change_of_the_planner_before_counts():
     assert "no reversal for 50 s" in proposal.roles[P].reason
 
 
-def test_a_change_by_somebody_else_is_the_new_base():
+def test_a_change_by_another_writer_is_the_new_base():
     w = world(prefill=Pool(ready=3))
     w.run(290)
     w.pools[P].ready = 4
@@ -253,7 +253,7 @@ def test_the_budget_counts_workers_that_others_have_started():
     assert "no device is free within the budget" in proposal.roles[P].reason
 
 
-def test_a_worker_that_nobody_waits_for_is_overdue_after_the_time_of_a_start():
+def test_a_worker_without_a_waiter_is_overdue_after_the_time_of_a_start():
     w = world(prefill=Pool(ready=2, start_s=20.0, starting=[math.inf]), down_window_s=10.0)
     w.no_victim = True
     found = [(w.now, removal) for _ in range(20) for removal in removes(w.tick(), P)]

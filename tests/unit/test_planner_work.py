@@ -120,7 +120,7 @@ def test_the_most_tokens_of_a_worker_follow_from_its_pace_and_its_memory():
 
 def known(decode: int, arriving: float, **changes: float | None) -> tuple[PlannerMemory, Seen]:
     """A memory that knows requests of 1,000 prefill and 100 output tokens, decode workers of 1,000
-    tokens/s and prefill workers of 10,000; and what is seen of so many requests per second."""
+    tokens/s and prefill workers of 10,000; and what is seen of this many requests per second."""
     work = Work(pace=(0.01, 0.0008))
     for tick in range(30):
         work = work.arrived(arriving, 0.0, 5.0 * tick)

@@ -129,7 +129,7 @@ def test_a_transfer_ends_while_its_owner_does_something_else(open_mover):
     assert wire.transfers[0].polled == 20
 
 
-def test_a_failure_that_the_thread_sees_is_told_to_the_owner_as_often_as_it_asks(open_mover):
+def test_a_failure_that_the_thread_sees_reaches_the_owner_as_often_as_it_asks(open_mover):
     wire = Wire(polls=1 << 30)
     transfer = write(open_mover(wire))
     wire.transfers[0].failure = TransferError("d", "connection reset")
@@ -207,7 +207,7 @@ def test_notices_are_read_while_their_owner_awaits_them(open_mover):
     assert mover.notices() == []
 
 
-def test_the_thread_stops_reading_notices_when_nobody_has_asked_for_a_while(open_mover):
+def test_the_thread_stops_reading_notices_when_none_were_asked_for_a_while(open_mover):
     wire = Wire()
     mover = open_mover(wire, listen_s=0.02)
     mover.notices()

@@ -159,7 +159,7 @@ async def test_a_refused_renewal_stops_the_writes_and_the_computing(answer: Clai
         rig.answers = [answer]
         await eventually(lambda: rig.engine.abandoned)
         assert not rig.engine.open("a1") and rig.engine.until("a1") == 0.0
-        # Its writes are in flight: nothing is told yet, and the claim is not asked for any more.
+        # Its writes are in flight: nothing is reported yet, and the claim is not renewed any more.
         count = len(rig.claims)
         await asyncio.sleep(5)
         assert (rig.done, rig.queue.acked, len(rig.claims)) == ([], [], count)

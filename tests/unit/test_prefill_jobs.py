@@ -37,7 +37,7 @@ async def computing(**options: Any) -> AsyncIterator[Rig]:
 # How jobs end
 
 
-async def test_a_written_job_is_claimed_told_and_acknowledged():
+async def test_a_written_job_is_claimed_reported_and_acknowledged():
     async with working() as rig:
         await rig.push(prefill_job())
         await rig.acked()
@@ -104,8 +104,8 @@ async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ende
 
 
 @pytest.mark.parametrize("outcome", ["failed", "abandoned", "died"])
-async def test_a_job_that_is_not_written_is_told_as_such_and_leaves_the_queue(outcome: str):
-    """Whoever owns its request decides what comes next."""
+async def test_a_job_that_is_not_written_is_reported_as_such_and_leaves_the_queue(outcome: str):
+    """The owner of its request decides what comes next."""
     async with computing() as rig:
         rig.engine.ends["a1"].set_result(outcome)
         await rig.acked()
@@ -155,7 +155,7 @@ async def test_the_time_with_two_jobs_counts_once_and_that_without_a_job_not():
 
 
 @virtual
-async def test_an_end_that_cannot_be_told_is_told_when_the_broker_is_back():
+async def test_an_end_that_cannot_be_reported_is_reported_when_the_broker_is_back():
     async with computing() as rig:
         rig.messaging.set_connected(False)
         rig.engine.ends["a1"].set_result("failed")
@@ -167,7 +167,7 @@ async def test_an_end_that_cannot_be_told_is_told_when_the_broker_is_back():
 
 
 @virtual
-async def test_a_job_that_can_neither_be_told_nor_answered_ends_with_its_claim():
+async def test_a_job_that_can_neither_be_reported_nor_answered_ends_with_its_claim():
     """Its decode engine waits for the end of the claim, and deletes the job."""
     async with computing() as rig:
         rig.messaging.set_connected(False)
@@ -184,7 +184,7 @@ async def test_a_job_that_can_neither_be_told_nor_answered_ends_with_its_claim()
         assert rig.told == [("a2", "written")]
 
 
-async def test_a_job_of_another_version_is_told_to_its_engine():
+async def test_a_job_of_another_version_is_reported_to_its_engine():
     async with working() as rig:
         await rig.push(prefill_job(wire_version=WIRE_VERSION + 1))
         await rig.acked()
@@ -195,7 +195,7 @@ async def test_a_job_of_another_version_is_told_to_its_engine():
 
 
 async def test_a_job_that_is_there_twice_is_written_by_one_claim():
-    """A decode engine grants one claim, whoever asks for another one."""
+    """A decode engine lets one claim hold, and refuses all others."""
     async with working(runners=2) as rig:
         await rig.begin(prefill_job())
         rig.answers = [ClaimRefused(reason="claimed by another writer")]
@@ -267,7 +267,7 @@ async def test_a_job_of_an_engine_that_left_is_acknowledged():
         assert rig.counted("engine_gone") == 1
 
 
-async def test_an_engine_whose_record_the_store_has_lost_is_told():
+async def test_an_engine_whose_record_the_store_has_lost_gets_a_report():
     async with working() as rig:
         await rig.store.delete(names.nixl_metadata_key(NAMESPACE, ENGINE))
         await rig.push(prefill_job())

@@ -302,7 +302,7 @@ def test_a_job_that_is_stopped_before_its_first_step_is_abandoned(half: Half):
     assert not half.half.busy
 
 
-def test_the_end_of_a_stopped_job_is_told_when_its_read_has_ended(half: Half):
+def test_the_end_of_a_stopped_job_is_reported_when_its_read_has_ended(half: Half):
     job = half.job()
     half.admit(job)
     half.step()
@@ -397,14 +397,14 @@ def told_of(half: Half, name: str, **more: Any) -> PrefillStep:
     return half.step(**{name: 8})
 
 
-def test_the_ranks_are_told_of_an_engine_once(half: Half):
+def test_the_ranks_get_an_engine_once(half: Half):
     assert told_of(half, "a1").targets == {"e1": b"e1's"}
     assert told_of(half, "a2").targets == {}
     assert told_of(half, "a3", engine_id="e2", target=b"e2's").targets == {"e2": b"e2's"}
     assert told_of(half, "a4").targets == {}
 
 
-def test_they_are_told_again_of_an_engine_that_they_were_told_to_forget(half: Half):
+def test_they_get_an_engine_again_that_they_had_to_forget(half: Half):
     told_of(half, "a1")
     step = told_of(half, "a2", engine_id="e2", target=b"e2's", forget=["e1"])
     assert step.forget == ["e1"] and list(step.targets) == ["e2"]
@@ -428,13 +428,13 @@ def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left(ha
     assert told_of(half, "a3").targets == {"e1": b"e1's"}
 
 
-def test_they_are_told_again_when_one_of_them_does_not_know_the_engine(half: Half):
+def test_they_get_it_again_when_one_of_them_does_not_know_the_engine(half: Half):
     told_of(half, "a1")
     half.half.worker_output(RankResults(), WorkerReport(unknown={"e1"}))
     assert told_of(half, "a2").targets == {"e1": b"e1's"}
 
 
-def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet(half: Half):
+def test_siblings_get_each_other_with_the_engine_that_they_meet(half: Half):
     rank = RankMetadata(agent=b"", memory="DRAM", device=0, regions=())
     half.half.metadata = own = engine_metadata("p1", ranks=(rank, rank))
     assert told_of(half, "a1").own == encode(own)
@@ -464,6 +464,6 @@ def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, de
     assert prefill.ended() == ({"p-a2"}, {})
 
 
-def test_links_that_broke_are_told_to_the_component(half: Half):
+def test_links_that_broke_are_reported_to_the_component(half: Half):
     half.half.worker_output(RankResults(), WorkerReport(broken={"e1": "reset"}))
     assert half.half.stats.take() == {"broken_link": [["e1", "reset"]]}

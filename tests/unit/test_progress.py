@@ -1,4 +1,4 @@
-"""Lines of progress that nobody can read any more."""
+"""Lines of progress that no process can read any more."""
 
 import os
 import subprocess

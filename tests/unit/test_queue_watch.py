@@ -159,7 +159,7 @@ async def test_of_two_the_other_one_waits_half_the_age_of_a_view_at_most():
 
 
 @virtual
-async def test_a_reader_that_hangs_holds_nobody_up():
+async def test_a_reader_that_hangs_delays_no_engine():
     async with Cluster(20).open() as cluster:
         [reader] = await cluster.readers_in(1.0)
         reader.queue.broken = True
@@ -170,7 +170,7 @@ async def test_a_reader_that_hangs_holds_nobody_up():
 
 
 @virtual
-async def test_who_hears_nobody_reads_by_itself():
+async def test_an_engine_without_readings_reads_by_itself():
     cluster = Cluster(0)
     deaf = [Engine(number, cluster) for number in range(30)]
     for engine in deaf:
@@ -267,7 +267,7 @@ async def test_an_engine_that_reads_reads_for_this_one_too():
 
         queue.depth = counted
         await asyncio.sleep(1.0)
-        assert len(reads) >= 3, "there is nobody else"
+        assert len(reads) >= 3, "there is no other reader"
         reads.clear()
         for _ in range(11):
             await other.say(jobs=QUEUE_SIZE)

@@ -209,7 +209,7 @@ def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_a_commit_that_does_not_fit_is_told_only_when_nobody_writes_any_more(wrong, caplog):
+def test_a_commit_that_does_not_fit_is_reported_only_when_no_rank_writes_any_more(wrong, caplog):
     prefill, decode = pair(Shape(tensor=2), Shape())
     decode.expect()
     prefill.poses(wrong, num_blocks=2)
@@ -221,7 +221,7 @@ def test_a_commit_that_does_not_fit_is_told_only_when_nobody_writes_any_more(wro
     assert f"rank {wrong}: 2 blocks, not 3" in caplog.text
 
 
-def test_a_share_that_nobody_brought_is_missed(caplog):
+def test_a_share_that_no_rank_brought_is_missed(caplog):
     """Both writers speak for the same heads."""
     prefill, decode = pair(Shape(tensor=2), Shape())
     decode.expect()

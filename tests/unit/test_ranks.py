@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, LATE, MISMATCH, SECONDS
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, LATE, MISMATCH, SECONDS, STOPPED
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -463,7 +463,7 @@ def test_a_cell_that_shuts_between_two_writes_stops_the_second(prefill, decode, 
     prefill.step(blocks([3], [3], last=True, cell=opened.cell), ended=[("p-a1", True)])
     assert decode.memory.written() == {1: 101}
     assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD}) and prefill.broken == {}
-    assert prefill.rank.stats.take()[FENCED] == 1
+    assert prefill.rank.stats.take()[STOPPED] == 1
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
@@ -624,7 +624,7 @@ def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, de
 # Receiving
 
 
-def test_a_notice_may_come_before_the_rank_is_told_of_the_attempt(decode):
+def test_a_notice_may_come_before_the_rank_knows_of_the_attempt(decode):
     decode.mover.inbox.append(notice("a1"))
     assert decode.settle() == (set(), set())
     assert decode.settle(expect={"a1": "r1", "a2": "r2"}) == ({"r1"}, set())

@@ -47,7 +47,9 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     return attempt
 
 
-async def test_a_traced_remote_prefill_is_told_stage_by_stage(decode: Decode, clock: ManualClock):
+async def test_a_traced_remote_prefill_has_a_span_for_each_stage(
+    decode: Decode, clock: ManualClock
+):
     above, began = new_trace(), clock.now
     attempt = await remote(decode, clock, above.headers())
     job = await decode.job()
@@ -74,7 +76,7 @@ async def test_a_traced_remote_prefill_is_told_stage_by_stage(decode: Decode, cl
 
 
 @pytest.mark.parametrize("headers", [None, {}, HOSTILE, {"traceparent": "x" * 10_000}])
-async def test_what_is_not_traced_is_measured_and_not_told(
+async def test_what_is_not_traced_is_measured_and_has_no_span(
     decode: Decode, clock: ManualClock, headers: Any
 ):
     await remote(decode, clock, headers)
@@ -99,7 +101,7 @@ async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
+def test_each_chunk_and_each_write_of_a_job_is_reported_by_one_rank(rank: int):
     fabric, above = Fabric(), new_trace()
     decode, prefill = DecodeMemory(fabric, "e1"), Prefill(fabric, rank)
     chunks = [blocks([3, 4], [10, 11]), blocks([5], [12], last=True, first=2)]
@@ -136,7 +138,7 @@ async def one_job(headers: Any, tracer: Recorder | None) -> Any:
         return given[0]
 
 
-async def test_a_traced_job_is_told_from_its_pull_on():
+async def test_a_traced_job_has_a_span_from_its_pull_on():
     asked, recorder = new_trace(), Recorder()
     given = await one_job(asked.headers(), recorder)
     whole, claim = recorder.named("prefill job"), recorder.named("claim")
@@ -176,7 +178,7 @@ def generation(headers: Any) -> GenerateRequest:
 FIRST = PrefillCounts(3, 0, 0, 0.0, 0.0)
 
 
-async def test_a_generation_is_told_from_its_arrival_to_its_end():
+async def test_a_generation_has_a_span_from_its_arrival_to_its_end():
     engine, recorder, above = Engine(), Recorder(), new_trace()
     handler = TracedGeneration(engine, recorder)
     await handler.submit(generation(above.headers()))
@@ -195,7 +197,7 @@ async def test_a_generation_is_told_from_its_arrival_to_its_end():
     assert engine.aborted == ["r1"]
 
 
-async def test_a_generation_that_is_refused_or_aborted_is_told_as_such():
+async def test_a_generation_that_is_refused_or_aborted_is_shown_as_such():
     engine, recorder = Engine(), Recorder()
     handler = TracedGeneration(engine, recorder)
     await handler.submit(generation(new_trace().headers()))
@@ -223,7 +225,7 @@ async def test_a_generation_that_is_not_traced_reaches_the_engine_without_a_cont
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_the_reading_of_a_prefix_is_told(lost: bool):
+def test_the_reading_of_a_prefix_has_a_span(lost: bool):
     reader, above = Reader(), new_trace()
     job = reader.job()
     job.trace_headers = above.headers()

@@ -220,7 +220,7 @@ async def test_a_writer_that_failed_is_not_the_other_one(
     assert engine.counted("resume/no_other") == 1 - again
 
 
-async def test_nobody_asks_more_often_than_allowed(engine: Caching):
+async def test_no_prompt_asks_more_often_than_allowed(engine: Caching):
     engine.writers.members = (WRITER, OTHER, OTHER + 1)
     await begin(engine)
     await engine.lose(landed=2)

@@ -135,7 +135,7 @@ async def test_a_worker_that_says_that_it_is_stuck_loses_its_requests_too():
 
 
 @virtual
-async def test_nothing_moves_where_nobody_responds():
+async def test_nothing_moves_where_no_worker_responds():
     """It moves when there is somewhere to go."""
     async with Frontend().open() as frontend:
         await frontend.stop(A)
@@ -150,7 +150,7 @@ async def test_nothing_moves_where_nobody_responds():
 
 
 @virtual
-async def test_who_leaves_is_nobody_to_drop():
+async def test_a_worker_that_leaves_is_not_dropped():
     async with Frontend().open() as frontend:
         await frontend.stop(A)
         await asyncio.sleep(5.0)
@@ -174,7 +174,7 @@ async def test_an_outage_of_the_broker_moves_nothing():
 
 
 @virtual
-async def test_whoever_falls_silent_while_times_are_rounded_is_found():
+async def test_a_worker_that_falls_silent_while_times_are_rounded_is_found():
     """Above 1024 a time has one bit less: what is added is not what was subtracted."""
     members, pauses = range(0x100, 0x100 + 40), random.Random(1)
     async with Frontend().open() as frontend:

@@ -129,7 +129,7 @@ async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(
     )
 
 
-async def test_an_engine_without_prefix_cache_lets_nobody_wait():
+async def test_in_an_engine_without_prefix_cache_no_request_waits():
     decode = Decode(ManualClock(), hash_block_size=None)
     async with decode.queue:
         await leads(decode, sibling("r1"))
@@ -163,7 +163,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     assert decode.counted("remote/writer_failed") == 2
 
 
-async def test_nobody_waits_longer_than_the_leader(decode: Decode):
+async def test_no_follower_waits_longer_than_the_leader(decode: Decode):
     attempt = await leads(decode, sibling("r1"))
     for _ in range(int(TIMEOUT_S) - 1):
         decode.pass_s(1.0)

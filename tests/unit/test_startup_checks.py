@@ -49,7 +49,7 @@ def test_servers_of_other_hosts_are_reached_over_tls_only(
     assert "hidden" not in str(refused.value)
 
 
-def test_a_nats_of_another_host_lets_nobody_in_without_credentials(tmp_path: Path):
+def test_a_nats_of_another_host_lets_no_client_in_without_credentials(tmp_path: Path):
     check_exposed_urls("tls://10.0.0.1", None, certified=True)
     check_exposed_urls("nats://127.0.0.1", None, certified=False)
     with pytest.raises(ConfigError, match=r"--nats-url: tls://10.0.0.1 has no credentials, so"):

@@ -25,7 +25,7 @@ async def depth(decode: Decode) -> QueueDepth:
     return await decode.queue.depth()
 
 
-async def test_what_nobody_claims_is_computed_here_and_is_off_the_queue(
+async def test_what_no_worker_claims_is_computed_here_and_is_off_the_queue(
     decode: Decode, clock: ManualClock
 ):
     attempt = await decode.ask("r1", 100)

@@ -223,7 +223,7 @@ async def test_only_the_first_failure_of_needed_tasks_ends_the_body(
                 tasks.start(fails(ValueError("first")), name="a")
                 tasks.start(fails(ValueError("second")), name="b")
                 await forever()
-    async with OwnedTasks(on_failure) as tasks:  # nobody needs it any more
+    async with OwnedTasks(on_failure) as tasks:  # it is not needed any more
         tasks.start(fails(ValueError("late")), name="c")
         await asyncio.sleep(1)
     logged = [record.getMessage() for record in caplog.records]

@@ -29,7 +29,7 @@ from tests.ports import reserved_port
 NAMES = {"namespace": "t", "component": "Frontend", "instance": "Frontend-0"}
 
 
-async def test_spans_arrive_as_they_were_told_when_the_tracer_is_closed():
+async def test_spans_arrive_as_they_were_recorded_when_the_tracer_is_closed():
     now, wall = time.monotonic(), time.time()
     root = new_trace()
     work = root.child()

@@ -190,7 +190,7 @@ def stock(stage: Stage) -> StockPair:
 
 @pytest.fixture
 def slow(stage: Stage) -> Graph:
-    """One decode worker, and one prefill worker that computes block by block. Nobody asks for a
+    """One decode worker, and one prefill worker that computes block by block. No test asks for a
     grammar through its own Frontend."""
     return stage.shared(SLOW_OPTIONS)
 

@@ -16,7 +16,7 @@ FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
 
 #: Four that start at the same time on a busy machine.
 _READY_S = 480.0
-#: Short: a test waits until what nobody reads is free.
+#: Short: a test waits until what is not read is free.
 PAIR_LEASE_S = 6.0
 
 Role = Literal["prefill", "decode"]

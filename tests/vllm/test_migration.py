@@ -23,7 +23,7 @@ Request = tuple[str, dict[str, Any]]
 
 MOVED = "dynamo_lite_requests_moved_total"
 LOST = "dynamo_lite_requests_lost_total"
-#: So many events every stream must have had when a worker is lost.
+#: How many events every stream must have had when a worker is lost.
 BEGUN = 2
 
 GREEDY = {"temperature": 0, "max_tokens": 450, "ignore_eos": True}

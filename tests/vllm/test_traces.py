@@ -36,10 +36,10 @@ ORDER = (
     *("POST /v1/completions", "generate", "decode worker", "decision", "remote prefill"),
     *("prefill job", "wait", "prefill chunk", "transfer", "resume", "first token"),
 )
-#: In the order of their ends. An engine computes beside the claim; the last write waits for it.
+#: In the order of their ends. Ends of the two chains have no order.
 CHAINS = (("decision", "claim", "transfer"), ("wait", "prefill chunk", "remote prefill", "resume"))
 #: Each process relates its monotonic clock to the wall clock by itself; and a claim is
-#: taken to have been granted half-way through the request for it.
+#: taken to hold from half-way through the request for it.
 SLACK_NS = 5_000_000
 
 

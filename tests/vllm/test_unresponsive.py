@@ -146,7 +146,7 @@ async def test_a_worker_that_stands_still_for_long_loses_its_requests(
     await graph.settled()
 
 
-async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
+async def test_no_request_waits_for_a_prefill_worker_that_stands_still(
     graph: Graph, reference: PlainServer
 ):
     """Claimed prompts, queued prompts and later prompts are all local within seconds."""

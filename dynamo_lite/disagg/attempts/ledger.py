@@ -9,7 +9,7 @@ them, or read the blocks of its prefix, any more.
       ▼                 ▼
     (gone)          EXPIRING ──done, or the end of its claim and of its writes──► (gone)
 
-A claim is a lease that its writer renews. Each answer promises the writer the blocks for another
+A claim is a lease that its writer renews. Each answer keeps the blocks for the writer for another
 `claim_s`. Nothing else lets it write, and nothing else lets it go on.
 
 An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
@@ -19,7 +19,7 @@ silent, or that its engine has died, are hints: they withdraw an attempt earlier
 blocks. A renewal of a withdrawn attempt is refused, which tells its writer to stop.
 
 Methods are named after events, and return what must be done as instructions. The caller owns I/O
-and clock. Times are monotonic seconds. Safety rests on two rules: a claim is granted only while the
+and clock. Times are monotonic seconds. Safety rests on two rules: a claim holds only while the
 attempt is wanted, and a withdrawn attempt keeps its blocks until its writer is done, or its last
 claim has run out and a write that was started under it has landed.
 """
@@ -87,7 +87,7 @@ class Ledger:
     landing_s: float
     claim_s: float = CLAIM_S
     _attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    #: When a claim was last granted.
+    #: When an attempt was last claimed.
     _claimed_at: float = -math.inf
 
     def __repr__(self) -> str:

@@ -70,7 +70,7 @@ class Prompts:
 
     def start(self, request: Prompt, block_ids: Sequence[int], external: int) -> LedgerEvent | None:
         """The engine has reserved the prompt's blocks, for the KV of `external` tokens that a
-        prefill worker will compute. Returns what the ledger is to be told.
+        prefill worker will compute. Returns an event for the ledger.
 
         The job is one of those of the step.
         """
@@ -159,7 +159,7 @@ class Prompts:
             hashes=self._flights.hashes(request),
             above=traced(request.trace_headers),
         )
-        # The writer may read the prefix while it writes the rest. Until nobody can touch them, the
+        # The writer may read the prefix while it writes the rest. As long as it can touch them, the
         # blocks stay reserved, whatever becomes of the request.
         blocks = [self._pool.blocks[block] for block in block_ids[:end]]
         self._pool.touch(blocks)

@@ -108,7 +108,7 @@ class QueueWatch:
             self.view = self._with_workers(self.view)
 
     def pushed(self, tokens: int, size: int) -> None:
-        """This engine has pushed a job with so many tokens to compute and bytes."""
+        """This engine has pushed a job. tokens: to compute. size: in bytes."""
         self._pushed_tokens = _FADE * self._pushed_tokens + tokens
         self._pushed_bytes = _FADE * self._pushed_bytes + size
 

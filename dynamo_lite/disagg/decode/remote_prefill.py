@@ -110,7 +110,7 @@ class RemotePrefill:
     published_at: float | None = None
     #: When the claimant pulled the job.
     pulled_at: float | None = None
-    #: When the claim was granted.
+    #: When it was claimed.
     claimed_at: float | None = None
     #: The worker that claimed the job, or gave it back without a claim; None: none has yet.
     writer: int | None = None

@@ -49,11 +49,11 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
-#: How long a first claim is sent again without an answer, and while nobody listens.
+#: How long a first claim is sent again without an answer, and while the engine does not listen.
 _FIRST_S, _ABSENT_S = 3.0, 0.5
 #: How long one try waits for its answer. An engine in a long step answers late.
 _TRY_S = 1.0
-#: Between two tries while nobody listens.
+#: Between two tries while the engine does not listen.
 _PAUSE_S = 0.05
 #: How long the report of an end waits for the broker.
 _REPORT_S = 5.0
@@ -180,7 +180,7 @@ class JobAttempt:
         self, cell: OpenCell, until: float, absent_s: float | None = None
     ) -> Held | ClaimRefused | None:
         """Sends the claim until it is answered, until `until`, by CLOCK_BOOTTIME. None: it was not.
-        absent_s: for how long while nobody listens."""
+        absent_s: for how long while the engine does not listen."""
         parts, request = self._parts, self.request
         subject = names.claim_subject(parts.namespace, request.engine_id)
         absent_until = until if absent_s is None else self._boottime() + absent_s
@@ -195,7 +195,7 @@ class JobAttempt:
             try:
                 reply = await parts.messaging.request(subject, encode(claim), timeout_s=timeout_s)
                 answer = decode_claim_reply(reply)
-            except Unavailable:  # nobody listens, or NATS is away
+            except Unavailable:  # the engine does not listen, or NATS is away
                 if self._boottime() >= absent_until:
                     return None
                 await asyncio.sleep(min(_PAUSE_S, left_s))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, SECONDS, Counters
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters
 from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
@@ -225,7 +225,7 @@ class BlockWrites:
             attempt.until = max(attempt.until, until)
             return True
         attempt.failure = NOT_HELD
-        self._stats.add(FENCED)
+        self._stats.add(STOPPED)
         return False
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:

@@ -73,7 +73,7 @@ class JetStreamQueue:
         self._incarnations = Incarnations()
         self._newest = 0  # the greatest sequence known
         self._counts_again = False  # whether a sequence was given twice
-        self._delivered = 0  # the last job that was delivered to anybody, at the last reading
+        self._delivered = 0  # the last job that was delivered, at the last reading
         self._consumers = ""  # their identity
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()

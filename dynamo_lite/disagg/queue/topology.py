@@ -310,7 +310,7 @@ class Topology:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             # Jobs are delivered once, and count until they are acknowledged or deleted.
-            # Longer than a job's life: after it the job would count for nobody, and stay.
+            # Longer than a job's life: after it the job would not count any more, and stay.
             ack_wait=2 * self.config.max_age_s,
             max_deliver=1,
             max_ack_pending=-1,

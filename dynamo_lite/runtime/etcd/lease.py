@@ -199,7 +199,7 @@ class EtcdLease:
         The revision alone is not reliable: a wiped store may already be past it, and one
         member of several may lag behind the others. A mark that is another process's key is not
         reliable in a store that was wiped just now: wiped once more, it may be filled by the same
-        puts. Until its keys are back nobody sees this lease, so nobody has revoked it.
+        puts. Until its keys are back no process sees this lease, so none has revoked it.
         """
         if self._keys_lost:
             return True

@@ -26,7 +26,7 @@ class Weather:
 
     delay_s: shortest one-way delay. spread_s: most that is added to it; long delays
     are rare. loss, duplicate, reorder: probabilities, for messages that are sent one
-    by one and without a promise (`as_the_weather_is`); streams keep theirs.
+    by one and without a fixed order (`as_the_weather_is`); streams keep theirs.
     """
 
     delay_s: float = 0.0002

@@ -299,7 +299,7 @@ async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_
     assert tokens.empty()
 
 
-async def test_a_broken_link_is_told(prefill_rig: PrefillRig):
+async def test_a_broken_link_is_reported(prefill_rig: PrefillRig):
     async with prefilling(prefill_rig):
         prefill_rig.core.step(**{BROKEN_LINK: [["e1", "connection reset"]]})
     assert prefill_rig.broken == [("e1", "connection reset")]
@@ -317,4 +317,4 @@ async def test_a_refused_job_does_not_lose_who_has_left(prefill_rig: PrefillRig)
         [added] = prefill_rig.core.added
         assert added.sampling_params.extra_args[KV_TRANSFER_PARAMS]["forget"] == ["e9"]
     engine.forget(["e8"])
-    assert engine._left == ["e8"], "each engine is told once"
+    assert engine._left == ["e8"], "each engine gets it once"

@@ -118,7 +118,7 @@ def test_heads_are_found_by_their_bytes_whatever_a_value_takes(registered, dtype
 
 
 def test_an_engine_names_the_attention_backend_that_vllm_has_chosen(registered):
-    """Nobody has configured one: another engine's GPU can have led to another."""
+    """None is configured: another engine's GPU can have led to another."""
     backend = SimpleNamespace(get_name=lambda: "TRITON_MLA")
     layer = SimpleNamespace(get_attn_backend=lambda: backend)
     tensor = filled((BLOCKS, 16, 576), torch.bfloat16)

@@ -120,7 +120,7 @@ def test_generated_tokens_go_into_the_prompt_and_out_of_the_limits():
     assert got.params.min_tokens == 0
 
 
-def test_a_connector_is_told_how_much_time_is_left():
+def test_a_connector_knows_how_much_time_is_left():
     sent = message([4, 5], temperature=0, extra_args={"mine": 1})
     before = time.monotonic()
     got = Request.from_engine_core_request(generation(sent, MODEL, timed=True), None)

@@ -98,7 +98,7 @@ def test_a_long_prompt_does_not_sit_out_for_ever():
     assert [i for i, name in enumerate(taken) if name == "long"] == [32, 65]
 
 
-def test_nobody_sits_out_for_those_that_find_no_room():
+def test_no_prompt_sits_out_for_those_that_find_no_room():
     engine = Engine([request("long", 1000)], [request("short", 10)])
     engine.full = True
     rest = ["long"] * 8

@@ -175,7 +175,7 @@ def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Excepti
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_ends_are_told_as_they_are_whatever_an_earlier_start_has_left(tmp_path: Path):
+def test_other_ends_are_reported_as_they_are_whatever_an_earlier_start_has_left(tmp_path: Path):
     config_file = tmp_path / "PrefillWorker-0.engine.json"
     with pytest.raises(ValueError, match="old"), refusal_recorded(config_file):
         raise ValueError("old")

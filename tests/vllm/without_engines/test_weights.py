@@ -61,7 +61,7 @@ def test_a_fine_tune_with_the_same_header_and_size_is_another_one(tmp_path: Path
 
 
 def safetensors(path: Path, large: int, small: int, seed: int) -> None:
-    """Two tensors of so many bytes: zeros, which take no room on the disk, and random ones."""
+    """Two tensors, sizes in bytes: zeros, which take no room on the disk, and random ones."""
     spans = {"large": (0, large), "small": (large, large + small)}
     tensors = {
         name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
