@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 
 _ABOVE = Path(__file__).resolve().parent.parent

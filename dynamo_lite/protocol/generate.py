@@ -120,6 +120,16 @@ class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     created_cache_tokens: Count = 0
 
 
+class EngineError(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why an engine has ended a request with the finish reason "error"."""
+
+    message: Annotated[str, msgspec.Meta(max_length=4096)]
+    #: Whether the request is at fault.
+    invalid: bool = False
+    #: Whether it may succeed later.
+    retryable: bool = False
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one engine step added to one request."""
 
@@ -134,6 +144,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     logprobs: LogprobRows | None = None
     #: May come in several deltas; all but the last have no token.
     prompt_logprobs: LogprobRows | None = None
+    #: Of an engine that says why; only with the finish reason "error".
+    error: EngineError | None = None
 
 
 def halves(delta: TokenDelta) -> tuple[TokenDelta, TokenDelta] | None:

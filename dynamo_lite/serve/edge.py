@@ -8,7 +8,7 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import (
     Obstacle,
     check_version,

@@ -21,7 +21,8 @@ from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.serve.services.services import Service
-from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
+from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules
+from dynamo_lite.vllm.compat import vllm_version
 
 _VLLM_TIMEOUT_S = 180.0
 #: Of sections. A verdict takes about 70 bytes.

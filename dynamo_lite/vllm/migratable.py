@@ -9,6 +9,7 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from dynamo_lite.request_plane.migration import MigrationPlan, SamplingFacts, plan
+from dynamo_lite.vllm.compat import watermarked
 
 #: Architectures whose prompt tokens attend to all of the prompt (prefix LM). This is known only
 #: to vLLM's layers, in the engine's process.
@@ -52,5 +53,5 @@ def depends_on_output(params: SamplingParams) -> bool:
         or params.repetition_detection is not None
         or params.thinking_token_budget is not None
         or params.trace_decode_token_ids is not None
-        or bool(params.watermarking)
+        or watermarked(params)
     )

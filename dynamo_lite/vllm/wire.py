@@ -26,6 +26,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
+from dynamo_lite.vllm.compat import engine_error
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def delta_from_output(output: EngineCoreOutput, timestamp: float | None = None) 
             if output.new_prompt_logprobs_tensors is None
             else _rows(*(t.cpu().numpy() for t in output.new_prompt_logprobs_tensors[:3]))
         ),
+        error=None if reason is None else engine_error(output),
     )
 
 

@@ -17,7 +17,7 @@ from dynamo_lite.serve.document import Document, read_document
 from dynamo_lite.serve.edge import settle_edge
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
 
 ROOT = Path(__file__).resolve().parents[2]

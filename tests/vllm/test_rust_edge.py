@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
 from tests.vllm.asking import Stream, client, joined, prompt_ids
 from tests.vllm.conftest import Stage

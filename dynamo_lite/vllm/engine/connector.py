@@ -35,6 +35,7 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import NatsEtcdClients
 from dynamo_lite.runtime.process.logs import hold_lease
+from dynamo_lite.vllm.compat import hash_block_size
 from dynamo_lite.vllm.engine.arrivals import (
     arrival_wait_s,
     let_bridge_run,
@@ -100,6 +101,11 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     @property
     def _rank(self) -> DecodeRank | PrefillRank | None:
         return None if self._opened is None else self._opened.rank
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """vLLM 0.33 asks. Sleep maps the memory again that NIXL has registered."""
+        return False
 
     # Worker half
 
@@ -195,7 +201,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
                 clients=clients,
                 open_bridge=ThreadBridge,
             )
-        hashed = self._kv_cache_config.hash_block_size or cache.block_size
+        hashed = hash_block_size(self._kv_cache_config, cache.block_size)
         return DecodeScheduler(
             config,
             cache.block_size,

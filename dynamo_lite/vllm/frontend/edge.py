@@ -21,6 +21,7 @@ from dynamo_lite.protocol.errors import (
     Overloaded,
     Refused,
 )
+from dynamo_lite.protocol.generate import EngineError
 from dynamo_lite.protocol.trace import TRACEPARENT, TraceContext, trace_of
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.refusal import header, json_head, refuse
@@ -55,6 +56,14 @@ def http_error(error: DynamoLiteError) -> VLLMError:
     if isinstance(error, Overloaded):
         return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
     return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def engine_failure(error: EngineError) -> VLLMError:
+    """As `http_error`, for a request that its engine has ended with an error."""
+    if error.invalid:
+        return VLLMValidationError(error.message)
+    status = HTTPStatus.SERVICE_UNAVAILABLE if error.retryable else HTTPStatus.INTERNAL_SERVER_ERROR
+    return GracefulHTTPError(error.message, status)
 
 
 def late_message(after_s: float) -> str:

@@ -23,7 +23,6 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.exceptions import VLLMError
 from vllm.reasoning import ReasoningParserManager
@@ -32,6 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
 from dynamo_lite.vllm.frontend.invocations import fail_fast_routes, replace_invocations
@@ -78,7 +78,7 @@ class OpenAiApp:
 
 def parse_args(flags: Sequence[str]) -> Namespace:
     """The flags of `vllm serve`. Raises ConfigError for wrong ones."""
-    args = make_arg_parser(_Parser(prog="vllm serve")).parse_args(list(flags))
+    args = compat.make_arg_parser(_Parser(prog="vllm serve")).parse_args(list(flags))
     assert args is not None  # typed as optional by vLLM
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -89,7 +89,7 @@ def parse_args(flags: Sequence[str]) -> Namespace:
         ):
             if plugin:
                 load(plugin)
-        validate_parsed_serve_args(args)
+        compat.validate_parsed_serve_args(args)
         validate_api_server_args(args)
     except (KeyError, TypeError, ValueError) as exc:
         raise ConfigError([f"vLLM's arguments: {exc}"]) from exc
@@ -108,7 +108,7 @@ def frontend_config(args: Namespace) -> VllmConfig:
         model_config = engine_args.create_model_config()
         # Only workers run quantised kernels; the checks for these need a device.
         model_config.quantization = None
-        outputs = engine_args.create_structured_outputs_config()
+        outputs = compat.structured_outputs(engine_args)
         # An engine compiles all grammars with the backend of its first one: if each chose its own,
         # an answer would depend on what a worker was asked before.
         if outputs.backend == "auto":

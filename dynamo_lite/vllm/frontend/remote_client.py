@@ -65,6 +65,7 @@ class RemoteEngineClient(AsyncLLM):
         self._profile_session_guard_enabled = True
         self._profile_session_active = False
         self._frontend_profiler_injected = False
+        self._frontend_profiler_worker_name = None
         self.output_handler: asyncio.Task[None] | None = None
 
     def start(self) -> None:

