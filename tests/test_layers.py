@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_173,
+    "dynamo_lite/protocol": 2_189,
     "dynamo_lite/runtime": 6_858,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_212,
-    "dynamo_lite/disagg": 7_359,
-    "dynamo_lite/vllm": 6_116,
+    "dynamo_lite/disagg": 7_355,
+    "dynamo_lite/vllm": 6_258,
     "dynamo_lite/forward": 6_498,
     "dynamo_lite/planner": 3_260,
-    "dynamo_lite/serve": 6_959,
+    "dynamo_lite/serve": 6_960,
     "dynamo_lite/cli": 3_206,
-    "tests": 58_780,
+    "tests": 59_234,
     "tests/simulation": 8_908,
 }
 SLACK = 50
