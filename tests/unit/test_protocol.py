@@ -121,6 +121,7 @@ FULL_DELTAS = generate.Deltas(
             ),
             logprobs=generate.LogprobRows(1, 1, b"\x07" + bytes(7), bytes(4), b"\x01" + bytes(7)),
             prompt_logprobs=generate.LogprobRows(0, 0, b"", b"", b""),
+            error=generate.EngineError(message="paused", invalid=False, retryable=True),
         )
     ]
 )

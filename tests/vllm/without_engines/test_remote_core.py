@@ -2,11 +2,12 @@
 
 import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from dynamo_lite.protocol.errors import EngineDied, Overloaded
-from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.generate import EngineError, TokenDelta
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 from tests.unit.frontend_core import CoreScene
 
@@ -18,11 +19,13 @@ class Scene(CoreScene):
         super().__init__(in_flight)
         self.deliveries = Deliveries()
         self.failed: list[tuple[str, str]] = []
+        self.raised: list[tuple[str, Exception]] = []
         self._siblings = siblings or {}
         self.core = RemoteCore(self.intake, self.deliveries, fail=self._fail, causal=True)
 
     def _fail(self, request_id: str, error: Exception) -> list[str]:
         self.failed.append((request_id, str(error)))
+        self.raised.append((request_id, error))
         return self._siblings.get(request_id, [])
 
     async def add(self, request_id: str) -> None:
@@ -68,6 +71,29 @@ async def test_a_delta_that_makes_no_sense_ends_its_request():
     [output] = (await scene.core.get_output_async()).outputs
     assert output.finish_reason is FinishReason.ERROR
     assert scene.failover.aborted == ["r1"] and scene.admission.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (EngineError(message="bad grammar", invalid=True), 400),
+        (EngineError(message="paused", retryable=True), 503),
+        (EngineError(message="broken"), 500),
+    ],
+)
+async def test_an_engine_s_error_reaches_the_client(error: EngineError, status: int):
+    scene = Scene(siblings={"r1": ["r2"]})
+    for request_id in ("r1", "r2"):
+        await scene.add(request_id)
+    scene.deliveries.on_deltas(
+        [TokenDelta(request_id="r1", token_ids=[], finish_reason="error", error=error)]
+    )
+    await scene.core.get_output_async()
+    [(failed, raised)] = scene.raised
+    assert failed == "r1" and error.message in str(raised)
+    found = create_error_response(raised)
+    assert found.error.code == status and error.message in found.error.message
+    assert "r2" in scene.failover.aborted and scene.admission.in_flight == 0
 
 
 async def test_refusals_are_counted_by_reason():

@@ -1,5 +1,9 @@
 """Conversions between vLLM's engine types and our messages, without an engine."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -100,6 +104,26 @@ def test_every_way_to_finish(reason):
     assert delta.finish_reason == str(reason)
     again = output_from_delta(over_the_wire(delta), now=1.0)
     assert again.finish_reason is reason and again.stop_reason == 5
+
+
+def test_why_an_engine_has_ended_a_request_is_sent():
+    """By vLLM 0.33; its class stands here as its fields."""
+
+    class Output(EngineCoreOutput):
+        error: Any = None
+
+    output = Output(
+        request_id="r",
+        new_token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        error=SimpleNamespace(code="engine_paused", message="paused" * 1000, retryable=True),
+    )
+    delta = over_the_wire(delta_from_output(output))
+    assert delta.error is not None
+    assert (delta.error.invalid, delta.error.retryable) == (False, True)
+    assert delta.error.message == ("paused" * 1000)[:4096]
+    output.error.code = "validation_error"
+    assert delta_from_output(output).error == msgspec.structs.replace(delta.error, invalid=True)
 
 
 def test_prefill_counts_and_times_move_to_the_readers_clock():
