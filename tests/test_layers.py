@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_960,
     "dynamo_lite/cli": 3_206,
-    "tests": 59_234,
+    "tests": 59_340,
     "tests/simulation": 8_908,
 }
 SLACK = 50

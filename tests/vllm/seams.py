@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from dynamo_lite.vllm.compat import vllm_version
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dynamo_lite"
 #: Has the alternatives between versions, each with a condition of its own.
@@ -384,6 +386,11 @@ def _missing_members(source: Source) -> Iterator[Break]:
         for member in members.split():
             if member not in found.members:
                 yield Break(f"{module}.{name} has no {member}", where)
+
+
+def vllm_minor() -> int:
+    """32 for vLLM 0.32.0."""
+    return int(vllm_version().rpartition(" ")[2].split(".")[1])
 
 
 def installed() -> Path:

