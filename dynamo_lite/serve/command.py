@@ -23,11 +23,9 @@ from dynamo_lite.serve.embedded import (
     EmbeddedEtcd,
     EmbeddedNats,
     EmbeddedServer,
-    check_folders,
-    empty_folders,
-    folder_of,
+    fresh_folder,
 )
-from dynamo_lite.serve.launches import Launches, ServeRequest, fork_workers
+from dynamo_lite.serve.launches import Launches, ServeRequest
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
     RunFile,
@@ -67,7 +65,6 @@ async def serve(request: ServeRequest) -> int:
         run = RunFile(directory / "run.json", state)
         stack.callback(run.remove)
         tiers = [Launches(request, service, directory, state) for service in started]
-        fork_workers(tiers)
         shared = request.config.shared
         supervisor = Supervisor(tiers, servers, run, stop, force, progress, shared)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
@@ -167,11 +164,6 @@ async def _connect(
             message = "--service-name needs --nats-url and --etcd-url"
             raise ConfigError([f"{message}, because no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
-    nats_folder, etcd_folder = (folder_of(request.state_dir, name) for name in ("nats", "etcd"))
-    pairs = ((nats_folder, nats_url), (etcd_folder, etcd_url))
-    folders = [folder for folder, url in pairs if url is None]
-    # Nothing is written where a folder turns out to be somebody else's.
-    check_folders(folders)
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
     namespace, here = request.config.shared.namespace, _services_here(request.config, request.only)
@@ -184,14 +176,15 @@ async def _connect(
             queue=startup_checks.queue_options(here),
         )
     )
-    empty_folders(folders)
     if nats_url is None:
-        embedded = EmbeddedNats(nats_folder, token=secrets.token_hex(16))
+        folder_of_nats = fresh_folder(request.state_dir, "nats")
+        embedded = EmbeddedNats(folder_of_nats, token=secrets.token_hex(16))
         nats = await stack.enter_async_context(embedded)
         nats_url = nats.url
         servers.append(nats)
     if etcd_url is None:
-        etcd = await stack.enter_async_context(EmbeddedEtcd(etcd_folder, private=True))
+        etcd = EmbeddedEtcd(fresh_folder(request.state_dir, "etcd"), private=True)
+        await stack.enter_async_context(etcd)
         etcd_url = etcd.url
         servers.append(etcd)
         etcdctl = request.state_dir / "etcdctl"

@@ -13,25 +13,19 @@ import signal
 import ssl
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.certificates import files_of
-from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.certificate_folder import make_server_certificates
-from dynamo_lite.serve.processes import can_listen, free_port, signal_group
+from dynamo_lite.serve.processes import can_listen, end_group, free_port, start_group
 from dynamo_lite.serve.run_state import write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
-_START_TRIES = 5
-
-#: The file in a server's folder by which a later start recognises it.
-_MARKER = ".dynamo-lite-embedded"
 
 
 class EmbeddedServer(ABC):
@@ -44,7 +38,7 @@ class EmbeddedServer(ABC):
 
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
-        self.port = port
+        self.port = port or free_port()
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -61,53 +55,53 @@ class EmbeddedServer(ABC):
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if self.port:
-            await self.restart()
-            return self
-        for _ in range(_START_TRIES):
-            self.port = free_port()
-            if await self._start():
-                return self
-        raise self._ended()
+        await self.restart()
+        return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stop()
+        if self._process is not None:
+            await end_group(self._process, _STOP_TIMEOUT_S)
 
     async def restart(self) -> None:
         """Starts the program, also again after its end, with the same port and data.
 
-        Raises StartupError when it does not become ready.
+        Raises StartupError when it does not become ready; nothing of it is left then.
         """
-        await self._stop()
+        await self.__aexit__()
         if not can_listen("127.0.0.1", self.port):
             # Otherwise a foreign server on this port could answer the readiness probe.
             why = f"port {self.port} is in use; stop the process that has it"
             raise StartupError(f"{self.name}: {why}")
-        if not await self._start():
-            raise self._ended()
-
-    async def _start(self) -> bool:
-        """As `_start_once`. Unless it is ready, nothing of it is left."""
-        ready = False
-        try:
-            ready = await self._start_once()
-        finally:
-            if not ready:
-                await self._stop()
-        return ready
-
-    async def _start_once(self) -> bool:
-        """Returns True when it is ready, False when it has ended (for example: port in use).
-
-        Raises StartupError when it cannot be spawned or is not ready in time.
-        """
         try:
             self._process = await self._spawn()
         except OSError as exc:
             raise StartupError(f"{self.name}: cannot start its process: {exc}") from exc
+        ready = False
+        try:
+            ready = await self._until_ready(self._process)
+        finally:
+            if not ready:
+                await self.__aexit__()
+        if not ready:
+            raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        """Raises OSError, also when a file of its directory cannot be written."""
+        with self._log_path.open("ab") as log:
+            return await start_group(
+                self._command(),
+                signal.SIGKILL,  # ends a frozen one, too
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+            )
+
+    async def _until_ready(self, process: asyncio.subprocess.Process) -> bool:
+        """Returns False when it has ended. Raises StartupError when it is not ready in time."""
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                while self._process.returncode is None:
+                while process.returncode is None:
                     if await self._is_ready():
                         return True
                     # The programs have no readiness hook, so this polls.
@@ -116,39 +110,6 @@ class EmbeddedServer(ABC):
             message = f"{self.name} was not ready within {_READY_TIMEOUT_S:g} s"
             raise StartupError(f"{message}; {self._log_tail()}") from exc
         return False
-
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        """Raises OSError, also when a file of its directory cannot be written."""
-        with self._log_path.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *self._command(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.directory,
-                start_new_session=True,
-                preexec_fn=death_signal_hook(signal.SIGKILL),  # ends a frozen one, too
-            )
-
-    async def _stop(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        if process.returncode is None:
-            # `process.send_signal` would reap the process before asyncio does.
-            signal_group(process.pid, signal.SIGTERM)
-            signal_group(process.pid, signal.SIGCONT)  # it may be frozen
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
-
-    def _ended(self) -> StartupError:
-        return StartupError(f"{self.name} ended while it started; {self._log_tail()}")
 
     @property
     def _log_path(self) -> Path:
@@ -324,52 +285,14 @@ def program(name: str) -> str:
     return found
 
 
-def folder_of(state_dir: Path, server: str) -> Path:
-    """Holds only the server's data, so it may be emptied. server: nats or etcd."""
-    return state_dir / "embedded" / server
-
-
-def check_folders(folders: Sequence[Path]) -> None:
-    """Raises ConfigError if a folder has files but no marker file; StartupError if one cannot be
-    read."""
-    foreign = [folder for folder in folders if (names := _names(folder)) and _MARKER not in names]
-    if foreign:
-        raise ConfigError(
-            [
-                f"--state-dir: {folder} is not empty and has no marker file {_MARKER}, so it"
-                " may hold foreign data; nothing was removed; choose another --state-dir"
-                for folder in foreign
-            ]
-        )
-
-
-def empty_folders(folders: Sequence[Path]) -> None:
-    """Makes empty folders for embedded servers; data of earlier runs is removed.
-
-    Raises what `check_folders` raises, and removes nothing then; StartupError when one cannot be
-    emptied.
-    """
-    check_folders(folders)
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Written first and never removed, so that the next start recognises the folder of a
-            # killed server.
-            (folder / _MARKER).touch()
-            for path in (folder / name for name in _names(folder) - {_MARKER}):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as exc:
-            raise _no_access(folder, exc) from exc
-
-
-def _names(folder: Path) -> set[str]:
+def fresh_folder(state_dir: Path, server: str) -> Path:
+    """An empty folder of an embedded server, without the data of earlier runs. It has a name that
+    other programs do not use. Raises StartupError."""
+    folder = state_dir / "dynamo-lite-servers" / server
     try:
-        return {path.name for path in folder.iterdir()}
-    except FileNotFoundError:
-        return set()
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
     except OSError as exc:
-        raise _no_access(folder, exc) from exc
-
-
-def _no_access(folder: Path, exc: OSError) -> StartupError:
-    return StartupError(f"cannot use the embedded server's folder {folder}: {exc}")
+        raise StartupError(f"cannot use the embedded server's folder {folder}: {exc}") from exc
+    return folder

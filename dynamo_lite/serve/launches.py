@@ -1,6 +1,6 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
-from dynamo_lite.serve.forking import start_fork_server
 from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.serve.services.services import Graph
 from dynamo_lite.vllm.args import engine_flags
@@ -50,8 +49,6 @@ class Launches:
         self, request: ServeRequest, service: ServiceConfig, directory: Path, place: RunState
     ):
         self.service = service
-        #: Whether the fork server makes its processes.
-        self.forks = False
         self._request = request
         self._directory, self._place = directory, place
 
@@ -79,7 +76,6 @@ class Launches:
             plan_path=plans / f"{name}.json",
             log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
             env=environment,
-            forks=self.forks,
             options=tuple(self.service.flags),
         )
         plan = ChildPlan(
@@ -119,16 +115,3 @@ class Launches:
             watch_component=service.calls,
             tracing=shared.tracing,
         )
-
-
-def fork_workers(tiers: Sequence[Launches]) -> None:
-    """Starts the fork server for workers, where several have the same environment.
-
-    Workers with devices have not: a variable names them.
-    """
-    workers = [t for t in tiers if t.service.service.flags == "engine" and not t.service.devices]
-    environments = [t.environment(i, {}) for t in workers for i in range(t.service.workers)]
-    if len(environments) > 1 and environments[0] == environments[1]:
-        start_fork_server(environments[0])
-        for tier in workers:
-            tier.forks = True

@@ -90,7 +90,7 @@ def test_a_frozen_server_is_left_alone(tmp_path: Path, name: str):
 
 def break_etcd(graph: Serving, state_dir: Path) -> None:
     """Kills it, and sees to it that it cannot be started."""
-    data = state_dir / "embedded" / "etcd" / "data"
+    data = state_dir / "dynamo-lite-servers" / "etcd" / "data"
     data.rename(data.with_name("moved"))
     data.touch()
     os.kill(server(graph, "etcd")["pid"], signal.SIGKILL)

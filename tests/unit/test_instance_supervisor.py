@@ -149,7 +149,7 @@ class Dies(Children):
         on_report({"state": "ready", "lease": "7f"})
         return code
 
-    def kill_rest(self) -> None:
+    def kill(self) -> None:
         self.done.append("rest killed")
 
     async def __aexit__(self, *_: object) -> None:
