@@ -4,7 +4,13 @@ import os
 from collections.abc import Mapping
 
 from dynamo_lite.runtime.address import is_loopback
-from dynamo_lite.serve.server_urls import VARIABLES
+
+#: Option that names a server to the variable that may be set in its place. Variables may have
+#: passwords: only processes of the same user can read them.
+VARIABLES: Mapping[str, str] = {
+    "nats-url": "DYNAMO_LITE_NATS_URL",
+    "etcd-url": "DYNAMO_LITE_ETCD_URL",
+}
 
 #: Set for every child unless the user's environment or YAML says otherwise.
 _CHILD_DEFAULTS = {

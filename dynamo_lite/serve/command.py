@@ -50,13 +50,15 @@ async def serve(request: ServeRequest) -> int:
     """
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    started = _services_here(request.config, request.only)
+    started = [
+        startup_checks.fixed_port(service)
+        for service in _services_here(request.config, request.only)
+    ]
     for service in started:
         if service.service.flags != "none":
             startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
-        started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
             state, servers = await _connect(request, stack, progress)
@@ -117,7 +119,6 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
         startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
-        startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
 

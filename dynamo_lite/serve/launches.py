@@ -58,7 +58,9 @@ class Launches:
         plans, logs = self._directory / "plans", self._directory / "logs"
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
-        environment = self.environment(instance, devices)
+        shared = self._request.config.shared
+        own = {**self.service.env_of(instance), **devices}
+        environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
         log_settings = logging_config(
             self._request.log_format,
             self.service.service.name,
@@ -87,12 +89,6 @@ class Launches:
         if launch.log_path is not None:
             launch.log_path.write_bytes(b"")
         return launch
-
-    def environment(self, instance: int, devices: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one process, but for vLLM's loggers."""
-        shared = self._request.config.shared
-        own = {**self.service.env_of(instance), **devices}
-        return child_environment(own, shared.bind_host, shared.lease_ttl_s)
 
     def _spec(self, instance: int) -> ProcessSpec:
         service, config, place = self.service.service, self._request.config, self._place

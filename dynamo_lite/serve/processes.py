@@ -122,8 +122,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
         end = int(limits.read().split()[0])
     low = [random.randrange(max(1024, end - _PORTS), end) for _ in range(_PORT_TRIES) if end > 1024]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (*low, 0):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             # No socket has the port, also none that does not listen.
             with contextlib.suppress(OSError):
                 probe.bind((host, port))
