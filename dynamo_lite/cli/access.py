@@ -13,15 +13,9 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
-    CertificatesDir,
-    EtcdUrl,
-    Namespace,
-    NatsUrl,
-    StateDir,
-)
-from dynamo_lite.cli.listing import checked_namespace, find_nats, find_place
+from dynamo_lite.cli.arguments import Namespace
+from dynamo_lite.cli.listing import checked_namespace
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR, Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import (
@@ -68,9 +62,10 @@ _Components = Annotated[
 
 
 @app.command("etcd")
+@on_graph("nats_url")
 def etcd(
+    graph: OnGraph,
     component: _Components = None,
-    namespace: Namespace = None,
     env: _Env = False,
     make: Annotated[
         Path | None,
@@ -80,42 +75,35 @@ def etcd(
             " command may be run again.",
         ),
     ] = None,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print the commands of `etcdctl` that make a user with the least rights for each component.
 
     A user may read and change only the keys that its component needs. `Operator` is for the
     commands of `dynamo-lite`. With --make the users are made at once, with `etcdctl`.
     """
-    if make is not None and (env or etcd_url is None):
+    if make is not None and (env or graph.etcd_url is None):
         raise ConfigError(["--make needs --etcd-url, and goes without --env"])
     if env:
-        _check_alone(component, namespace)
-        print(
-            _as_shell(
-                etcd_environment(find_place(state_dir, etcd_url, None, certificates).etcd_url)
-            )
-        )
+        _check_alone(component, graph.namespace)
+        print(_as_shell(etcd_environment(graph.place().etcd_url)))
         return
-    name = _named(namespace)
+    name = _named(graph.namespace)
     permissions = chosen(name, component or ())
-    if make is not None and etcd_url is not None:
-        make_users(with_files(etcd_url, certificates, OPERATOR), name, permissions, make)
+    if make is not None and graph.etcd_url is not None:
+        make_users(
+            with_files(graph.etcd_url, graph.certificates, OPERATOR), name, permissions, make
+        )
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")
 
 
 @app.command("nats")
+@on_graph("etcd_url")
 def nats(
+    graph: OnGraph,
     component: _Components = None,
-    namespace: Namespace = None,
     env: _Env = False,
-    nats_url: NatsUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print a part of nats-server's configuration: a user with the least rights per component.
 
@@ -124,10 +112,10 @@ def nats(
     commands of `dynamo-lite`.
     """
     if env:
-        _check_alone(component, namespace)
-        print(_as_shell(_nats_environment(find_nats(state_dir, nats_url, certificates))))
+        _check_alone(component, graph.namespace)
+        print(_as_shell(_nats_environment(graph.nats())))
     else:
-        name = _named(namespace)
+        name = _named(graph.namespace)
         print(nats_configuration(name, chosen(name, component or ())), end="")
 
 

@@ -29,39 +29,31 @@ class ServerSupervisor:
 
     async def keep(self) -> None:
         """Runs until it is cancelled. Raises StartupError when the server cannot be started."""
-        failures = 0
+        ends = 0
         while True:
             began = time.monotonic()
             code = await self._server.exited()
-            restart = _BACKOFF.after_exit(failures, time.monotonic() - began)
-            failures = restart.failures
-            # Every process needs the server: only repeated failures are delayed.
-            delay_s = 0.0 if failures == 1 else restart.delay_s
             self.state.pid = 0
             self._on_change()
-            self._print(f"ended ({exit_text(code)}); restarting {_when(delay_s)}")
-            await self._start(delay_s)
-            self.state.pid = self._server.pid
+            end = _BACKOFF.after_exit(ends, time.monotonic() - began)
+            # Every process needs the server: only repeated failures are delayed.
+            ends, delay_s, failures = end.failures, 0.0 if end.failures == 1 else end.delay_s, 0
+            what = f"ended ({exit_text(code)}); restarting"
+            while not self.state.pid:
+                self._print(f"{what} in {delay_s:g} s" if delay_s else f"{what} now")
+                await asyncio.sleep(delay_s)
+                try:
+                    await self._server.restart()
+                    self.state.pid = self._server.pid
+                except StartupError as exc:
+                    restart = _BACKOFF.after_exit(failures, 0.0)
+                    failures, delay_s, what = restart.failures, restart.delay_s, f"{exc}; next try"
+                    if failures >= _TRIES and not self.graph_ends:
+                        why = f"{self.state.name} cannot be restarted: {exc}"
+                        raise StartupError(why) from exc
             self.state.restarts += 1
             self._on_change()
             self._print("restarted")
 
-    async def _start(self, delay_s: float) -> None:
-        failures = 0
-        while True:
-            await asyncio.sleep(delay_s)
-            try:
-                return await self._server.restart()
-            except StartupError as exc:
-                restart = _BACKOFF.after_exit(failures, 0.0)
-                failures, delay_s = restart.failures, restart.delay_s
-                if failures >= _TRIES and not self.graph_ends:
-                    raise StartupError(f"{self.state.name} cannot be restarted: {exc}") from exc
-                self._print(f"{exc}; next try {_when(delay_s)}")
-
     def _print(self, text: str) -> None:
         self._progress.line(self.state.name, text)
-
-
-def _when(delay_s: float) -> str:
-    return f"in {delay_s:g} s" if delay_s else "now"
