@@ -28,10 +28,10 @@ from dynamo_lite.serve.embedded import (
 from dynamo_lite.serve.launches import Launches, ServeRequest
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
-    RunFile,
     RunState,
     lock,
     read_run,
+    run_file,
     running_certificates,
 )
 from dynamo_lite.serve.supervisor import Supervisor
@@ -64,11 +64,10 @@ async def serve(request: ServeRequest) -> int:
             state, servers = await _connect(request, stack, progress)
         if stop.is_set:
             raise Interrupted
-        run = RunFile(directory / "run.json", state)
-        stack.callback(run.remove)
+        stack.callback(run_file(directory).unlink, missing_ok=True)
         tiers = [Launches(request, service, directory, state) for service in started]
         shared = request.config.shared
-        supervisor = Supervisor(tiers, servers, run, stop, force, progress, shared)
+        supervisor = Supervisor(tiers, servers, directory, state, stop, force, progress, shared)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         code = await supervisor.run()
     progress.line("serve", "ended")
@@ -112,11 +111,6 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
         with ExitStack() as stack:
             _lock_for_graph(state_dir, stack)
     startup_checks.check_bind_host(config.shared)
-    if config.shared.certificates is not None:
-        names = [one.service.name for one in _services_here(config, only) if one.workers]
-        shared = config.shared
-        folder = certificate_folder(shared)
-        startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
         if service.service.flags != "none":

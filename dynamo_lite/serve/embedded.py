@@ -7,6 +7,7 @@ start on the same directory and port finds the data of the first.
 
 import asyncio
 import importlib.util
+import re
 import shlex
 import shutil
 import signal
@@ -26,6 +27,9 @@ from dynamo_lite.serve.run_state import write_private
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
+
+#: Of an error in the logs of etcd and nats-server.
+_CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
 
 
 class EmbeddedServer(ABC):
@@ -116,11 +120,13 @@ class EmbeddedServer(ABC):
         return self.directory / f"{self.name}.log"
 
     def _log_tail(self) -> str:
+        """The cause that its log names, or else the last lines."""
         try:
-            lines = self._log_path.read_text(errors="replace").splitlines()[-3:]
+            log = self._log_path.read_text(errors="replace")
         except OSError:
-            lines = []
-        return f"its log {self._log_path} ends: " + " | ".join(lines)
+            log = ""
+        causes = [": ".join(filter(None, found)) for found in _CAUSE.findall(log)]
+        return f"its log {self._log_path} ends: " + " | ".join(causes[-1:] or log.splitlines()[-3:])
 
     @abstractmethod
     def _command(self) -> list[str]:

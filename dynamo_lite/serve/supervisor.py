@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
@@ -17,7 +18,7 @@ from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
-from dynamo_lite.serve.run_state import RunFile
+from dynamo_lite.serve.run_state import RunState, run_file, write_run
 from dynamo_lite.serve.server_supervisor import ServerSupervisor
 
 #: While the start makes no progress, the names of the missing processes are repeated.
@@ -44,22 +45,23 @@ class Supervisor:
         self,
         tiers: Sequence[Launches],
         servers: Sequence[EmbeddedServer],
-        run: RunFile,
+        directory: Path,
+        run: RunState,
         stop: StopRequest,
         force: asyncio.Event,
         progress: Progress,
         options: GraphOptions,
     ):
-        self._leases = LeaseRevoker(run.state.etcd_url(tiers[0].service.service.name))
-        self._run, self._progress = run, progress
+        self._leases = LeaseRevoker(run.etcd_url(tiers[0].service.service.name))
+        self._directory, self._run, self._progress = directory, run, progress
         self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
         self._stop, self._force = stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
-        run.state.processes = [instance.state for instance in self._fleet]
-        run.state.servers = [server.state for server in self._servers]
+        run.processes = [instance.state for instance in self._fleet]
+        run.servers = [server.state for server in self._servers]
 
     async def run(self) -> int:
         """Returns the exit code.
@@ -84,7 +86,7 @@ class Supervisor:
             expected, rest = group.split(StartupError)
             if expected is None or rest is not None:
                 raise
-            raise _first(expected) from group
+            raise expected.exceptions[0] from group
         return EXIT_FORCED if self._force.is_set() else EXIT_STOPPED
 
     # Changes while the graph runs
@@ -120,7 +122,7 @@ class Supervisor:
             tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
 
     def _running_tasks(self) -> asyncio.TaskGroup:
-        state = self._run.state.state
+        state = self._run.state
         if self._tasks is None or state != "ready":
             raise Refused(f"the graph is {state}; it must be ready", elsewhere=False)
         return self._tasks
@@ -134,7 +136,7 @@ class Supervisor:
             self._leases,
             self._progress,
             self._on_change,
-            needed=self._run.state.state != "ready",
+            needed=self._run.state != "ready",
         )
 
     async def _end(self, instance: InstanceSupervisor) -> None:
@@ -161,7 +163,7 @@ class Supervisor:
         return True
 
     def _announce(self) -> None:
-        self._run.state.state = "ready"
+        self._run.state = "ready"
         self._on_change()
         for instance in self._fleet:
             url = instance.facts.get("url")
@@ -183,7 +185,7 @@ class Supervisor:
     async def _drain(self) -> None:
         for server in self._servers:
             server.graph_ends = True
-        self._run.state.state = "draining"
+        self._run.state = "draining"
         self._on_change()
         if self._stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
@@ -208,13 +210,14 @@ class Supervisor:
         facts = [instance.facts for instance in self._fleet if instance.state.state == "ready"]
         urls = [str(fact["url"]) for fact in facts if fact.get("url")]
         if urls:
-            self._run.state.http = urls[0]
-        self._run.state.processes = [instance.state for instance in self._fleet]
+            self._run.http = urls[0]
+        self._run.processes = [instance.state for instance in self._fleet]
         try:
-            self._run.write()
+            write_run(self._directory, self._run)
         except OSError as exc:
             # The graph goes on, and the next change is written with this one.
-            self._progress.line("serve", f"cannot write {self._run.path}: {exc.strerror}")
+            path = run_file(self._directory)
+            self._progress.line("serve", f"cannot write {path}: {exc.strerror}")
 
 
 _EXAMPLE = """
@@ -233,9 +236,3 @@ def _example(url: str, model: str, *, needs_key: bool) -> str:
         more.append('-H "Authorization: Bearer $API_KEY"')
     lines = "".join(f"\n    {option} \\" for option in more)
     return _EXAMPLE.format(url=url, model=model, more=lines)
-
-
-def _first(group: BaseExceptionGroup[StartupError]) -> StartupError:
-    for exc in group.exceptions:
-        return _first(exc) if isinstance(exc, BaseExceptionGroup) else exc
-    raise ValueError("an exception group is never empty")

@@ -106,6 +106,7 @@ def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
         text = "".join(graph.output)
         assert "error: etcd cannot be restarted: etcd ended while it started" in text
         assert text.count("etcd ended while it started; its log") == 6
+        assert "failed to list data directory: " in text and ": not a directory" in text
         assert not (tmp_path / "run.json").exists()
 
 
