@@ -19,15 +19,13 @@ from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR, Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import (
-    ServerAddress,
-    host_port,
-    parse_etcd_url,
     parse_nats_url,
     redact,
 )
 from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
 from dynamo_lite.runtime.tls import TlsFiles
+from dynamo_lite.serve.embedded import etcd_environment, program, server_list
 
 _ROOT = "root"
 #: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
@@ -173,30 +171,13 @@ def _named(namespace: str | None) -> str:
     return checked_namespace(namespace)
 
 
-def etcd_environment(url: str) -> dict[str, str]:
-    """Of `etcdctl`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
-    address = parse_etcd_url(url)
-    tls = address.tls or TlsFiles()
-    variables = {
-        "DYNAMO_LITE_ETCD_URL": url,
-        "ETCDCTL_API": "3",
-        "ETCDCTL_ENDPOINTS": _servers(address, "https" if address.tls else "http"),
-        "ETCDCTL_USER": address.user,
-        "ETCDCTL_PASSWORD": address.password,
-        "ETCDCTL_CACERT": tls.ca,
-        "ETCDCTL_CERT": tls.cert,
-        "ETCDCTL_KEY": tls.key,
-    }
-    return {name: str(value) for name, value in variables.items() if value}
-
-
 def _nats_environment(url: str) -> dict[str, str]:
     """Of `nats`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
     address = parse_nats_url(url)
     tls = address.tls or TlsFiles()
     variables = {
         "DYNAMO_LITE_NATS_URL": url,
-        "NATS_URL": _servers(address, "tls" if address.tls else "nats"),
+        "NATS_URL": server_list(address, "tls" if address.tls else "nats"),
         # That command takes a user without a password as a token.
         "NATS_USER": address.user or address.token,
         "NATS_PASSWORD": address.password,
@@ -208,10 +189,6 @@ def _nats_environment(url: str) -> dict[str, str]:
         "NATS_KEY": tls.key,
     }
     return {name: str(value) for name, value in variables.items() if value}
-
-
-def _servers(address: ServerAddress, scheme: str) -> str:
-    return ",".join(f"{scheme}://{host_port(*host)}" for host in address.hosts)
 
 
 def _as_shell(variables: Mapping[str, str]) -> str:
@@ -327,7 +304,6 @@ class _EtcdCtl:
 
     def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
         from dynamo_lite.serve.child_environment import child_environment
-        from dynamo_lite.serve.embedded import program
 
         self._passwords = passwords
         self._environment = child_environment(etcd_environment(etcd_url))

@@ -165,7 +165,6 @@ def serve(
         return
     request = ServeRequest(
         graph_name=graph,
-        graph=value,
         config=config,
         state_dir=state_dir,
         nats_url=nats_url,

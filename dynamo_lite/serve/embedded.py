@@ -13,27 +13,36 @@ import shutil
 import signal
 import ssl
 import sysconfig
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import ServerAddress, host_port, parse_etcd_url
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import files_of
+from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.certificate_folder import make_server_certificates
 from dynamo_lite.serve.processes import can_listen, end_group, free_port, start_group
-from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.serve.progress import Progress, exit_text
+from dynamo_lite.serve.run_state import ServerState, write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
+#: Failed starts in a row after which the whole graph fails: nearly 8 s.
+_TRIES = 6
+_BACKOFF = Backoff(first_s=0.25, factor=2.0, longest_s=5.0, calm_s=30.0)
 
 #: Of an error in the logs of etcd and nats-server.
 _CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
 
 
 class EmbeddedServer(ABC):
-    """Starts one server program, waits until it is ready, ends its process group.
+    """Starts one server program, waits until it is ready, restarts it, ends its process group.
 
     port: 0 takes a free one.
     """
@@ -43,6 +52,10 @@ class EmbeddedServer(ABC):
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
         self.port = port or free_port()
+        #: Its entry in run.json.
+        self.state = ServerState(name=self.name, pid=0)
+        #: Set during a drain: failed restarts no longer raise.
+        self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -55,6 +68,36 @@ class EmbeddedServer(ABC):
         """Waits until the server has ended. Returns its exit code."""
         assert self._process is not None
         return await self._process.wait()
+
+    async def keep(self, progress: Progress, on_change: Callable[[], None]) -> None:
+        """Restarts it after every end, until this is cancelled. Raises StartupError when it cannot
+        be started.
+
+        on_change: called after each change of `state`.
+        """
+        ends = 0
+        while True:
+            began = time.monotonic()
+            code = await self.exited()
+            self.state.pid = 0
+            on_change()
+            end = _BACKOFF.after_exit(ends, time.monotonic() - began)
+            # Every process needs the server: only repeated failures are delayed.
+            ends, delay_s, failures = end.failures, 0.0 if end.failures == 1 else end.delay_s, 0
+            what = f"ended ({exit_text(code)}); restarting"
+            while not self.state.pid:
+                progress.line(self.name, f"{what} in {delay_s:g} s" if delay_s else f"{what} now")
+                await asyncio.sleep(delay_s)
+                try:
+                    await self.restart()
+                except StartupError as exc:
+                    restart = _BACKOFF.after_exit(failures, 0.0)
+                    failures, delay_s, what = restart.failures, restart.delay_s, f"{exc}; next try"
+                    if failures >= _TRIES and not self.graph_ends:
+                        raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
+            self.state.restarts += 1
+            on_change()
+            progress.line(self.name, "restarted")
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
@@ -88,6 +131,7 @@ class EmbeddedServer(ABC):
                 await self.__aexit__()
         if not ready:
             raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
+        self.state.pid = self.pid
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         """Raises OSError, also when a file of its directory cannot be written."""
@@ -222,11 +266,7 @@ class EmbeddedEtcd(EmbeddedServer):
 
     def write_etcdctl(self, path: Path) -> None:
         """Writes a script that runs `etcdctl` on this server. Only its owner can read the key."""
-        client = {"ENDPOINTS": self.listening}
-        if self._private:
-            ca, cert, key = self._files.values()
-            client |= {"CACERT": ca, "CERT": cert, "KEY": key}
-        words = [f"ETCDCTL_{name}={value}" for name, value in client.items()]
+        words = [f"{name}={value}" for name, value in etcd_environment(self.url).items()]
         command = shlex.join(["env", *words, program("etcdctl")])
         write_private(path, f'#!/bin/sh\nexec {command} "$@"\n'.encode())
         path.chmod(0o700)
@@ -272,6 +312,27 @@ async def _exchange(
                 await writer.wait_closed()
     except (OSError, TimeoutError):
         return b""
+
+
+def etcd_environment(url: str) -> dict[str, str]:
+    """Of `etcdctl`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
+    address = parse_etcd_url(url)
+    tls = address.tls or TlsFiles()
+    variables = {
+        "DYNAMO_LITE_ETCD_URL": url,
+        "ETCDCTL_API": "3",
+        "ETCDCTL_ENDPOINTS": server_list(address, "https" if address.tls else "http"),
+        "ETCDCTL_USER": address.user,
+        "ETCDCTL_PASSWORD": address.password,
+        "ETCDCTL_CACERT": tls.ca,
+        "ETCDCTL_CERT": tls.cert,
+        "ETCDCTL_KEY": tls.key,
+    }
+    return {name: str(value) for name, value in variables.items() if value}
+
+
+def server_list(address: ServerAddress, scheme: str) -> str:
+    return ",".join(f"{scheme}://{host_port(*host)}" for host in address.hosts)
 
 
 def program(name: str) -> str:

@@ -13,7 +13,6 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.run_state import RunState, write_private
-from dynamo_lite.serve.services.services import Graph
 from dynamo_lite.vllm.args import engine_flags
 
 
@@ -22,7 +21,6 @@ class ServeRequest:
     """The arguments of one `dynamo-lite serve`."""
 
     graph_name: str
-    graph: Graph
     config: GraphConfig
     state_dir: Path
     #: None: start an embedded server, or with `only` use the server of the running graph.

@@ -30,7 +30,7 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import can_listen, free_port, output_of
+from dynamo_lite.serve.processes import answer_of, can_listen, free_port, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
@@ -240,13 +240,7 @@ async def check_servers(servers: ServersToCheck) -> None:
         raise StartupError(single_server_text(queue.replicas))
     if servers.nats is None and servers.etcd is None:
         return
-    failed = "the check of NATS and etcd failed"
-    command = (sys.executable, "-m", "dynamo_lite.serve.access")
-    asked, env = msgspec.json.encode(servers), child_environment({})
-    answer = await output_of(failed, command, env, asked, _ACCESS_TIMEOUT_S)
-    try:
-        problems = msgspec.json.decode(answer, type=list[str])
-    except msgspec.DecodeError as exc:
-        raise StartupError(f"{failed}: {exc}") from exc
+    failed, asked = "the check of NATS and etcd failed", msgspec.json.encode(servers)
+    problems = await answer_of(failed, "serve.access", asked, list[str], _ACCESS_TIMEOUT_S)
     if problems:
         raise StartupError("; ".join(problems))

@@ -19,7 +19,6 @@ from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunState, run_file, write_run
-from dynamo_lite.serve.server_supervisor import ServerSupervisor
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0
@@ -55,8 +54,7 @@ class Supervisor:
         self._leases = LeaseRevoker(run.etcd_url(tiers[0].service.service.name))
         self._directory, self._run, self._progress = directory, run, progress
         self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
-        self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
-        self._stop, self._force = stop, force
+        self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
@@ -72,7 +70,10 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                watching = [tasks.create_task(server.keep()) for server in self._servers]
+                watching = [
+                    tasks.create_task(server.keep(self._progress, self._on_change))
+                    for server in self._servers
+                ]
                 for instance in self._fleet:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())

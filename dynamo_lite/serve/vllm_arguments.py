@@ -7,7 +7,6 @@ section is kept in a file, for every graph that has an equal section.
 import asyncio
 import contextlib
 import json
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
-from dynamo_lite.serve.processes import output_of
+from dynamo_lite.serve.processes import answer_of
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.serve.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
@@ -87,13 +85,6 @@ def _keep(file: Path, verdict: list[Mistake] | None) -> None:
 
 def _ask_vllm(question: str) -> list[Mistake]:
     """Raises StartupError. An interrupt ends the parsers, too."""
-    failed, command = (
-        "vLLM's argument parser failed",
-        (sys.executable, "-m", "dynamo_lite.vllm.args"),
-    )
-    env = child_environment({})
-    answer = asyncio.run(output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S))
-    try:
-        return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
-    except (msgspec.DecodeError, KeyError) as exc:
-        raise StartupError(f"{failed}: {exc}") from exc
+    failed, kind = "vLLM's argument parser failed", dict[str, list[Mistake]]
+    answer = answer_of(failed, "vllm.args", question.encode(), kind, _VLLM_TIMEOUT_S)
+    return asyncio.run(answer).get("mistakes", [])
