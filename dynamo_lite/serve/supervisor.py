@@ -143,11 +143,7 @@ class Supervisor:
     async def _end(self, instance: InstanceSupervisor) -> None:
         """Kills a retired process that takes much longer than the limit of its drain."""
         limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
-        await all_of([instance.done], limit_s)
-        if not instance.done.is_set():
-            self._progress.line(instance.launch.name, f"still there after {limit_s:g} s: killed")
-            instance.kill()
-            await instance.done.wait()
+        await self._gone([instance], limit_s)
         self._progress.line(instance.launch.name, "left the graph")
 
     # From start to end
@@ -195,11 +191,15 @@ class Supervisor:
                 instance.stop()
             await all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
         # Closing an engine takes seconds; all close at the same time.
-        await all_of([instance.done for instance in self._fleet], _CLOSE_MARGIN_S)
-        for instance in self._fleet:
-            if not instance.done.is_set():
-                instance.kill()
-                await instance.done.wait()
+        await self._gone(list(self._fleet), _CLOSE_MARGIN_S)
+
+    async def _gone(self, instances: Sequence[InstanceSupervisor], limit_s: float) -> None:
+        """Waits for their end, and kills those that are still there after the limit."""
+        await all_of([instance.done for instance in instances], limit_s)
+        for late in [instance for instance in instances if not instance.done.is_set()]:
+            self._progress.line(late.launch.name, f"still there after {limit_s:g} s: killed")
+            late.kill()
+            await late.done.wait()
 
     async def _kill_when_forced(self) -> None:
         await self._force.wait()
