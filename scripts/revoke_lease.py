@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 
 from dynamo_lite.cli import drain
+from dynamo_lite.cli.arguments import check_argument
 from dynamo_lite.cli.listing import Place, as_rows, as_table, find_place, members, states
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.serve.child_environment import VARIABLES
 from dynamo_lite.serve.processes import is_alive
-from dynamo_lite.serve.server_urls import VARIABLES, check_argument
 
 
 def _arguments() -> argparse.Namespace:

@@ -13,26 +13,18 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
-    CertificatesDir,
-    EtcdUrl,
-    Namespace,
-    NatsUrl,
-    StateDir,
-)
-from dynamo_lite.cli.listing import checked_namespace, find_nats, find_place
+from dynamo_lite.cli.arguments import Namespace
+from dynamo_lite.cli.listing import checked_namespace
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import (
-    ServerAddress,
-    host_port,
-    parse_etcd_url,
     parse_nats_url,
     redact,
 )
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
 from dynamo_lite.runtime.tls import TlsFiles
+from dynamo_lite.serve.embedded import etcd_environment, program, server_list
 
 _ROOT = "root"
 #: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
@@ -67,9 +59,10 @@ _Components = Annotated[
 
 
 @app.command("etcd")
+@on_graph("nats_url")
 def etcd(
+    graph: OnGraph,
     component: _Components = None,
-    namespace: Namespace = None,
     env: _Env = False,
     make: Annotated[
         Path | None,
@@ -79,43 +72,33 @@ def etcd(
             " USER:PASSWORD. What exists stays; a password that differs is changed.",
         ),
     ] = None,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print the commands of `etcdctl` that make a user of etcd for each component.
 
     A user may read and change only the keys that its component needs. The commands of
     `dynamo-lite` use `Operator`. With --make the command makes the users itself.
     """
-    if make is not None and (env or etcd_url is None):
+    if make is not None and (env or graph.etcd_url is None):
         raise ConfigError(["--make needs --etcd-url, and goes without --env"])
     if env:
-        _check_alone(component, namespace)
-        print(
-            _as_shell(
-                etcd_environment(find_place(state_dir, etcd_url, None, certificates).etcd_url)
-            )
-        )
+        _check_alone(component, graph.namespace)
+        print(_as_shell(etcd_environment(graph.place().etcd_url)))
         return
-    name = _named(namespace)
+    name = _named(graph.namespace)
     permissions = chosen(name, component or ())
-    if make is not None and etcd_url is not None:
-        place = find_place(state_dir, etcd_url, name, certificates)
-        make_users(place.etcd_url, name, permissions, make)
+    if make is not None:
+        make_users(graph.place().etcd_url, name, permissions, make)
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")
 
 
 @app.command("nats")
+@on_graph("etcd_url")
 def nats(
+    graph: OnGraph,
     component: _Components = None,
-    namespace: Namespace = None,
     env: _Env = False,
-    nats_url: NatsUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Print the part of nats-server's configuration that has a user for each component.
 
@@ -124,10 +107,10 @@ def nats(
     commands of `dynamo-lite`.
     """
     if env:
-        _check_alone(component, namespace)
-        print(_as_shell(_nats_environment(find_nats(state_dir, nats_url, certificates))))
+        _check_alone(component, graph.namespace)
+        print(_as_shell(_nats_environment(graph.nats())))
     else:
-        name = _named(namespace)
+        name = _named(graph.namespace)
         print(nats_configuration(name, chosen(name, component or ())), end="")
 
 
@@ -195,30 +178,13 @@ def _named(namespace: str | None) -> str:
     return checked_namespace(namespace)
 
 
-def etcd_environment(url: str) -> dict[str, str]:
-    """Of `etcdctl`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
-    address = parse_etcd_url(url)
-    tls = address.tls or TlsFiles()
-    variables = {
-        "DYNAMO_LITE_ETCD_URL": url,
-        "ETCDCTL_API": "3",
-        "ETCDCTL_ENDPOINTS": _servers(address, "https" if address.tls else "http"),
-        "ETCDCTL_USER": address.user,
-        "ETCDCTL_PASSWORD": address.password,
-        "ETCDCTL_CACERT": tls.ca,
-        "ETCDCTL_CERT": tls.cert,
-        "ETCDCTL_KEY": tls.key,
-    }
-    return {name: str(value) for name, value in variables.items() if value}
-
-
 def _nats_environment(url: str) -> dict[str, str]:
     """Of `nats`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
     address = parse_nats_url(url)
     tls = address.tls or TlsFiles()
     variables = {
         "DYNAMO_LITE_NATS_URL": url,
-        "NATS_URL": _servers(address, "tls" if address.tls else "nats"),
+        "NATS_URL": server_list(address, "tls" if address.tls else "nats"),
         # That command takes a user without a password as a token.
         "NATS_USER": address.user or address.token,
         "NATS_PASSWORD": address.password,
@@ -230,10 +196,6 @@ def _nats_environment(url: str) -> dict[str, str]:
         "NATS_KEY": tls.key,
     }
     return {name: str(value) for name, value in variables.items() if value}
-
-
-def _servers(address: ServerAddress, scheme: str) -> str:
-    return ",".join(f"{scheme}://{host_port(*host)}" for host in address.hosts)
 
 
 def _as_shell(variables: Mapping[str, str]) -> str:
@@ -349,7 +311,6 @@ class _EtcdCtl:
 
     def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
         from dynamo_lite.serve.child_environment import child_environment
-        from dynamo_lite.serve.embedded import program
 
         self._passwords = passwords
         self._environment = child_environment(etcd_environment(etcd_url))

@@ -12,7 +12,10 @@ from typing import Annotated
 
 import typer
 
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.address import has_credentials, redact
 from dynamo_lite.runtime.process.logs import LogFormat
+from dynamo_lite.serve.child_environment import VARIABLES
 
 #: Also where the answer to a command's question is no.
 EXIT_FAILED = 1
@@ -29,14 +32,25 @@ Namespace = Annotated[
 ]
 
 
+def check_argument(option: str, url: str) -> None:
+    """Raises ConfigError if `url`, given on the command line as `--option`, has credentials."""
+    if has_credentials(url):
+        raise ConfigError(
+            [
+                f"--{option} {redact(url)}: it has credentials before the @, which all users of"
+                " this machine can read in the list of processes; put a password into a file that"
+                " only you can read and write ?login=FILE behind the host, or set the variable"
+                f" {VARIABLES[option]} of the command `dynamo-lite`"
+            ]
+        )
+
+
 def _without_password(
     context: typer.Context, parameter: typer.CallbackParam, url: str | None
 ) -> str | None:
     """Raises ConfigError for a URL with credentials, unless it is the variable's value."""
     source = context.get_parameter_source(parameter.name or "")
     if url is not None and source is not None and source.name == "COMMANDLINE":
-        from dynamo_lite.serve.server_urls import check_argument
-
         check_argument((parameter.name or "").replace("_", "-"), url)
     return url
 
@@ -44,7 +58,7 @@ def _without_password(
 EtcdUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="DYNAMO_LITE_ETCD_URL",
+        envvar=VARIABLES["etcd-url"],
         callback=_without_password,
         help="etcd server: http(s)://HOST:PORT[,HOST:PORT...][?ca=&cert=&key=&login=]. The"
         " variable may have USER:PASSWORD@ before the first host.",
@@ -53,7 +67,7 @@ EtcdUrl = Annotated[
 NatsUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="DYNAMO_LITE_NATS_URL",
+        envvar=VARIABLES["nats-url"],
         callback=_without_password,
         help="NATS server: nats|tls://HOST:PORT[,HOST:PORT...]"
         "[?ca=&cert=&key=&login=&creds=&nkey=&inbox=]. The variable may have USER:PASSWORD@ before"

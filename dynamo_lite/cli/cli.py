@@ -30,7 +30,6 @@ from dynamo_lite.cli.arguments import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    CertificatesDir,
     EtcdUrl,
     Json,
     LogLines,
@@ -40,6 +39,7 @@ from dynamo_lite.cli.arguments import (
     Verbose,
     interruptible,
 )
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.serve.removed import removed_command
 
@@ -156,7 +156,7 @@ def serve(
     check_stored_responses(config, document, only=service_name)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir, service_name)
-    check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
+    check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments")
     if not document.mistakes:
         config = settle_edge(config, document, only=service_name)
     document.raise_mistakes()
@@ -165,7 +165,6 @@ def serve(
         return
     request = ServeRequest(
         graph_name=graph,
-        graph=value,
         config=config,
         state_dir=state_dir,
         nats_url=nats_url,
@@ -204,11 +203,9 @@ def examples(
 
 
 @app.command()
+@on_graph("nats_url")
 def ps(
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
+    graph: OnGraph,
     links: Annotated[
         bool,
         typer.Option("--links", help="List the links between prefill and decode workers instead."),
@@ -226,7 +223,7 @@ def ps(
     has failed or the engines do not fit; DETAIL shows why. The last lines show how many prefill
     workers each decode engine can use: those whose link has not failed.
     """
-    place = listing.find_place(state_dir, etcd_url, namespace, certificates)
+    place = graph.place()
 
     async def read_rows() -> list[dict[str, Any]]:
         if links:
@@ -240,15 +237,13 @@ def ps(
 
 
 @app.command()
+@on_graph("nats_url")
 def top(
+    graph: OnGraph,
     once: Annotated[bool, typer.Option("--once", help="Print one plain frame and exit.")] = False,
     interval: Annotated[
         float, typer.Option(min=0.2, max=60, help="Seconds between two frames.")
     ] = 1.0,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON.")] = False,
 ) -> None:
     """Watch a running graph: workers, queue, decisions, latencies, transfers, links.
@@ -267,7 +262,7 @@ def top(
     # Rich's parts for a live display, and what reads the metrics.
     from dynamo_lite.cli.top import show
 
-    place = listing.find_place(state_dir, etcd_url, namespace, certificates)
+    place = graph.place()
     asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))
 
 

@@ -4,63 +4,53 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+from functools import partial
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
 from dynamo_lite.cli import decision_view, forward_view
-from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
-    EXIT_FAILED,
-    CertificatesDir,
-    EtcdUrl,
-    Json,
-    Namespace,
-    NatsUrl,
-    StateDir,
-)
-from dynamo_lite.cli.listing import (
-    Place,
-    find_nats,
-    find_place,
-    members,
-    open_broker,
-    open_store,
-)
+from dynamo_lite.cli.arguments import EXIT_FAILED, Json
+from dynamo_lite.cli.listing import members_in, open_broker, open_store
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
+from dynamo_lite.protocol.decisions import Explain, Explained, decode_explained
 from dynamo_lite.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
     NoResponders,
     ProtocolError,
 )
-from dynamo_lite.protocol.forwarding import ForwardDecision, decode_forward_explained
+from dynamo_lite.protocol.forwarding import ForwardExplained, decode_forward_explained
 from dynamo_lite.runtime.messaging import Messaging
 
 #: Timeout for the reply of one engine or Forwarder.
 _ANSWER_S = 3.0
 
-D = TypeVar("D", Decision, ForwardDecision)
-
 
 @dataclass(frozen=True)
-class _Answers(Generic[D]):
+class _Answers:
     """The replies of all decode engines, or of all Forwarders."""
 
+    kind: str
+    #: The module that prints their decisions.
+    view: ModuleType
     #: When (seconds since the epoch by this host's clock), by whom (lease), and what; oldest first.
-    taken: list[tuple[float, int, D]]
+    taken: list[tuple[float, int, Any]]
     #: Number of those that replied.
     replied: int
     #: Those that did not: ids of engines, or leases of Forwarders, hexadecimal.
     silent: list[str]
 
 
+@on_graph()
 def explain(
+    graph: OnGraph,
     request_id: Annotated[
         str,
         typer.Argument(
@@ -71,11 +61,6 @@ def explain(
     last: Annotated[
         int | None, typer.Option(min=1, max=4096, help="List the last N decisions.")
     ] = None,
-    etcd_url: EtcdUrl = None,
-    nats_url: NatsUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
     as_json: Json = False,
 ) -> None:
     """Explain why a prompt was prefilled locally or by a prefill worker, and the outcome.
@@ -95,37 +80,30 @@ def explain(
         raise ConfigError(["give either REQUEST_ID or --last N"])
     if len(request_id) > 256:
         raise ConfigError(["REQUEST_ID: at most 256 characters"])
-    place = find_place(state_dir, etcd_url, namespace, certificates)
-    nats = find_nats(state_dir, nats_url, certificates)
     wanted = Explain(request_id=request_id, last=last or 4096)
-    raise typer.Exit(_run(place, nats, wanted, as_json))
+    raise typer.Exit(_run(graph, wanted, as_json))
 
 
-def _run(place: Place, nats: str, wanted: Explain, as_json: bool) -> int:
+def _run(graph: OnGraph, wanted: Explain, as_json: bool) -> int:
     """Returns the exit code. wanted: of one request, or the last ones of all."""
-    engines, forwarders = asyncio.run(_ask_both(place, nats, wanted))
-    for engine in engines.silent:
-        print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
-    for lease in forwarders.silent:
-        print(f"warning: Forwarder {lease} does not respond", file=sys.stderr)
-    taken, forwarded = engines.taken[-wanted.last :], forwarders.taken[-wanted.last :]
+    answers = asyncio.run(_ask_all(graph, wanted))
+    for each in answers:
+        for name in each.silent:
+            print(f"warning: {each.kind} {name} does not respond", file=sys.stderr)
+    found = [each for each in answers if each.taken]
     if as_json:
-        rows = [*decision_view.as_json(taken), *forward_view.as_json(forwarded)]
+        rows = [row for each in found for row in each.view.as_json(each.taken)]
         print(json.dumps(rows, indent=2))
     elif wanted.request_id:
-        texts = [decision_view.as_text(*each) for each in taken]
-        texts += [forward_view.as_text(*each) for each in forwarded]
-        if texts:
-            print("\n\n".join(texts))
+        texts = [each.view.as_text(*one) for each in found for one in each.taken]
+        print("\n\n".join(texts), end="\n" if texts else "")
     else:
-        tables = [decision_view.as_table(taken)] if taken or not forwarded else []
-        tables += [forward_view.as_table(forwarded)] if forwarded else []
-        print("\n\n".join(tables))
-    if not wanted.request_id or taken or forwarded:
+        print("\n\n".join(each.view.as_table(each.taken) for each in found or answers[:1]))
+    if not wanted.request_id or found:
         return 0
-    asked = f"{engines.replied} decode engines"
-    if forwarders.replied:
-        asked += f" and {forwarders.replied} Forwarders"
+    asked = " and ".join(
+        f"{each.replied} {each.kind}s" for each in answers if each.replied or each is answers[0]
+    )
     print(
         f"error: {wanted.request_id}: none of {asked} has a decision of it; decisions are kept for"
         f" {LONGEST_S / 60:g} minutes, at most {MOST} per engine",
@@ -134,57 +112,48 @@ def _run(place: Place, nats: str, wanted: Explain, as_json: bool) -> int:
     return EXIT_FAILED
 
 
-async def _ask_both(
-    place: Place, nats: str, wanted: Explain
-) -> tuple[_Answers[Decision], _Answers[ForwardDecision]]:
-    """Raises StartupError, Unavailable."""
+async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
+    """Of decode engines, and of Forwarders. Raises StartupError, Unavailable."""
+    place, nats = graph.place(), graph.nats()
+    namespace = place.namespace
     async with open_store(place) as store:
-        prefix = names.nixl_metadata_prefix(place.namespace)
+        prefix = names.nixl_metadata_prefix(namespace)
         keys = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
+        running = await members_in(store, namespace)
+    leases = sorted({record.lease_id for record in running if record.component == "Forwarder"})
     engines = {
-        engine: names.explain_subject(place.namespace, engine)
+        engine: names.explain_subject(namespace, engine)
         for engine in sorted(filter(names.is_engine_id, keys))
     }
-    found = [record for record in await members(place) if record.component == "Forwarder"]
-    forwarders = {
-        f"{lease:x}": names.forward_explain_subject(place.namespace, lease)
-        for lease in sorted({record.lease_id for record in found})
-    }
+    forwarders = {f"{one:x}": names.forward_explain_subject(namespace, one) for one in leases}
     async with open_broker(nats) as messaging:
+        ask = partial(_ask, messaging, wanted)
         return await asyncio.gather(
-            _ask_all(messaging, engines, wanted, _of_engine),
-            _ask_all(messaging, forwarders, wanted, _of_forwarder),
+            ask("decode engine", decision_view, engines, decode_explained),
+            ask("Forwarder", forward_view, forwarders, decode_forward_explained),
         )
 
 
-def _of_engine(payload: bytes) -> tuple[int, list[Decision]]:
-    told = decode_explained(payload)
-    return told.lease_id, told.decisions
-
-
-def _of_forwarder(payload: bytes) -> tuple[int, list[ForwardDecision]]:
-    told = decode_forward_explained(payload)
-    return told.lease_id, told.decisions
-
-
-async def _ask_all(
+async def _ask(
     messaging: Messaging,
-    subjects: Mapping[str, str],
     wanted: Explain,
-    decode: Callable[[bytes], tuple[int, list[D]]],
-) -> _Answers[D]:
+    kind: str,
+    view: ModuleType,
+    subjects: Mapping[str, str],
+    decode: Callable[[bytes], Explained | ForwardExplained],
+) -> _Answers:
     """subjects: by the name of who is asked."""
 
-    async def ask(subject: str) -> list[tuple[float, int, D]] | None:
+    async def ask(subject: str) -> list[tuple[float, int, Any]] | None:
         try:
             reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
-            lease_id, decisions = decode(reply)
+            told = decode(reply)
         except (NoResponders, DeadlineExceeded, ProtocolError):
             return None
         now = time.time()
-        return [(now - each.age_s, lease_id, each) for each in decisions]
+        return [(now - each.age_s, told.lease_id, each) for each in told.decisions]
 
     answers = await asyncio.gather(*map(ask, subjects.values()))
     taken = sorted((each for answer in answers for each in answer or ()), key=lambda each: each[0])
     silent = [name for name, answer in zip(subjects, answers, strict=True) if answer is None]
-    return _Answers(taken, len(subjects) - len(silent), silent)
+    return _Answers(kind, view, taken[-wanted.last :], len(subjects) - len(silent), silent)

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
@@ -70,17 +74,6 @@ def find_place(
         namespace = running.namespace if running else "dynamo"
     folder = folder or running_certificates(running, checked_namespace(namespace))
     return Place(etcd_url=with_files(url, folder, component), namespace=namespace, folder=folder)
-
-
-def find_nats(state_dir: Path, nats_url: str | None, folder: Path | None) -> str:
-    """As `find_place`, the URL of NATS."""
-    running = read_run(state_dir)
-    url = nats_url or (running.nats if running else None)
-    if url is None:
-        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
-    if folder is None and running is not None:
-        folder = running_certificates(running, running.namespace)
-    return with_files(url, folder, OPERATOR)
 
 
 def checked_namespace(namespace: str) -> str:
@@ -237,14 +230,24 @@ def as_link_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Aligned lines under headings."""
-    cells = [[name.upper().replace("_", " ") for name in columns], *rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    shown = rich_table([name.upper().replace("_", " ") for name in columns], rows)
+    console = Console(color_system=None, width=10_000)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def rich_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Columns that end with `>` are numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        justify = "right" if name.endswith(">") else "left"
+        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def as_time(seconds: float) -> str:

@@ -5,27 +5,14 @@ A key is `Component.option`, as in a section of the configuration file.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from msgspec import UNSET
 
-from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
-    CertificatesDir,
-    EtcdUrl,
-    Json,
-    Namespace,
-    StateDir,
-)
-from dynamo_lite.cli.listing import (
-    Place,
-    facts_of,
-    members_in,
-    on_store,
-    table,
-)
+from dynamo_lite.cli.arguments import Json
+from dynamo_lite.cli.listing import Place, facts_of, members_in, table
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
@@ -62,12 +49,10 @@ app = typer.Typer(
 
 
 @app.command("get")
+@on_graph("nats_url")
 def get(
+    graph: OnGraph,
     key: Annotated[str, typer.Argument(metavar="[KEY]", help="Show only this option.")] = "",
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
     as_json: Json = False,
 ) -> None:
     """Show the live options of the components that run, and what is set for others.
@@ -85,7 +70,7 @@ def get(
             for row in await rows(store, place, name, running, only)
         ]
 
-    found = on_store(state_dir, etcd_url, namespace, certificates, look)
+    found = graph.on_store(look)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -101,14 +86,12 @@ def get(
 
 
 @app.command("set")
+@on_graph("nats_url")
 def set_(
+    graph: OnGraph,
     edits: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE...", help="The value is read as YAML.")
     ],
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Set live options. Several options of one component change at once.
 
@@ -118,37 +101,29 @@ def set_(
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config set VllmWorker.max-prefill-queue-size=4 VllmWorker.max-remote-prefills=1
     """
-    _edit(parse_edits(edits), state_dir, etcd_url, namespace, certificates)
+    _edit(graph, parse_edits(edits))
 
 
 @app.command("unset")
+@on_graph("nats_url")
 def unset(
+    graph: OnGraph,
     keys: Annotated[
         list[str],
         typer.Argument(
             metavar="KEY...", help="Component.option, or a component for all of its options."
         ),
     ],
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Use the values of the configuration file again.
 
     A component alone (`VllmWorker`) stands for all of its options; that also replaces
     an invalid record in etcd, such as one that was written by hand.
     """
-    _edit(parse_unsets(keys), state_dir, etcd_url, namespace, certificates)
+    _edit(graph, parse_unsets(keys))
 
 
-def _edit(
-    edits: dict[str, dict[str, Any]],
-    state_dir: Path,
-    etcd_url: str | None,
-    namespace: str | None,
-    certificates: Path | None,
-) -> None:
+def _edit(graph: OnGraph, edits: dict[str, dict[str, Any]]) -> None:
     from dynamo_lite.cli import planner
 
     async def change(store: Store, place: Place) -> dict[str, list[Any]]:
@@ -159,9 +134,7 @@ def _edit(
             for component, edit in edits.items()
         }
 
-    for component, changes in on_store(
-        state_dir, etcd_url, namespace, certificates, change
-    ).items():
+    for component, changes in graph.on_store(change).items():
         for key, before, after in changes:
             print(f"{key}: {shown(before)} -> {shown(after)}")
         if not changes:

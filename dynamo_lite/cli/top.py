@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
+from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store, rich_table
 from dynamo_lite.runtime.overview.compose import ELSEWHERE
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
@@ -94,18 +94,13 @@ def as_frame(seen: Overview) -> RenderableType:
     return Group(*parts)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], nothing: str) -> Table:
-    """Columns that end with `>` are numbers. nothing: the text in place of no rows."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        justify = "right" if name.endswith(">") else "left"
-        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*row)
-    if not table.rows:
-        table = Table.grid()
-        table.add_row(Text(nothing, style="dim"))
-    return table
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], nothing: str) -> Table:
+    """nothing: the text in place of no rows."""
+    if rows:
+        return rich_table(columns, rows)
+    empty = Table.grid()
+    empty.add_row(Text(nothing, style="dim"))
+    return empty
 
 
 def _workers(seen: Overview) -> Table:

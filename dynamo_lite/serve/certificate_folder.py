@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.certificates import files_of, identity
+from dynamo_lite.runtime.certificates import identity
 from dynamo_lite.runtime.credentials import open_to_others
 from dynamo_lite.serve.run_state import write_private
 
@@ -32,37 +32,30 @@ def make_certificates(
     Raises ConfigError when the authority's key is not there, StartupError when a file cannot be
     written.
     """
-    own = {name: (identity(namespace, name), list(hosts)) for name in components}
-    return _make(folder, namespace, own)
+    uris = {name: identity(namespace, name) for name in components}
+    return _make(folder, namespace, uris, hosts)
 
 
 def make_server_certificates(
     folder: Path, namespace: str, names: Iterable[str], hosts: Iterable[str]
 ) -> list[str]:
     """As `make_certificates`, of servers that are no components: clients compare the hosts."""
-    return _make(folder, namespace, {name: ("", list(hosts)) for name in names})
+    return _make(folder, namespace, dict.fromkeys(names, ""), hosts)
 
 
-def _make(folder: Path, namespace: str, wanted: Mapping[str, tuple[str, list[str]]]) -> list[str]:
-    """wanted: by name of the files; the URI, empty for none, and the hosts."""
+def _make(folder: Path, namespace: str, uris: Mapping[str, str], hosts: Iterable[str]) -> list[str]:
+    """uris: by name of the files; empty for none."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = [
-            name
-            for name in wanted
-            if not all((folder / f"{name}{end}").exists() for end in (".pem", "-key.pem"))
-        ]
-        if not made:
-            return []
-        authority, key = _authority(folder, namespace)
+        wanted = {name: (folder / f"{name}-key.pem", folder / f"{name}.pem") for name in uris}
+        made = [n for n, (key, cert) in wanted.items() if not (key.exists() and cert.exists())]
+        authority = _authority(folder, namespace) if made else None
         for name in made:
-            uri, hosts = wanted[name]
-            files = files_of(folder, name)
-            assert files.cert is not None and files.key is not None
-            certificate, own = _issue(authority, key, _names(uri, hosts))
+            assert authority is not None
+            issued, own = _issue(*authority, _names(uris[name], hosts))
             # The certificate comes last: it says that its key is there.
-            write_private(files.key, _key_pem(own))
-            write_private(files.cert, _pem(certificate))
+            for file, pem in zip(wanted[name], (_key_pem(own), _pem(issued)), strict=True):
+                write_private(file, pem)
     except OSError as exc:
         raise StartupError(f"cannot make certificates in {folder}: {exc}") from exc
     return made
@@ -154,16 +147,12 @@ def _builder(
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
     """signs: other certificates."""
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,
         crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        **dict.fromkeys((*others, "encipher_only", "decipher_only"), False),
     )
 
 

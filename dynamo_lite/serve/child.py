@@ -1,4 +1,4 @@
-"""Entry point of every child process: `python -m dynamo_lite.serve.child`, or `run` after a fork.
+"""Entry point of every child process: `python -m dynamo_lite.serve.child`.
 
 Reads its plan from a file, sets up logging, imports one component and runs it in the
 process host. Reports go to the supervisor as JSON lines on a pipe.
@@ -39,22 +39,19 @@ def command(spec: Path, report_fd: int) -> list[str]:
 
 
 def main() -> int:
+    """Runs the plan in the file until its end. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="dynamo_lite.serve.child")
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
     args = parser.parse_args()
-    return run(args.spec, args.report_fd)
-
-
-def run(spec: Path, report_fd: int) -> int:
-    """Runs the plan in the file until its end. Returns the exit code."""
     # Engine processes must not inherit the pipe.
-    os.set_inheritable(report_fd, False)
-    plan = msgspec.json.decode(spec.read_bytes(), type=ChildPlan)
-    report = _reporter(report_fd)
+    os.set_inheritable(args.report_fd, False)
+    plan = msgspec.json.decode(args.spec.read_bytes(), type=ChildPlan)
+    report = _reporter(args.report_fd)
     logging.config.dictConfig(plan.logging)
+    module, _, name = plan.component.partition(":")
     try:
-        component = _load(plan.component)(plan.spec.config, plan.spec)
+        component = getattr(importlib.import_module(module), name)(plan.spec.config, plan.spec)
     except Exception as exc:
         logging.getLogger(__name__).exception("cannot create %s", plan.component)
         report({"state": "failed", "error": f"{plan.component}: {exc}"})
@@ -63,12 +60,6 @@ def run(spec: Path, report_fd: int) -> int:
     from dynamo_lite.runtime.process.host import run_process
 
     return uvloop.run(run_process(plan.spec, component, report))
-
-
-def _load(path: str) -> Any:
-    """The class that "module:Class" names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _reporter(descriptor: int) -> Report:

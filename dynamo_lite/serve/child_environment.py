@@ -1,11 +1,16 @@
 """The environment of the processes that `serve` starts. Only this module reads its own."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from dynamo_lite.runtime.address import is_loopback
-from dynamo_lite.serve.server_urls import VARIABLES
+
+#: Option that names a server to the variable that may be set in its place. Variables may have
+#: passwords: only processes of the same user can read them.
+VARIABLES: Mapping[str, str] = {
+    "nats-url": "DYNAMO_LITE_NATS_URL",
+    "etcd-url": "DYNAMO_LITE_ETCD_URL",
+}
 
 #: Set for every child unless the user's environment or YAML says otherwise.
 _CHILD_DEFAULTS = {
@@ -48,41 +53,3 @@ def child_environment(
     if lease_ttl_s is not None:
         defaults |= {"UCX_TCP_USER_TIMEOUT": f"{round(1000 * _UNDELIVERED * lease_ttl_s)}ms"}
     return {**defaults, **inherited, **own}
-
-
-#: Read after vLLM's import, or set for it.
-_READ_LATER = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
-
-
-@contextlib.contextmanager
-def environment(env: Mapping[str, str]) -> Iterator[None]:
-    """This process has the environment `env` meanwhile, for what it starts."""
-    own = dict(os.environ)
-    _replace(env)
-    try:
-        yield
-    finally:
-        _replace(own)
-
-
-#: The environment of the fork server before its imports.
-_before: dict[str, str] = {}
-
-
-def note_environment() -> None:
-    """In the fork server, before its imports."""
-    _before.update(os.environ)
-
-
-def become_child(env: Mapping[str, str]) -> bool:
-    """A forked process takes the environment of a child, beside what imports have set. Returns
-    False where the imports saw another one."""
-    same = all(_before.get(key) == value for key, value in env.items() if key not in _READ_LATER)
-    os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
-    os.environ.update(env)
-    return same
-
-
-def _replace(env: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(env)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,15 +17,12 @@ from typing import Any, Self
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve import child
-from dynamo_lite.serve.forking import ForkedProcess, fork
-from dynamo_lite.serve.processes import signal_group
+from dynamo_lite.serve.processes import end_group, signal_group, start_group, terminate
 
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 3.0
-_SWEEP_TIMEOUT_S = 2.0
 _LAST_REPORTS_S = 0.5
 _REPORT_LIMIT_BYTES = 1 << 20
 _STDERR = 2
@@ -43,8 +40,6 @@ class Launch:
     log_path: Path | None
     #: Its whole environment.
     env: Mapping[str, str]
-    #: Whether the fork server makes it.
-    forks: bool = False
     #: Keys of vLLM's in its section.
     options: tuple[str, ...] = ()
 
@@ -58,8 +53,8 @@ class ChildProcess:
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
-        self._reports: asyncio.StreamReader | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._reports = asyncio.StreamReader(limit=_REPORT_LIMIT_BYTES)
 
     @property
     def pid(self) -> int:
@@ -67,52 +62,30 @@ class ChildProcess:
         return self._process.pid if self._process else 0
 
     async def __aenter__(self) -> Self:
+        path, reports = self._launch.log_path, asyncio.StreamReaderProtocol(self._reports)
         try:
-            read_end, write_end = os.pipe()
+            with contextlib.ExitStack() as files:
+                read_end, write_end = os.pipe()
+                files.callback(os.close, write_end)
+                pipe = os.fdopen(read_end, "rb", buffering=0)
+                await asyncio.get_running_loop().connect_read_pipe(lambda: reports, pipe)
+                log = _STDERR if path is None else files.enter_context(path.open("ab"))
+                self._process = await start_group(
+                    child.command(self._launch.plan_path, write_end),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._launch.env,
+                    pass_fds=(write_end,),
+                )
         except OSError as exc:
-            raise self._cannot_start(exc) from exc
-        try:
-            self._reports = await _reader(read_end)
-            with _output(self._launch.log_path) as log:
-                self._process = await self._spawn(write_end, log)
-        except OSError as exc:
-            raise self._cannot_start(exc) from exc
-        finally:
-            os.close(write_end)
+            why = f"{self._launch.name}: cannot start its process: {exc}"
+            raise StartupError(why) from exc
         return self
 
-    async def _spawn(self, report: int, log: int) -> asyncio.subprocess.Process | ForkedProcess:
-        """Raises OSError."""
-        plan, env = self._launch.plan_path, self._launch.env
-        if self._launch.forks:
-            return await fork(plan, env, report_fd=report, output_fd=log)
-        return await asyncio.create_subprocess_exec(
-            *child.command(plan, report),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=dict(env),
-            pass_fds=(report,),
-            start_new_session=True,
-            preexec_fn=death_signal_hook(),
-        )
-
     async def __aexit__(self, *_: object) -> None:
-        process = self._process
-        if process is None:
-            return
-        self.terminate()
-        try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            logger.warning(
-                "%s: no exit within %g s after SIGTERM; killing it",
-                self._launch.name,
-                _END_TIMEOUT_S,
-            )
-        finally:
-            await self._sweep(process)
+        if self._process is not None:
+            await end_group(self._process, _END_TIMEOUT_S)
 
     async def run(self, on_report: Callable[[dict[str, Any]], None]) -> int:
         """Passes each report to `on_report` until the process has ended. Returns its exit code."""
@@ -128,66 +101,22 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """SIGTERM to the child alone: it ends its own engine processes in order."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+        if self._process is not None:
+            terminate(self._process)
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group."""
-        if self._process is not None and self._process.returncode is None:
-            signal_group(self._process.pid, signal.SIGKILL)
-
-    def kill_rest(self) -> None:
-        """SIGKILL to what is left of the process group. Does not wait until it is empty."""
+        """SIGKILL to the process group. Does not wait until it is empty."""
         if self._process is not None:
             signal_group(self._process.pid, signal.SIGKILL)
 
-    def _cannot_start(self, why: OSError) -> StartupError:
-        return StartupError(f"{self._launch.name}: cannot start its process: {why}")
-
     async def _read_reports(self, on_report: Callable[[dict[str, Any]], None]) -> None:
-        if self._reports is None:
-            return
         while True:
             try:
                 line = await self._reports.readline()
-            except ValueError:
-                continue  # the reader has dropped a line over the limit
-            if not line:
-                return
-            try:
+                if not line:
+                    return
                 report = msgspec.json.decode(line, type=dict[str, Any])
-            except msgspec.DecodeError:
-                logger.warning(
-                    "%s: malformed report on its pipe: %r", self._launch.name, line[:200]
-                )
+            except ValueError as exc:  # also a line over the limit, which the reader has dropped
+                logger.warning("%s: malformed report on its pipe: %s", self._launch.name, exc)
                 continue
             on_report(report)
-
-    async def _sweep(self, process: asyncio.subprocess.Process | ForkedProcess) -> None:
-        """Kills the rest of the process group and waits until it is empty."""
-        left = signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
-        deadline = asyncio.get_running_loop().time() + _SWEEP_TIMEOUT_S
-        while left and asyncio.get_running_loop().time() < deadline:
-            # Nothing reports when a process group becomes empty, so this polls.
-            await asyncio.sleep(0.01)
-            left = signal_group(process.pid, 0)
-
-
-@contextlib.contextmanager
-def _output(log_path: Path | None) -> Iterator[int]:
-    """A file descriptor for a child's output."""
-    if log_path is None:
-        yield _STDERR
-        return
-    with log_path.open("ab") as log:
-        yield log.fileno()
-
-
-async def _reader(descriptor: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader(limit=_REPORT_LIMIT_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
-    )
-    return reader

@@ -23,17 +23,15 @@ from dynamo_lite.serve.embedded import (
     EmbeddedEtcd,
     EmbeddedNats,
     EmbeddedServer,
-    check_folders,
-    empty_folders,
-    folder_of,
+    fresh_folder,
 )
-from dynamo_lite.serve.launches import Launches, ServeRequest, fork_workers
+from dynamo_lite.serve.launches import Launches, ServeRequest
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
-    RunFile,
     RunState,
     lock,
     read_run,
+    run_file,
     running_certificates,
 )
 from dynamo_lite.serve.supervisor import Supervisor
@@ -52,24 +50,24 @@ async def serve(request: ServeRequest) -> int:
     """
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    started = _services_here(request.config, request.only)
+    started = [
+        startup_checks.fixed_port(service)
+        for service in _services_here(request.config, request.only)
+    ]
     for service in started:
         if service.service.flags != "none":
             startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
-        started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
             state, servers = await _connect(request, stack, progress)
         if stop.is_set:
             raise Interrupted
-        run = RunFile(directory / "run.json", state)
-        stack.callback(run.remove)
+        stack.callback(run_file(directory).unlink, missing_ok=True)
         tiers = [Launches(request, service, directory, state) for service in started]
-        fork_workers(tiers)
         shared = request.config.shared
-        supervisor = Supervisor(tiers, servers, run, stop, force, progress, shared)
+        supervisor = Supervisor(tiers, servers, directory, state, stop, force, progress, shared)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         code = await supervisor.run()
     progress.line("serve", "ended")
@@ -113,14 +111,8 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
         with ExitStack() as stack:
             _lock_for_graph(state_dir, stack)
     startup_checks.check_bind_host(config.shared)
-    if config.shared.certificates is not None:
-        names = [one.service.name for one in _services_here(config, only) if one.workers]
-        shared = config.shared
-        folder = certificate_folder(shared)
-        startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
-        startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
 
@@ -167,11 +159,6 @@ async def _connect(
             message = "--service-name needs --nats-url and --etcd-url"
             raise ConfigError([f"{message}, because no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
-    nats_folder, etcd_folder = (folder_of(request.state_dir, name) for name in ("nats", "etcd"))
-    pairs = ((nats_folder, nats_url), (etcd_folder, etcd_url))
-    folders = [folder for folder, url in pairs if url is None]
-    # Nothing is written where a folder turns out to be somebody else's.
-    check_folders(folders)
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
     namespace, here = request.config.shared.namespace, _services_here(request.config, request.only)
@@ -184,14 +171,15 @@ async def _connect(
             queue=startup_checks.queue_options(here),
         )
     )
-    empty_folders(folders)
     if nats_url is None:
-        embedded = EmbeddedNats(nats_folder, token=secrets.token_hex(16))
+        folder_of_nats = fresh_folder(request.state_dir, "nats")
+        embedded = EmbeddedNats(folder_of_nats, token=secrets.token_hex(16))
         nats = await stack.enter_async_context(embedded)
         nats_url = nats.url
         servers.append(nats)
     if etcd_url is None:
-        etcd = await stack.enter_async_context(EmbeddedEtcd(etcd_folder, private=True))
+        etcd = EmbeddedEtcd(fresh_folder(request.state_dir, "etcd"), private=True)
+        await stack.enter_async_context(etcd)
         etcd_url = etcd.url
         servers.append(etcd)
         etcdctl = request.state_dir / "etcdctl"

@@ -19,7 +19,6 @@ from dynamo_lite.runtime.tracing.tracer import TracingOptions, check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
-from dynamo_lite.serve.server_urls import check_document
 from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
 
 #: Sections and keys that are not a service or its options.
@@ -154,7 +153,6 @@ def resolve(
         only: the service to start alone; it must have a process of its own.
     """
     _check_sections(graph, document)
-    check_document(document)
     startable = [service.name for service in graph.services if service.component]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)

@@ -81,7 +81,6 @@ def _read_file(document: Document, file: Path) -> None:
     if not isinstance(tree, dict):
         raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
     document.tree = tree
-    _drop_keys(document, (), tree)
 
 
 def parse_yaml(
@@ -96,52 +95,18 @@ def parse_yaml(
         root = loader.get_single_node()
         if root is None:
             return None
-        _refuse_circles(root, set(), set())
         look(root)
-        return loader.construct_document(root)
-    except (yaml.YAMLError, ValueError) as exc:
+        value = loader.construct_document(root)
+        # Options reach vLLM and the processes as JSON, which has no keys that are dates.
+        json.dumps(value, default=str)
+        return value
+    except (yaml.YAMLError, ValueError, TypeError) as exc:
         raise ConfigError([f"{where}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
+    except RecursionError as exc:
+        why = "a value contains itself through an alias"
+        raise ConfigError([f"{where}: not valid YAML: {why}"]) from exc
     finally:
         loader.dispose()
-
-
-def _refuse_circles(node: yaml.Node, above: set[int], seen: set[int]) -> None:
-    """Raises a YAMLError for a value that contains itself through an alias: nothing that reads the
-    values would end.
-
-    above: ids of the nodes that this one is in. seen: ids of nodes that were checked; many aliases
-    may name one node.
-    """
-    if id(node) in above:
-        raise yaml.MarkedYAMLError(
-            problem="a value contains itself through an alias", problem_mark=node.start_mark
-        )
-    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-        return
-    seen.add(id(node))
-    above.add(id(node))
-    for child in node.value:
-        for inner in child if isinstance(child, tuple) else (child,):
-            _refuse_circles(inner, above, seen)
-    above.remove(id(node))
-
-
-def _drop_keys(document: Document, path: KeyPath, value: Any) -> None:
-    """Reports and removes keys that JSON cannot have: dates and binary data. Options reach vLLM
-    and the processes as JSON."""
-    if isinstance(value, list):
-        for inner in value:
-            _drop_keys(document, path, inner)
-    if not isinstance(value, dict):
-        return
-    for key, inner in list(value.items()):
-        here = (*path, str(key))
-        if key is None or isinstance(key, (str, int, float)):
-            _drop_keys(document, here, inner)
-        else:
-            kind = type(key).__name__
-            document.complain(here, f"a key is text or a number, got a value of type {kind}")
-            del value[key]
 
 
 def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
@@ -201,7 +166,6 @@ def _apply_override(document: Document, text: str) -> None:
         node = child
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
-    _drop_keys(document, path, parsed)
 
 
 def _secret_in(key: str, value: Any) -> str | None:
@@ -266,34 +230,21 @@ def fill(
 
 
 def _snake(
-    document: Document,
-    path: KeyPath,
-    kind: type,
-    given: Mapping[str, Any],
-    accepted: Iterable[str] = (),
-) -> dict[str, Any]:
-    """`given` with field names as keys, also in nested dataclasses."""
-    known = {kebab(field.name): field.name for field in dataclasses.fields(kind)}
-    hints = get_type_hints(kind)
-    result: dict[str, Any] = {}
-    for key, value in given.items():
-        name = known.get(str(key))
-        if name is None:
-            gone = removed_option(*path, str(key))
-            document.complain((*path, str(key)), gone or unknown_key(str(key), accepted or known))
-        else:
-            result[name] = _snake_value(document, (*path, str(key)), hints[name], value)
-    return result
-
-
-def _snake_value(document: Document, path: KeyPath, kind: Any, value: Any) -> Any:
-    """A dataclass, a tuple of one kind of dataclass, or any other value."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _snake(document, path, kind, value)
+    document: Document, path: KeyPath, kind: Any, value: Any, accepted: Iterable[str] = ()
+) -> Any:
+    """The value with field names as keys, if `kind` is a dataclass or a tuple of one kind."""
     if get_origin(kind) is tuple and isinstance(value, list):
         element = get_args(kind)[0]
-        return [
-            _snake_value(document, (*path, str(number)), element, one)
-            for number, one in enumerate(value)
-        ]
-    return value
+        return [_snake(document, (*path, str(i)), element, one) for i, one in enumerate(value)]
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict)):
+        return value
+    known = {kebab(name): (name, hint) for name, hint in get_type_hints(kind).items()}
+    result: dict[str, Any] = {}
+    for key, inner in value.items():
+        here = (*path, str(key))
+        if (field := known.get(str(key))) is None:
+            gone = removed_option(*here)
+            document.complain(here, gone or unknown_key(str(key), accepted or known))
+        else:
+            result[field[0]] = _snake(document, here, field[1], inner)
+    return result

@@ -27,16 +27,16 @@ def settle_edge(config: GraphConfig, document: Document, *, only: str | None = N
     What keeps it from serving is added to the document's mistakes. only: the service that is
     started alone; without a Frontend there is nothing to settle.
     """
-    for service in config.services:
-        here = service.workers > 0 and only in (None, service.service.name)
-        if service.service.config is FrontendConfig and here and service.options["edge"] == "rust":
-            settled = _settle(service, document)
-            services = (settled if one is service else one for one in config.services)
-            return replace(config, services=tuple(services))
-    return config
+    services = tuple(
+        _settle(one, document) if one.workers and only in (None, one.service.name) else one
+        for one in config.services
+    )
+    return replace(config, services=services)
 
 
 def _settle(service: ServiceConfig, document: Document) -> ServiceConfig:
+    if service.service.config is not FrontendConfig or service.options["edge"] != "rust":
+        return service
     found = obstacles(
         service.options,
         asdict(FrontendConfig()),

@@ -7,35 +7,42 @@ start on the same directory and port finds the data of the first.
 
 import asyncio
 import importlib.util
+import re
 import shlex
 import shutil
 import signal
 import ssl
 import sysconfig
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import ServerAddress, host_port, parse_etcd_url
+from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import files_of
-from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.certificate_folder import make_server_certificates
-from dynamo_lite.serve.processes import can_listen, free_port, signal_group
-from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.serve.processes import can_listen, end_group, free_port, start_group
+from dynamo_lite.serve.progress import Progress, exit_text
+from dynamo_lite.serve.run_state import ServerState, write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
-_START_TRIES = 5
+#: Failed starts in a row after which the whole graph fails: nearly 8 s.
+_TRIES = 6
+_BACKOFF = Backoff(first_s=0.25, factor=2.0, longest_s=5.0, calm_s=30.0)
 
-#: The file in a server's folder by which a later start recognises it.
-_MARKER = ".dynamo-lite-embedded"
+#: Of an error in the logs of etcd and nats-server.
+_CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
 
 
 class EmbeddedServer(ABC):
-    """Starts one server program, waits until it is ready, ends its process group.
+    """Starts one server program, waits until it is ready, restarts it, ends its process group.
 
     port: 0 takes a free one.
     """
@@ -44,7 +51,11 @@ class EmbeddedServer(ABC):
 
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
-        self.port = port
+        self.port = port or free_port()
+        #: Its entry in run.json.
+        self.state = ServerState(name=self.name, pid=0)
+        #: Set during a drain: failed restarts no longer raise.
+        self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -58,56 +69,87 @@ class EmbeddedServer(ABC):
         assert self._process is not None
         return await self._process.wait()
 
+    async def keep(self, progress: Progress, on_change: Callable[[], None]) -> None:
+        """Restarts it after every end, until this is cancelled. Raises StartupError when it cannot
+        be started.
+
+        on_change: called after each change of `state`.
+        """
+        ends = 0
+        while True:
+            began = time.monotonic()
+            code = await self.exited()
+            self.state.pid = 0
+            on_change()
+            end = _BACKOFF.after_exit(ends, time.monotonic() - began)
+            # Every process needs the server: only repeated failures are delayed.
+            ends, delay_s, failures = end.failures, 0.0 if end.failures == 1 else end.delay_s, 0
+            what = f"ended ({exit_text(code)}); restarting"
+            while not self.state.pid:
+                progress.line(self.name, f"{what} in {delay_s:g} s" if delay_s else f"{what} now")
+                await asyncio.sleep(delay_s)
+                try:
+                    await self.restart()
+                except StartupError as exc:
+                    restart = _BACKOFF.after_exit(failures, 0.0)
+                    failures, delay_s, what = restart.failures, restart.delay_s, f"{exc}; next try"
+                    if failures >= _TRIES and not self.graph_ends:
+                        raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
+            self.state.restarts += 1
+            on_change()
+            progress.line(self.name, "restarted")
+
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if self.port:
-            await self.restart()
-            return self
-        for _ in range(_START_TRIES):
-            self.port = free_port()
-            if await self._start():
-                return self
-        raise self._ended()
+        await self.restart()
+        return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stop()
+        if self._process is not None:
+            await end_group(self._process, _STOP_TIMEOUT_S)
 
     async def restart(self) -> None:
         """Starts the program, also again after its end, with the same port and data.
 
-        Raises StartupError when it does not become ready.
+        Raises StartupError when it does not become ready; nothing of it is left then.
         """
-        await self._stop()
+        await self.__aexit__()
         if not can_listen("127.0.0.1", self.port):
             # Otherwise a foreign server on this port could answer the readiness probe.
             why = f"port {self.port} is in use; stop the process that has it"
             raise StartupError(f"{self.name}: {why}")
-        if not await self._start():
-            raise self._ended()
-
-    async def _start(self) -> bool:
-        """As `_start_once`. Unless it is ready, nothing of it is left."""
-        ready = False
-        try:
-            ready = await self._start_once()
-        finally:
-            if not ready:
-                await self._stop()
-        return ready
-
-    async def _start_once(self) -> bool:
-        """Returns True when it is ready, False when it has ended (for example: port in use).
-
-        Raises StartupError when it cannot be spawned or is not ready in time.
-        """
         try:
             self._process = await self._spawn()
         except OSError as exc:
             raise StartupError(f"{self.name}: cannot start its process: {exc}") from exc
+        ready = False
+        try:
+            ready = await self._until_ready(self._process)
+        finally:
+            if not ready:
+                await self.__aexit__()
+        if not ready:
+            raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
+        self.state.pid = self.pid
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        """Raises OSError, also when a file of its directory cannot be written."""
+        with self._log_path.open("ab") as log:
+            return await start_group(
+                self._command(),
+                signal.SIGKILL,  # ends a frozen one, too
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+            )
+
+    async def _until_ready(self, process: asyncio.subprocess.Process) -> bool:
+        """Returns False when it has ended. Raises StartupError when it is not ready in time."""
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                while self._process.returncode is None:
+                while process.returncode is None:
                     if await self._is_ready():
                         return True
                     # The programs have no readiness hook, so this polls.
@@ -117,49 +159,18 @@ class EmbeddedServer(ABC):
             raise StartupError(f"{message}; {self._log_tail()}") from exc
         return False
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        """Raises OSError, also when a file of its directory cannot be written."""
-        with self._log_path.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *self._command(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.directory,
-                start_new_session=True,
-                preexec_fn=death_signal_hook(signal.SIGKILL),  # ends a frozen one, too
-            )
-
-    async def _stop(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        if process.returncode is None:
-            # `process.send_signal` would reap the process before asyncio does.
-            signal_group(process.pid, signal.SIGTERM)
-            signal_group(process.pid, signal.SIGCONT)  # it may be frozen
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
-
-    def _ended(self) -> StartupError:
-        return StartupError(f"{self.name} ended while it started; {self._log_tail()}")
-
     @property
     def _log_path(self) -> Path:
         return self.directory / f"{self.name}.log"
 
     def _log_tail(self) -> str:
+        """The cause that its log names, or else the last lines."""
         try:
-            lines = self._log_path.read_text(errors="replace").splitlines()[-3:]
+            log = self._log_path.read_text(errors="replace")
         except OSError:
-            lines = []
-        return f"its log {self._log_path} ends: " + " | ".join(lines)
+            log = ""
+        causes = [": ".join(filter(None, found)) for found in _CAUSE.findall(log)]
+        return f"its log {self._log_path} ends: " + " | ".join(causes[-1:] or log.splitlines()[-3:])
 
     @abstractmethod
     def _command(self) -> list[str]:
@@ -255,11 +266,7 @@ class EmbeddedEtcd(EmbeddedServer):
 
     def write_etcdctl(self, path: Path) -> None:
         """Writes a script that runs `etcdctl` on this server. Only its owner can read the key."""
-        client = {"ENDPOINTS": self.listening}
-        if self._private:
-            ca, cert, key = self._files.values()
-            client |= {"CACERT": ca, "CERT": cert, "KEY": key}
-        words = [f"ETCDCTL_{name}={value}" for name, value in client.items()]
+        words = [f"{name}={value}" for name, value in etcd_environment(self.url).items()]
         command = shlex.join(["env", *words, program("etcdctl")])
         write_private(path, f'#!/bin/sh\nexec {command} "$@"\n'.encode())
         path.chmod(0o700)
@@ -307,6 +314,27 @@ async def _exchange(
         return b""
 
 
+def etcd_environment(url: str) -> dict[str, str]:
+    """Of `etcdctl`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
+    address = parse_etcd_url(url)
+    tls = address.tls or TlsFiles()
+    variables = {
+        "DYNAMO_LITE_ETCD_URL": url,
+        "ETCDCTL_API": "3",
+        "ETCDCTL_ENDPOINTS": server_list(address, "https" if address.tls else "http"),
+        "ETCDCTL_USER": address.user,
+        "ETCDCTL_PASSWORD": address.password,
+        "ETCDCTL_CACERT": tls.ca,
+        "ETCDCTL_CERT": tls.cert,
+        "ETCDCTL_KEY": tls.key,
+    }
+    return {name: str(value) for name, value in variables.items() if value}
+
+
+def server_list(address: ServerAddress, scheme: str) -> str:
+    return ",".join(f"{scheme}://{host_port(*host)}" for host in address.hosts)
+
+
 def program(name: str) -> str:
     """Path of a server program: the one in its wheel, else the one on PATH. Raises StartupError."""
     if name.startswith("etcd"):
@@ -324,52 +352,14 @@ def program(name: str) -> str:
     return found
 
 
-def folder_of(state_dir: Path, server: str) -> Path:
-    """Holds only the server's data, so it may be emptied. server: nats or etcd."""
-    return state_dir / "embedded" / server
-
-
-def check_folders(folders: Sequence[Path]) -> None:
-    """Raises ConfigError if a folder has files but no marker file; StartupError if one cannot be
-    read."""
-    foreign = [folder for folder in folders if (names := _names(folder)) and _MARKER not in names]
-    if foreign:
-        raise ConfigError(
-            [
-                f"--state-dir: {folder} is not empty and has no marker file {_MARKER}, so it"
-                " may hold foreign data; nothing was removed; choose another --state-dir"
-                for folder in foreign
-            ]
-        )
-
-
-def empty_folders(folders: Sequence[Path]) -> None:
-    """Makes empty folders for embedded servers; data of earlier runs is removed.
-
-    Raises what `check_folders` raises, and removes nothing then; StartupError when one cannot be
-    emptied.
-    """
-    check_folders(folders)
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Written first and never removed, so that the next start recognises the folder of a
-            # killed server.
-            (folder / _MARKER).touch()
-            for path in (folder / name for name in _names(folder) - {_MARKER}):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as exc:
-            raise _no_access(folder, exc) from exc
-
-
-def _names(folder: Path) -> set[str]:
+def fresh_folder(state_dir: Path, server: str) -> Path:
+    """An empty folder of an embedded server, without the data of earlier runs. It has a name that
+    other programs do not use. Raises StartupError."""
+    folder = state_dir / "dynamo-lite-servers" / server
     try:
-        return {path.name for path in folder.iterdir()}
-    except FileNotFoundError:
-        return set()
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
     except OSError as exc:
-        raise _no_access(folder, exc) from exc
-
-
-def _no_access(folder: Path, exc: OSError) -> StartupError:
-    return StartupError(f"cannot use the embedded server's folder {folder}: {exc}")
+        raise StartupError(f"cannot use the embedded server's folder {folder}: {exc}") from exc
+    return folder

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.serve.child_process import ChildProcess, Launch
-from dynamo_lite.serve.forking import SERVER_LOST
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
@@ -102,7 +101,7 @@ class InstanceSupervisor:
                     return
                 if not self.ready.is_set():
                     raise StartupError(self._start_failure(code))
-                if code == 0 or (self._leaves and code != SERVER_LOST):
+                if code == 0 or self._leaves:
                     self._change("stopped")
                     self._progress.line(self.launch.name, f"left the graph ({exit_text(code)})")
                     return
@@ -163,8 +162,6 @@ class InstanceSupervisor:
                 elif self._stopping.is_set():
                     child.terminate()
                 code = await child.run(self._on_report)
-                if code == SERVER_LOST:
-                    self._error = "its fork server has ended"
                 lease = self.state.lease
                 if code != 0 and self.state.state == "ready":
                     self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
@@ -172,7 +169,7 @@ class InstanceSupervisor:
                 if code != 0 and lease:
                     # A killed process has not revoked its lease itself. Others hear of its death
                     # now: until the memory of its killed engine is free, seconds may pass.
-                    child.kill_rest()
+                    child.kill()
                     await self._leases.revoke(int(lease, 16))
                 return code
             finally:

@@ -1,6 +1,6 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,7 @@ from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
-from dynamo_lite.serve.forking import start_fork_server
 from dynamo_lite.serve.run_state import RunState, write_private
-from dynamo_lite.serve.services.services import Graph
 from dynamo_lite.vllm.args import engine_flags
 
 
@@ -23,7 +21,6 @@ class ServeRequest:
     """The arguments of one `dynamo-lite serve`."""
 
     graph_name: str
-    graph: Graph
     config: GraphConfig
     state_dir: Path
     #: None: start an embedded server, or with `only` use the server of the running graph.
@@ -50,8 +47,6 @@ class Launches:
         self, request: ServeRequest, service: ServiceConfig, directory: Path, place: RunState
     ):
         self.service = service
-        #: Whether the fork server makes its processes.
-        self.forks = False
         self._request = request
         self._directory, self._place = directory, place
 
@@ -61,7 +56,9 @@ class Launches:
         plans, logs = self._directory / "plans", self._directory / "logs"
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
-        environment = self.environment(instance, devices)
+        shared = self._request.config.shared
+        own = {**self.service.env_of(instance), **devices}
+        environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
         log_settings = logging_config(
             self._request.log_format,
             self.service.service.name,
@@ -79,7 +76,6 @@ class Launches:
             plan_path=plans / f"{name}.json",
             log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
             env=environment,
-            forks=self.forks,
             options=tuple(self.service.flags),
         )
         plan = ChildPlan(
@@ -91,12 +87,6 @@ class Launches:
         if launch.log_path is not None:
             launch.log_path.write_bytes(b"")
         return launch
-
-    def environment(self, instance: int, devices: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one process, but for vLLM's loggers."""
-        shared = self._request.config.shared
-        own = {**self.service.env_of(instance), **devices}
-        return child_environment(own, shared.bind_host, shared.lease_ttl_s)
 
     def _spec(self, instance: int) -> ProcessSpec:
         service, config, place = self.service.service, self._request.config, self._place
@@ -119,16 +109,3 @@ class Launches:
             watch_component=service.calls,
             tracing=shared.tracing,
         )
-
-
-def fork_workers(tiers: Sequence[Launches]) -> None:
-    """Starts the fork server for workers, where several have the same environment.
-
-    Workers with devices have not: a variable names them.
-    """
-    workers = [t for t in tiers if t.service.service.flags == "engine" and not t.service.devices]
-    environments = [t.environment(i, {}) for t in workers for i in range(t.service.workers)]
-    if len(environments) > 1 and environments[0] == environments[1]:
-        start_fork_server(environments[0])
-        for tier in workers:
-            tier.forks = True

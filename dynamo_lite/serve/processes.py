@@ -5,19 +5,33 @@ group outlives it.
 """
 
 import asyncio
+import contextlib
 import errno
+import logging
 import os
 import random
 import signal
 import socket
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.serve.child_environment import child_environment
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PORTS = 16384
 _PORT_TRIES = 32
+#: How long the killed rest of a process group may take to disappear.
+_SWEEP_TIMEOUT_S = 2.0
 
 
 def signal_group(group: int, sig: int) -> bool:
@@ -36,18 +50,49 @@ def is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return False
     except OSError:
         return False
+
+
+async def start_group(
+    command: Sequence[str], death: int = signal.SIGTERM, **options: Any
+) -> asyncio.subprocess.Process:
+    """Starts a program that leads a process group, and gets the signal `death` when this process
+    ends. options: of `asyncio.create_subprocess_exec`. Raises OSError.
+
+    Ctrl-C in a terminal reaches only this process, which then ends the program.
+    """
+    return await asyncio.create_subprocess_exec(
+        *command, start_new_session=True, preexec_fn=death_signal_hook(death), **options
+    )
+
+
+def terminate(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM to the program alone, which may be frozen: it ends its own processes in order."""
+    # `process.send_signal` would reap the process before asyncio does.
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGCONT)
+
+
+async def end_group(process: asyncio.subprocess.Process, timeout_s: float) -> None:
+    """Ends the program, after `timeout_s` with SIGKILL, and what is left of its group."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        terminate(process)
+        async with asyncio.timeout(timeout_s):
+            await process.wait()
+    except TimeoutError:
+        if timeout_s:
+            logger.warning("process %d: no exit within %g s: killed", process.pid, timeout_s)
+    finally:
+        left = signal_group(process.pid, signal.SIGKILL)
+        await process.wait()
+        deadline = time.monotonic() + _SWEEP_TIMEOUT_S
+        while left and time.monotonic() < deadline:
+            # Nothing reports when a process group becomes empty, so this polls.
+            await asyncio.sleep(0.01)
+            left = signal_group(process.pid, 0)
 
 
 async def output_of(
@@ -57,15 +102,9 @@ async def output_of(
 
     Raises StartupError, which begins with `what`, if it fails or takes too long.
     """
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=env,
-        # Ctrl-C in a terminal must reach only this process, which then ends the program.
-        start_new_session=True,
-        preexec_fn=death_signal_hook(signal.SIGKILL),
+    pipe = asyncio.subprocess.PIPE
+    process = await start_group(
+        command, signal.SIGKILL, stdin=pipe, stdout=pipe, stderr=pipe, env=env
     )
     try:
         async with asyncio.timeout(timeout_s):
@@ -73,13 +112,21 @@ async def output_of(
     except TimeoutError as exc:
         raise StartupError(f"{what}: timeout after {timeout_s:g} s") from exc
     finally:
-        if process.returncode is None:
-            signal_group(process.pid, signal.SIGKILL)
-            await process.wait()
+        await end_group(process, 0.0)
     if process.returncode != 0:
         lines = errors.decode(errors="replace").strip().splitlines() or ["no message"]
         raise StartupError(f"{what}: {redact(lines[-1])}")
     return answer
+
+
+async def answer_of(what: str, module: str, question: bytes, kind: type[T], timeout_s: float) -> T:
+    """As `output_of`, of a module of this package that answers JSON with JSON of this kind."""
+    command = (sys.executable, "-m", f"dynamo_lite.{module}")
+    answer = await output_of(what, command, child_environment({}), question, timeout_s)
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except msgspec.DecodeError as exc:
+        raise StartupError(f"{what}: {exc}") from exc
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -88,33 +135,17 @@ def free_port(host: str = "127.0.0.1") -> int:
     It is outside the range for outgoing connections. So a restarted server finds its port
     free although clients tried to connect meanwhile.
     """
-    end = _first_outgoing_port()
-    for _ in range(_PORT_TRIES):
-        port = random.randrange(end - _PORTS, end) if end > _PORTS + 1024 else 0
-        if port and _is_unused(host, port):
-            return port
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def _is_unused(host: str, port: int) -> bool:
-    """Whether no socket has the port, also none that does not listen."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _first_outgoing_port() -> int:
-    """Start of the port range for outgoing connections; 0 if unknown."""
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
-            return int(limits.read().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
+        end = int(limits.read().split()[0])
+    low = [random.randrange(max(1024, end - _PORTS), end) for _ in range(_PORT_TRIES) if end > 1024]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (*low, 0):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # No socket has the port, also none that does not listen.
+            with contextlib.suppress(OSError):
+                probe.bind((host, port))
+                return probe.getsockname()[1]
+    raise OSError(errno.EADDRINUSE, f"no free port on {host}")
 
 
 def can_listen(host: str, port: int) -> bool:

@@ -79,25 +79,20 @@ class RunState(msgspec.Struct, kw_only=True):
         return Path(self.certificates) if self.certificates else None
 
 
-class RunFile:
-    """The file of one running graph; call `write` after each change of `state`."""
+def write_run(state_dir: Path, state: RunState) -> None:
+    """Raises OSError."""
+    text = msgspec.json.format(msgspec.json.encode(state), indent=2)
+    write_private(run_file(state_dir), text + b"\n")
 
-    def __init__(self, path: Path, state: RunState):
-        self.path = path
-        self.state = state
 
-    def write(self) -> None:
-        text = msgspec.json.format(msgspec.json.encode(self.state), indent=2)
-        write_private(self.path, text + b"\n")
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+def run_file(state_dir: Path) -> Path:
+    return state_dir / "run.json"
 
 
 def read_run(state_dir: Path) -> RunState | None:
     """The graph that runs on this state directory; None if none runs."""
     try:
-        state = msgspec.json.decode((state_dir / "run.json").read_bytes(), type=RunState)
+        state = msgspec.json.decode(run_file(state_dir).read_bytes(), type=RunState)
     except (OSError, msgspec.DecodeError):
         return None
     return state if is_alive(state.pid) else None

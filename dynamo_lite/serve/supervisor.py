@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
@@ -17,8 +18,7 @@ from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
-from dynamo_lite.serve.run_state import RunFile
-from dynamo_lite.serve.server_supervisor import ServerSupervisor
+from dynamo_lite.serve.run_state import RunState, run_file, write_run
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0
@@ -44,22 +44,22 @@ class Supervisor:
         self,
         tiers: Sequence[Launches],
         servers: Sequence[EmbeddedServer],
-        run: RunFile,
+        directory: Path,
+        run: RunState,
         stop: StopRequest,
         force: asyncio.Event,
         progress: Progress,
         options: GraphOptions,
     ):
-        self._leases = LeaseRevoker(run.state.etcd_url(tiers[0].service.service.name))
-        self._run, self._progress = run, progress
+        self._leases = LeaseRevoker(run.etcd_url(tiers[0].service.service.name))
+        self._directory, self._run, self._progress = directory, run, progress
         self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
-        self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
-        self._stop, self._force = stop, force
+        self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
-        run.state.processes = [instance.state for instance in self._fleet]
-        run.state.servers = [server.state for server in self._servers]
+        run.processes = [instance.state for instance in self._fleet]
+        run.servers = [server.state for server in self._servers]
 
     async def run(self) -> int:
         """Returns the exit code.
@@ -70,7 +70,10 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                watching = [tasks.create_task(server.keep()) for server in self._servers]
+                watching = [
+                    tasks.create_task(server.keep(self._progress, self._on_change))
+                    for server in self._servers
+                ]
                 for instance in self._fleet:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())
@@ -84,7 +87,7 @@ class Supervisor:
             expected, rest = group.split(StartupError)
             if expected is None or rest is not None:
                 raise
-            raise _first(expected) from group
+            raise expected.exceptions[0] from group
         return EXIT_FORCED if self._force.is_set() else EXIT_STOPPED
 
     # Changes while the graph runs
@@ -120,7 +123,7 @@ class Supervisor:
             tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
 
     def _running_tasks(self) -> asyncio.TaskGroup:
-        state = self._run.state.state
+        state = self._run.state
         if self._tasks is None or state != "ready":
             raise Refused(f"the graph is {state}; it must be ready", elsewhere=False)
         return self._tasks
@@ -134,17 +137,13 @@ class Supervisor:
             self._leases,
             self._progress,
             self._on_change,
-            needed=self._run.state.state != "ready",
+            needed=self._run.state != "ready",
         )
 
     async def _end(self, instance: InstanceSupervisor) -> None:
         """Kills a retired process that takes much longer than the limit of its drain."""
         limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
-        await all_of([instance.done], limit_s)
-        if not instance.done.is_set():
-            self._progress.line(instance.launch.name, f"still there after {limit_s:g} s: killed")
-            instance.kill()
-            await instance.done.wait()
+        await self._gone([instance], limit_s)
         self._progress.line(instance.launch.name, "left the graph")
 
     # From start to end
@@ -161,7 +160,7 @@ class Supervisor:
         return True
 
     def _announce(self) -> None:
-        self._run.state.state = "ready"
+        self._run.state = "ready"
         self._on_change()
         for instance in self._fleet:
             url = instance.facts.get("url")
@@ -183,7 +182,7 @@ class Supervisor:
     async def _drain(self) -> None:
         for server in self._servers:
             server.graph_ends = True
-        self._run.state.state = "draining"
+        self._run.state = "draining"
         self._on_change()
         if self._stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
@@ -192,11 +191,15 @@ class Supervisor:
                 instance.stop()
             await all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
         # Closing an engine takes seconds; all close at the same time.
-        await all_of([instance.done for instance in self._fleet], _CLOSE_MARGIN_S)
-        for instance in self._fleet:
-            if not instance.done.is_set():
-                instance.kill()
-                await instance.done.wait()
+        await self._gone(list(self._fleet), _CLOSE_MARGIN_S)
+
+    async def _gone(self, instances: Sequence[InstanceSupervisor], limit_s: float) -> None:
+        """Waits for their end, and kills those that are still there after the limit."""
+        await all_of([instance.done for instance in instances], limit_s)
+        for late in [instance for instance in instances if not instance.done.is_set()]:
+            self._progress.line(late.launch.name, f"still there after {limit_s:g} s: killed")
+            late.kill()
+            await late.done.wait()
 
     async def _kill_when_forced(self) -> None:
         await self._force.wait()
@@ -208,13 +211,14 @@ class Supervisor:
         facts = [instance.facts for instance in self._fleet if instance.state.state == "ready"]
         urls = [str(fact["url"]) for fact in facts if fact.get("url")]
         if urls:
-            self._run.state.http = urls[0]
-        self._run.state.processes = [instance.state for instance in self._fleet]
+            self._run.http = urls[0]
+        self._run.processes = [instance.state for instance in self._fleet]
         try:
-            self._run.write()
+            write_run(self._directory, self._run)
         except OSError as exc:
             # The graph goes on, and the next change is written with this one.
-            self._progress.line("serve", f"cannot write {self._run.path}: {exc.strerror}")
+            path = run_file(self._directory)
+            self._progress.line("serve", f"cannot write {path}: {exc.strerror}")
 
 
 _EXAMPLE = """
@@ -233,9 +237,3 @@ def _example(url: str, model: str, *, needs_key: bool) -> str:
         more.append('-H "Authorization: Bearer $API_KEY"')
     lines = "".join(f"\n    {option} \\" for option in more)
     return _EXAMPLE.format(url=url, model=model, more=lines)
-
-
-def _first(group: BaseExceptionGroup[StartupError]) -> StartupError:
-    for exc in group.exceptions:
-        return _first(exc) if isinstance(exc, BaseExceptionGroup) else exc
-    raise ValueError("an exception group is never empty")

@@ -7,7 +7,6 @@ section is kept in a file, for every graph that has an equal section.
 import asyncio
 import contextlib
 import json
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,19 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
-from dynamo_lite.serve.processes import output_of
+from dynamo_lite.serve.processes import answer_of
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.serve.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules
 from dynamo_lite.vllm.compat import vllm_version
 
 _VLLM_TIMEOUT_S = 180.0
-#: Of sections. A verdict takes about 70 bytes.
-_VERDICTS_KEPT = 256
 
 
 def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
-    """Adds mistakes to the document. cache: the file with the verdicts.
+    """Adds mistakes to the document. cache: the folder with the verdicts.
 
     Raises StartupError when vLLM is not installed or its parsers fail.
     """
@@ -47,16 +43,16 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
             "vLLM is not installed; install dynamo-lite[cpu] or dynamo-lite[cuda]"
             " (in a checkout: `make setup`)"
         )
-    keys = {name: _key_of(version, section) for name, section in sections.items()}
-    verdicts = _read_verdicts(cache)
-    if unknown := {name: s for name, s in sections.items() if keys[name] not in verdicts}:
+    files = {name: cache / f"{_key_of(version, s)}.json" for name, s in sections.items()}
+    verdicts = {name: _kept(file) for name, file in files.items()}
+    if unknown := {name: s for name, s in sections.items() if verdicts[name] is None}:
         mistakes = _ask_vllm(json.dumps(unknown, default=str))
-        new = {keys[name]: [m for m in mistakes if m["section"] == name] for name in unknown}
-        verdicts |= new
-        _keep_verdicts(cache, new)
+        for name in unknown:
+            verdicts[name] = [mistake for mistake in mistakes if mistake["section"] == name]
+            _keep(files[name], verdicts[name])
     services = {c.service.name: c.service for c in config.services}
-    for name, key in keys.items():
-        for mistake in verdicts[key]:
+    for name, found in verdicts.items():
+        for mistake in found or ():
             document.complain((name, mistake["key"]), _verdict(services[name], mistake))
 
 
@@ -74,31 +70,22 @@ def _verdict(service: Service, mistake: Mistake) -> str:
     return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
 
 
-def _read_verdicts(cache: Path) -> dict[str, list[Mistake]]:
+def _kept(file: Path) -> list[Mistake] | None:
     try:
-        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[Mistake]])
+        return msgspec.json.decode(file.read_bytes(), type=list[Mistake])
     except (OSError, msgspec.DecodeError):
-        return {}
+        return None
 
 
-def _keep_verdicts(cache: Path, new: dict[str, list[Mistake]]) -> None:
-    """Without them only the next start takes longer."""
-    # Read again: another start may have added some in the meantime.
-    verdicts = _read_verdicts(cache) | new
+def _keep(file: Path, verdict: list[Mistake] | None) -> None:
+    """Without it only the next start takes longer."""
     with contextlib.suppress(OSError):
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_private(cache, msgspec.json.encode(dict(list(verdicts.items())[-_VERDICTS_KEPT:])))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_private(file, msgspec.json.encode(verdict))
 
 
 def _ask_vllm(question: str) -> list[Mistake]:
     """Raises StartupError. An interrupt ends the parsers, too."""
-    failed, command = (
-        "vLLM's argument parser failed",
-        (sys.executable, "-m", "dynamo_lite.vllm.args"),
-    )
-    env = child_environment({})
-    answer = asyncio.run(output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S))
-    try:
-        return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
-    except (msgspec.DecodeError, KeyError) as exc:
-        raise StartupError(f"{failed}: {exc}") from exc
+    failed, kind = "vLLM's argument parser failed", dict[str, list[Mistake]]
+    answer = answer_of(failed, "vllm.args", question.encode(), kind, _VLLM_TIMEOUT_S)
+    return asyncio.run(answer).get("mistakes", [])

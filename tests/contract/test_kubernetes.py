@@ -5,7 +5,6 @@ import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.kubernetes import KubernetesApi
-from dynamo_lite.serve.startup_checks import check_service_account
 from tests.builders import eventually
 from tests.contract.planning import Bench, D, FakeSupervisor, P
 from tests.external import Certificates
@@ -249,21 +247,6 @@ async def test_a_token_that_is_spoilt_later_is_a_failed_request(server: ApiServe
         await connector.counts()
     (account / "token").write_text("first")
     await connector.counts()
-
-
-def test_serve_checks_the_service_account_before_it_starts_anything(tmp_path: Path):
-    options = {"kubernetes": {"service_account": str(tmp_path), "decode": "d"}}
-    planner: Any = SimpleNamespace(
-        service=SimpleNamespace(name="Planner"), workers=1, options=options
-    )
-    with pytest.raises(ConfigError, match=f"Planner.kubernetes.service-account: {tmp_path} has no"):
-        check_service_account(planner)
-    check_service_account(replace_in(planner, options={"kubernetes": {}}))
-    check_service_account(replace_in(planner, options={}))
-
-
-def replace_in(planner: Any, **fields: Any) -> Any:
-    return SimpleNamespace(**{**vars(planner), **fields})
 
 
 async def test_a_planner_scales_a_deployment(

@@ -90,7 +90,7 @@ def test_a_frozen_server_is_left_alone(tmp_path: Path, name: str):
 
 def break_etcd(graph: Serving, state_dir: Path) -> None:
     """Kills it, and sees to it that it cannot be started."""
-    data = state_dir / "embedded" / "etcd" / "data"
+    data = state_dir / "dynamo-lite-servers" / "etcd" / "data"
     data.rename(data.with_name("moved"))
     data.touch()
     os.kill(server(graph, "etcd")["pid"], signal.SIGKILL)
@@ -106,6 +106,7 @@ def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
         text = "".join(graph.output)
         assert "error: etcd cannot be restarted: etcd ended while it started" in text
         assert text.count("etcd ended while it started; its log") == 6
+        assert "failed to list data directory: " in text and ": not a directory" in text
         assert not (tmp_path / "run.json").exists()
 
 

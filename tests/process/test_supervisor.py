@@ -34,7 +34,7 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         state = graph.run_json()
         assert stat.S_IMODE((tmp_path / "run.json").stat().st_mode) == 0o600
         assert (state["state"], state["http"]) == ("ready", "http://127.0.0.1:1")
-        login = tmp_path / "embedded" / "nats" / "login"
+        login = tmp_path / "dynamo-lite-servers" / "nats" / "login"
         assert re.fullmatch(rf"nats://127.0.0.1:\d+\?login={re.escape(str(login))}", state["nats"])
         assert stat.S_IMODE(login.stat().st_mode) == 0o600
         assert state["etcd"].startswith("https://127.0.0.1:")

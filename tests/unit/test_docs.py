@@ -23,7 +23,14 @@ LONGEST = {"README.md": 180, "ARCHITECTURE.md": 300}
 #: Look like paths of the repository and are something else: files of the state directory, and
 #: a prefix of keys in etcd.
 ELSEWHERE = {
-    *("run.json", "cache/", "embedded/etcd/", "embedded/nats/", "plans/", "run/"),
+    *(
+        "run.json",
+        "cache/",
+        "dynamo-lite-servers/etcd/",
+        "dynamo-lite-servers/nats/",
+        "plans/",
+        "run/",
+    ),
     "NAMESPACE/",
 }
 #: What a command of the repository makes: this folder and all in it.

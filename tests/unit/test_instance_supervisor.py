@@ -149,7 +149,7 @@ class Dies(Children):
         on_report({"state": "ready", "lease": "7f"})
         return code
 
-    def kill_rest(self) -> None:
+    def kill(self) -> None:
         self.done.append("rest killed")
 
     async def __aexit__(self, *_: object) -> None:
@@ -199,7 +199,7 @@ async def test_why_a_process_cannot_be_spawned(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_a_server_that_cannot_be_spawned_is_tried_again_by_its_owner(tmp_path: Path):
-    """`ServerSupervisor` tries again after a StartupError, and ends the graph for any other."""
+    """Its owner tries again after a StartupError, and ends the graph for any other."""
     server = Sleeper(tmp_path / "here")
     async with server:
         (tmp_path / "here").rename(tmp_path / "moved")

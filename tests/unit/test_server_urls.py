@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import typer.main
 
+from dynamo_lite.cli.arguments import check_argument
 from dynamo_lite.cli.cli import app
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.serve.document import Document, read_document
-from dynamo_lite.serve.server_urls import VARIABLES, check_argument, check_document
+from dynamo_lite.serve.child_environment import VARIABLES
+from dynamo_lite.serve.document import read_document
 
 
 def commands(command: Any, *name: str) -> Iterator[tuple[str, Any]]:
@@ -73,37 +74,6 @@ def test_other_ways_to_write_credentials_are_refused(url: str):
     with pytest.raises(ConfigError) as failure:
         check_argument("nats-url", url)
     assert "s3cret" not in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("flag", "where"),
-    [
-        ("--Graph.nats-url=nats://me:s3cret@h", "--Graph.nats-url: "),
-        ("--Frontend.etcd-url=http://me:s3cret@h", "--Frontend.etcd-url: "),
-        (
-            "--Frontend.ServiceArgs.env.DYNAMO_LITE_NATS_URL=nats://me:s3cret@h",
-            "--Frontend.ServiceArgs.env.DYNAMO_LITE_NATS_URL: ",
-        ),
-    ],
-)
-def test_the_configuration_names_no_server(flag: str, where: str):
-    document = read_document(None, [flag])
-    check_document(document)
-    (mistake,) = document.mistakes
-    assert mistake.startswith(f"{where}servers are named with --")
-    assert "?login=FILE" in mistake and "s3cret" not in mistake
-
-
-def test_other_configurations_are_not_touched():
-    tree: dict[str, Any] = {
-        "Graph": None,
-        "Frontend": {"ServiceArgs": {"env": {"HF_HOME": "/models"}}},
-        "VllmWorker": {"ServiceArgs": None, "model": "m"},
-        "PrefillWorker": {"ServiceArgs": {"env": ["DYNAMO_LITE_NATS_URL"]}},
-    }
-    document = Document(source="f.yaml", tree=tree)
-    check_document(document)
-    assert not document.mistakes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The check of vLLM's arguments, and the file in which its verdicts are kept."""
+"""The check of vLLM's arguments, and the files in which its verdicts are kept."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def mistakes(cache: Path, **flags: dict[str, Any]) -> list[str]:
 
 def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path: Path, asked: list[Any]):
     (tmp_path / "file").touch()
-    found = mistakes(tmp_path / "file" / "verdicts.json", Back={"seed": "x"})
+    found = mistakes(tmp_path / "file" / "verdicts", Back={"seed": "x"})
     assert found == ["x.yaml: Back.seed: no number"]
     assert len(asked) == 1
 
@@ -52,7 +52,7 @@ def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path: Path, asked: lis
 def test_each_section_is_judged_once_for_all_graphs(tmp_path: Path, asked: list[Any]):
     def judged(**seeds: Any) -> list[str]:
         flags = {name: {"seed": seed} for name, seed in seeds.items()}
-        return mistakes(tmp_path / "verdicts.json", **flags)
+        return mistakes(tmp_path / "verdicts", **flags)
 
     assert judged(Back=1, Front=2) == []
     assert judged(Front=2) == judged(Other=1, Back=2) == []
@@ -69,4 +69,4 @@ def test_each_section_is_judged_once_for_all_graphs(tmp_path: Path, asked: list[
 
 def test_a_mapping_may_have_keys_that_are_numbers(tmp_path: Path, asked: list[Any]):
     flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
-    assert mistakes(tmp_path / "verdicts.json", Back=flags) == []
+    assert mistakes(tmp_path / "verdicts", Back=flags) == []

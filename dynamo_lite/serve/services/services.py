@@ -8,7 +8,6 @@ child process alone.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 from dynamo_lite.forward.options import ForwarderConfig
@@ -30,13 +29,7 @@ _NO_LORA = {
     key: "LoRA adapters are not served here; remove it"
     for key in ("enable-lora", "lora-modules", "default-mm-loras")
 }
-_RESERVED = MappingProxyType(
-    {**_NO_LORA, "kv-transfer-config": "set by dynamo-lite itself; remove it"}
-)
-
-
-def _nothing() -> Mapping[str, Any]:
-    return MappingProxyType({})
+_RESERVED = {**_NO_LORA, "kv-transfer-config": "set by dynamo-lite itself; remove it"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +46,17 @@ class Service:
     #: See FlagKind.
     flags: FlagKind = "none"
     #: Flags that are refused, and why.
-    reserved: Mapping[str, str] = field(default_factory=_nothing)
+    reserved: Mapping[str, str] = field(default_factory=dict[str, str])
     #: The service whose `generate` endpoint it uses.
     calls: str = ""
     #: Whether processes of it may be added and retired while the graph runs.
     scalable: bool = False
     #: Options (snake_case) that differ from the dataclass's defaults.
-    defaults: Mapping[str, Any] = field(default_factory=_nothing)
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def with_defaults(self, **options: Any) -> "Service":
         """The same service with other defaults. The user's YAML overrides them."""
-        return replace(self, defaults=MappingProxyType({**self.defaults, **options}))
+        return replace(self, defaults={**self.defaults, **options})
 
     def link(self, other: "Service") -> "Graph":
         return Graph(services=(self,)).link(other)
@@ -98,7 +91,7 @@ FRONTEND = Service(
     config=FrontendConfig,
     component="dynamo_lite.serve.services.frontend.frontend:Frontend",
     flags="frontend",
-    reserved=MappingProxyType(_NO_LORA),
+    reserved=_NO_LORA,
     calls="VllmWorker",
 )
 
@@ -117,9 +110,10 @@ VLLM_WORKER = Service(
     component="dynamo_lite.serve.services.decode_worker:VllmWorker",
     flags="engine",
     scalable=True,
-    reserved=MappingProxyType(
-        {**_RESERVED, "kv-events-config": "set by dynamo-lite itself, see kv-events; remove it"}
-    ),
+    reserved={
+        **_RESERVED,
+        "kv-events-config": "set by dynamo-lite itself, see kv-events; remove it",
+    },
 )
 
 PREFILL_WORKER = Service(

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +163,8 @@ class HttpServer(BoundedServer):
         if (tls := self._options.tls) is not None:
             self.config.ssl = tls.context()
             if tls.refresh:
-                await self._stack.enter_async_context(
-                    _refreshed(self.config.ssl, tls, self._refresh_s)
-                )
+                refresh = _refresh(self.config.ssl, tls, self._refresh_s)
+                await self._stack.enter_async_context(running(refresh, name="tls-refresh"))
         if self._options.quiet_paths:
             quiet = QuietPaths(self._options.quiet_paths)
             access = logging.getLogger("uvicorn.access")
@@ -211,43 +209,28 @@ class HttpServer(BoundedServer):
                     await ticks
 
 
-@contextlib.asynccontextmanager
-async def _refreshed(
-    context: ssl.SSLContext, tls: TlsOptions, every_s: float
-) -> AsyncIterator[None]:
+async def _refresh(context: ssl.SSLContext, tls: TlsOptions, every_s: float) -> None:
     """Reloads the certificate into `context` when its files change, for new connections."""
-
-    async def follow() -> None:
-        seen = _versions(tls)
-        while True:
-            await asyncio.sleep(every_s)
-            if (now := _versions(tls)) != seen:
-                seen = now
-                _reload(context, tls)
-
-    async with running(follow(), name="tls-refresh"):
-        yield
-
-
-def _versions(tls: TlsOptions) -> list[tuple[int, int] | None]:
-    """Modification time and inode of each file; None: missing. Symbolic links are followed."""
-    versions: list[tuple[int, int] | None] = []
-    for path in tls.files:
+    seen = _versions(tls)
+    while True:
+        await asyncio.sleep(every_s)
+        if (now := _versions(tls)) == seen:
+            continue
+        seen = now
         try:
+            # First into a new context: a half-replaced pair must not damage the one in use.
+            tls.context()
+            tls.load(context)
+            logger.info("reloaded the TLS certificate")
+        except (StartupError, OSError, ValueError) as exc:
+            logger.warning("cannot reload the TLS certificate, keeping the old one: %s", exc)
+
+
+def _versions(tls: TlsOptions) -> list[tuple[str, int, int]]:
+    """Modification time and inode of each file that is there. Symbolic links are followed."""
+    versions: list[tuple[str, int, int]] = []
+    for path in tls.files:
+        with contextlib.suppress(OSError):
             stat = Path(path).stat()
-        except OSError:
-            versions.append(None)
-        else:
-            versions.append((stat.st_mtime_ns, stat.st_ino))
+            versions.append((path, stat.st_mtime_ns, stat.st_ino))
     return versions
-
-
-def _reload(context: ssl.SSLContext, tls: TlsOptions) -> None:
-    try:
-        # First into a new context: a half-replaced pair must not damage the context in use.
-        tls.context()
-        tls.load(context)
-    except (StartupError, OSError, ValueError) as exc:
-        logger.warning("cannot reload the TLS certificate, keeping the old one: %s", exc)
-    else:
-        logger.info("reloaded the TLS certificate")
