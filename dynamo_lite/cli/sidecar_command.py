@@ -143,9 +143,13 @@ def sidecar(
       -d '{"model": "MODEL", "prompt": "Once upon a time"}'
     """
     from dynamo_lite.forward.named import PRIVATE
-    from dynamo_lite.forward.options import ForwarderConfig
+    from dynamo_lite.forward.options import (
+        ForwarderConfig,
+        SidecarConfig,
+        decode_engines,
+        trusted_engine,
+    )
     from dynamo_lite.forward.sidecar import run
-    from dynamo_lite.forward.sidecar_options import SidecarConfig, decode_engines, trusted_engine
 
     unverified = set(insecure_skip_verify or ())
     if wrong := unverified.difference(_STAGES):

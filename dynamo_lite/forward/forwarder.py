@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.discovery import Discovery
@@ -54,9 +55,17 @@ class Forwarder:
             roster = await enter(Roster(host.store, prefix, host.drops))
             Discovery(roster, engines, monitor, placer, config)
         self._forwarding = forwarding = await enter(
-            Forwarding(self._protocol, config, placer, upstream, monitor)
+            Forwarding(
+                ForwardParts(
+                    protocol=self._protocol,
+                    config=config,
+                    placer=placer,
+                    upstream=upstream,
+                    monitor=monitor,
+                )
+            )
         )
-        host.registry.register(ForwardMetrics(forwarding, placer, engines))
+        host.registry.register(ForwardMetrics(forwarding.stats, placer, engines))
         await enter(self._explaining(host, forwarding))
         await host.register("http", stream=advertised_address(config.host, port))
         assert host.probes is not None

@@ -1,7 +1,7 @@
 """The client's headers name the prefill engine.
 
 The workflow is the Forwarder's; only the choice of engines differs. A `Door` in front of it checks
-the engines that the headers name, and `HeaderPlacer` chooses them.
+the engines that the headers name, and `HeaderPlacer` chooses among them.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import tokens_of
 from dynamo_lite.forward.client import Answer, Client, Incoming, error
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
-from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.named import (
     PREFILLER_HEADER,
     RANK_HEADER,
@@ -24,9 +23,9 @@ from dynamo_lite.forward.named import (
     accepted,
     parse_host_port,
 )
+from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried, why_alone
 from dynamo_lite.forward.protocols.base import ForwardProtocol
-from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.runtime.log_limit import LogLimit
@@ -36,45 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: Most prefill engines that are remembered.
 MAX_PREFILLERS = 1024
-#: How long an engine that has answered by another protocol gets no leg. It is then asked again,
-#: because a sidecar does not check prefill engines and would not notice that it was restarted.
-MISFIT_S = 60.0
-#: How long an engine that has refused a leg, or did not answer it in time, gets no other one. Each
-#: would wait that long without result, because no check tells that the engine is gone.
-AVOIDED_S = 5.0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Prefiller:
-    """A prefill engine that a header has named. Times are the loop's."""
-
-    engine: KnownEngine
-    #: When it was last asked for the data that its protocol needs before a leg.
-    checked_at: float | None = None
-    check: asyncio.Task[None] | None = None
-    #: When it was last found not to fit, or was asked again since.
-    misfit_at: float | None = None
-    #: Since when it gets no leg after a failure.
-    avoided_at: float | None = None
-
-    def may_ask(self, now: float) -> bool:
-        """Whether it may get a leg: it speaks this protocol, or it is time to ask again."""
-        if not self.engine.misfit:
-            self.misfit_at = None
-            return True
-        if self.misfit_at is None:
-            self.misfit_at = now
-        return now - self.misfit_at >= MISFIT_S
-
-    def avoided(self, now: float) -> bool:
-        return self.avoided_at is not None and now - self.avoided_at < AVOIDED_S
-
-    def asked(self, now: float) -> None:
-        """The engine gets a leg. After a failure, other requests go on without it meanwhile."""
-        if self.avoided_at is not None:
-            self.avoided_at = now
-        if self.engine.misfit:
-            self.misfit_at = now
 
 
 class Prefillers:
@@ -92,30 +52,33 @@ class Prefillers:
         self._protocol, self._config, self._check = protocol, config, check
         #: Decode engines have smaller numbers.
         self._number = config.ranks
-        self._known: OrderedDict[str, Prefiller] = OrderedDict()
+        self._known: OrderedDict[str, KnownEngine] = OrderedDict()
+        #: When each engine was last asked, and the checks under way.
+        self._checked_at: dict[int, float] = {}
+        self._checks: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
 
     async def close(self) -> None:
         await self._tasks.end()
 
-    def get(self, name: str) -> Prefiller:
+    def get(self, name: str) -> KnownEngine:
         """When there are too many engines, the one named longest ago is forgotten."""
-        known = self._known.get(name)
-        if known is None:
+        engine = self._known.get(name)
+        if engine is None:
             options = self._config.prefiller(name)
             engine = KnownEngine(self._number, options, self._protocol, followed=False)
             self._number += 1
-            known = self._known[name] = Prefiller(engine)
+            self._known[name] = engine
             if len(self._known) > MAX_PREFILLERS:
-                self._known.popitem(last=False)
+                _, old = self._known.popitem(last=False)
+                self._checked_at.pop(old.number, None)
         self._known.move_to_end(name)
-        return known
+        return engine
 
     @property
     def misfits(self) -> dict[str, str]:
         """Why engines get no legs, by their names."""
-        known = self._known.items()
-        return {name: one.engine.misfit for name, one in known if one.engine.misfit}
+        return {name: one.misfit for name, one in self._known.items() if one.misfit}
 
     async def prepare(self, name: str) -> None:
         """Returns when the engine was asked for its ids lately, where legs need them.
@@ -125,22 +88,26 @@ class Prefillers:
         """
         if not self._protocol.query_path:
             return
-        known, now = self.get(name), asyncio.get_running_loop().time()
-        last, every_s = known.checked_at, self._config.forwarder.health_interval_s
+        engine, now = self.get(name), asyncio.get_running_loop().time()
+        last, every_s = (
+            self._checked_at.get(engine.number),
+            self._config.forwarder.health_interval_s,
+        )
         if last is not None and now - last < every_s:
             return
-        if known.check is None:
-            text = f"check of {known.engine.name}"
-            known.check = self._tasks.start(self._check_once(known), name=text)
-        if last is None or known.engine.engine_ids:
-            await asyncio.shield(known.check)
+        check = self._checks.get(engine.number)
+        if check is None:
+            check = self._tasks.start(self._check_once(engine), name=f"check of {engine.name}")
+            self._checks[engine.number] = check
+        if last is None or engine.engine_ids:
+            await asyncio.shield(check)
 
-    async def _check_once(self, known: Prefiller) -> None:
+    async def _check_once(self, engine: KnownEngine) -> None:
         try:
-            await self._check(known.engine)
-            known.checked_at = asyncio.get_running_loop().time()
+            await self._check(engine)
+            self._checked_at[engine.number] = asyncio.get_running_loop().time()
         finally:
-            known.check = None
+            del self._checks[engine.number]
 
 
 class HeaderPlacer:
@@ -165,23 +132,18 @@ class HeaderPlacer:
             raise NoWorkers("the decode engine is not healthy")
         alone, prefill = tried.alone or self._why_alone(request), None
         if not alone:
-            left = [
-                one
-                for one in map(self._prefillers.get, request.named.prefill)
-                if one.engine.number not in tried.prefill
-            ]
+            named = map(self._prefillers.get, request.named.prefill)
+            left = [one for one in named if one.number not in tried.prefill]
             prefill = self._choose(left)
             if prefill is None and not self._protocol.decodes_alone:
                 raise NoWorkers("no prefill engine that was named is left")
             if prefill is None:
-                unfit = any(one.engine.misfit for one in left)
-                alone = "misfit" if unfit else "no_prefill_worker"
+                alone = "misfit" if any(one.misfit for one in left) else "no_prefill_worker"
         tokens = tokens_of(request.prompt)
         return EnginePlacement(
             prefill=prefill,
             decode=decode,
             alone=alone,
-            chain=(),
             prompt_tokens=tokens,
             uncached_tokens=tokens,
         )
@@ -193,13 +155,6 @@ class HeaderPlacer:
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
         """Choices do not depend on sent prompts."""
-        if engine is placement.prefill:
-            self._prefillers.get(engine.name).avoided_at = None
-
-    def prefill_failed(self, failure: LegFailed) -> None:
-        if failure.kind in ("refused", "timeout"):
-            known = self._prefillers.get(failure.engine.name)
-            known.avoided_at = asyncio.get_running_loop().time()
 
     def _why_alone(self, request: ClientRequest) -> str:
         if not request.named.prefill:
@@ -211,23 +166,16 @@ class HeaderPlacer:
             )
         return reason
 
-    def _choose(self, left: list[Prefiller]) -> KnownEngine | None:
+    def _choose(self, left: list[KnownEngine]) -> KnownEngine | None:
         """left: those that the request has not tried."""
-        now = asyncio.get_running_loop().time()
-        able = [
-            one
-            for one in left
-            if (one.engine.engine_ids or not self._protocol.query_path) and one.may_ask(now)
-        ]
-        good = [one for one in able if not one.avoided(now)]
+        able = [one for one in left if one.fits]
+        good = [one for one in able if not one.avoided]
         if good or self._protocol.decodes_alone:
             able = good
         if not able:
             return None
         self.choices["prefill", "header"] += 1
-        chosen = able[self._pick(len(able))]
-        chosen.asked(now)
-        return chosen.engine
+        return able[self._pick(len(able))]
 
 
 class Door:
@@ -250,12 +198,13 @@ class Door:
         self._refusals = LogLimit()
 
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        refuse = self._forwarding.refuse
         try:
             named = Named(accepted(incoming.named.prefill, self._allowed), self._rank(incoming))
         except ValueError as exc:
-            return await self._refuse(client, error(400, "BadRequestError", str(exc)))
+            return await refuse(client, error(400, "BadRequestError", str(exc)))
         except NotAllowed as exc:
-            return await self._refuse(client, self._not_allowed(exc))
+            return await refuse(client, self._not_allowed(exc))
         await asyncio.gather(*(self._prefillers.prepare(name) for name in named.prefill))
         incoming = dataclasses.replace(incoming, named=named)
         await self._forwarding.generate(incoming, route, data, client)
@@ -291,7 +240,3 @@ class Door:
             f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
         )
         return error(403, "PermissionDeniedError", text)
-
-    async def _refuse(self, client: Client, answer: Answer) -> None:
-        self._forwarding.stats.refused[answer.status] += 1
-        await client.send(answer)

@@ -32,19 +32,21 @@ _LOAD_INTERVAL_S = 1.0
 
 
 class EngineMonitor:
-    """Async context manager: checks every engine while it lasts."""
+    """Async context manager: checks every engine while it lasts.
+
+    sent: forgets what an engine that has ended was sent. None: engines are not chosen by it, nor by
+    load.
+    """
 
     def __init__(
         self,
         engines: KnownEngines,
         upstream: Upstream,
         config: ForwarderConfig,
-        sent: SentPrompts,
+        sent: SentPrompts | None,
     ):
         self._engines, self._upstream, self._sent = engines, upstream, sent
         self._interval_s = config.health_interval_s
-        choices = {config.prefill_choice, config.decode_choice}
-        self._weighs = bool(choices & {"least-load", "prefix"})
         self._tasks = OwnedTasks()
         #: Numbers of engines that `look` checks now.
         self._looking: set[int] = set()
@@ -62,7 +64,7 @@ class EngineMonitor:
     def follow(self, engine: KnownEngine) -> None:
         """Checks the engine until it has left."""
         self._tasks.start(self._follow(engine), name=f"health of {engine.name}")
-        if self._weighs:
+        if self._sent is not None:
             self._tasks.start(self._follow_load(engine), name=f"load of {engine.name}")
 
     def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
@@ -105,7 +107,6 @@ class EngineMonitor:
                 await self._end_silent(engine)
             return
         engine.answered_at = loop.time()
-        engine.reconsider(loop.time())
         if engine.passed():
             logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self.compare()
@@ -113,7 +114,8 @@ class EngineMonitor:
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
             logger.warning("%s is unhealthy", failure)
-            self._sent.forget(engine.number)
+            if self._sent is not None:
+                self._sent.forget(engine.number)
 
     async def _end_silent(self, engine: KnownEngine) -> None:
         """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An

@@ -5,15 +5,14 @@ import asyncio
 import logging
 
 from dynamo_lite.forward import headers
+from dynamo_lite.forward.attempt import Attempt
 from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.events import LIMIT_BYTES, Beginning, EventReader
 from dynamo_lite.forward.failures import Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
-from dynamo_lite.forward.legs import sending
-from dynamo_lite.forward.orders import ForwardJob, LegOrders, pair
-from dynamo_lite.forward.placing import EnginePlacement
-from dynamo_lite.forward.protocols.base import HandoverAttempt, PrefillAnswer
+from dynamo_lite.forward.protocols.base import PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.relay import break_off
 from dynamo_lite.forward.rewriting import Changes, changes_for
@@ -27,61 +26,45 @@ _SETTLE_S = 30.0
 _Opening = asyncio.Task[EngineAnswer]
 
 
-async def merged(
-    orders: LegOrders, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
-) -> None:
+async def merged(one: Attempt) -> None:
     """Both legs at once."""
-    prefill, engine = pair(placement)
-    body, protocol = job.request.body, orders.protocol
-    first = protocol.prefill(body, attempt)
-    second = protocol.decode(body, attempt, None)
-    merge = FirstTokenMerge(_limit(job.request))
-    ends = prefill.ends
-    async with orders.legs(job) as legs:
-        with engine.leg(0), prefill.leg(placement.uncached_tokens) as computed:
-            prefilling = legs.start(legs.open(sending(prefill, "prefill", first)), "prefill leg")
-            decoding = legs.start(legs.open(sending(engine, "decode", second)), "decode leg")
-            changes = changes_for(first, PrefillAnswer())
-            limit_s = orders.config.prefill_timeout_s
-            try:
-                async with asyncio.timeout(limit_s):
-                    await _first_tokens(orders, job, prefilling, decoding, merge, changes)
-            except (LegFailed, Final) as exc:
-                await _fail(job, exc)
-            except MalformedEvent as exc:
-                await _fail(job, LegFailed(prefill, "prefill", "malformed", str(exc)))
-            except TimeoutError:
-                await _fail(job, LegFailed(prefill, "prefill", "timeout", f"after {limit_s:g} s"))
-            computed()
-            orders.placer.sent(prefill, placement)
-            if merge.over:
-                legs.leave_open(decoding)
-                orders.over.start(_read_out(decoding), name="rest of a decode leg")
-                await job.client.write(merge.end())
-                return await job.client.finish()
-            changes = changes_for(second, PrefillAnswer())
-            legs.stays(prefill, ends, {}, streams=True)
-            try:
-                await legs.all(decoding)
-                response = decoding.result()
-                reader = EventReader(response)
-                events = await legs.watched(_until_output(reader), "first events")
-                legs.handed_over()
-                while events:
-                    if shown := merge.from_decode(changes.events(events)):
-                        response.shown = True
-                        await job.client.write(shown)
-                    events = await reader.next()
-            except (LegFailed, Final, MalformedEvent) as exc:
-                await end_tasks(decoding)  # the client's end would interrupt it later
-                await break_off(job.client, f"decode leg: {exc}", whole=True)
-            await job.client.finish()
-    orders.placer.sent(engine, placement)
+    prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
+    body, client = one.job.request.body, one.job.client
+    first, second = protocol.prefill(body, one.ids), protocol.decode(body, one.ids, None)
+    merge, ends = FirstTokenMerge(_limit(one.job.request)), prefill.ends
+    with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
+        decoding = one.start(one.open(engine, "decode", second), "decode leg")
+        prefilling = one.start(one.open(prefill, "prefill", first), "prefill leg")
+        limit_s = one.parts.config.prefill_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                changes = changes_for(first, PrefillAnswer())
+                await _first_tokens(one, prefilling, decoding, merge, changes)
+        except (LegFailed, Final) as exc:
+            await _fail(client, exc)
+        except MalformedEvent as exc:
+            await _fail(client, LegFailed(prefill, "prefill", "malformed", str(exc)))
+        except TimeoutError:
+            await _fail(client, LegFailed(prefill, "prefill", "timeout", f"after {limit_s:g} s"))
+        computed()
+        one.sent(prefill)
+        if merge.over:
+            one.leave_open(decoding)
+            one.parts.over.start(_read_out(decoding), name="rest of a decode leg")
+            await client.write(merge.end())
+            return await client.finish()
+        one.stays(ends, streams=True)
+        try:
+            await _other_tokens(one, decoding, merge, changes_for(second, PrefillAnswer()))
+        except (LegFailed, Final, MalformedEvent) as exc:
+            await end_tasks(decoding)  # the client's end would interrupt it later
+            await break_off(client, f"decode leg: {exc}", whole=True)
+        await client.finish()
+    one.sent(engine)
 
 
 async def _first_tokens(
-    orders: LegOrders,
-    job: ForwardJob,
+    one: Attempt,
     prefilling: _Opening,
     decoding: _Opening,
     merge: FirstTokenMerge,
@@ -94,7 +77,7 @@ async def _first_tokens(
         decoding.result()
         await asyncio.wait({prefilling})
     response = prefilling.result()
-    client, held, reader = job.client, b"", EventReader(response)
+    client, held, reader = one.job.client, b"", EventReader(response)
     while events := await reader.next_without_error():
         held += merge.from_prefill(changes.events(events))
         if not held or not (merge.begun or len(held) > LIMIT_BYTES):
@@ -102,7 +85,7 @@ async def _first_tokens(
         if not client.started:
             if decoding.done():
                 decoding.result()  # raises its failure while another engine can be asked
-            orders.begins(job, "disaggregated")
+            one.begins("disaggregated")
             head = headers.to_client(response.headers)
             head.popall("content-length", None)
             response.shown = True
@@ -113,6 +96,22 @@ async def _first_tokens(
         raise LegFailed(response.engine, "prefill", "unpaired", "no token")
 
 
+async def _other_tokens(
+    one: Attempt, decoding: _Opening, merge: FirstTokenMerge, changes: Changes
+) -> None:
+    """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
+    await one.all(decoding)
+    response = decoding.result()
+    reader = EventReader(response)
+    events = await one.watched(_until_output(reader), "first events")
+    one.handed_over()
+    while events:
+        if shown := merge.from_decode(changes.events(events)):
+            response.shown = True
+            await one.job.client.write(shown)
+        events = await reader.next()
+
+
 async def _until_output(reader: EventReader) -> bytes:
     """The events of the decode leg up to its first output. Raises LegFailed."""
     beginning = Beginning()
@@ -121,10 +120,10 @@ async def _until_output(reader: EventReader) -> bytes:
     return beginning.data
 
 
-async def _fail(job: ForwardJob, failure: LegFailed | Final) -> None:
+async def _fail(client: Client, failure: LegFailed | Final) -> None:
     """Raises the failure before the client's first byte, Broken after it."""
-    if job.client.started:
-        await break_off(job.client, failure, whole=True)
+    if client.started:
+        await break_off(client, failure, whole=True)
     raise failure
 
 

@@ -2,25 +2,39 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.placing import Places
-from dynamo_lite.forward.workflow import Forwarding
+
+
+@dataclass(slots=True)
+class ForwardStats:
+    """Counts since the start."""
+
+    #: Answers by how (`disaggregated`, `alone`, `passed`) and why.
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    #: Failed legs by leg and kind.
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    #: Errors that the client got, by status, without errors of engines that are passed on.
+    refused: Counter[int] = field(default_factory=Counter[int])
+    #: Answers that broke off after their first byte.
+    broken: int = 0
+    #: Clients that disconnected before the end of their answer.
+    gone: int = 0
+    #: Fields that clients must not set, and that were removed.
+    removed_fields: int = 0
+    in_flight: int = 0
 
 
 class ForwardMetrics(Collector):
     """Reads the counts from their owners."""
 
-    def __init__(
-        self,
-        forwarding: Forwarding,
-        placer: Places,
-        engines: KnownEngines,
-    ):
-        self._stats, self._placer, self._engines = forwarding.stats, placer, engines
+    def __init__(self, stats: ForwardStats, placer: Places, engines: KnownEngines):
+        self._stats, self._placer, self._engines = stats, placer, engines
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -13,16 +13,15 @@ from typing import Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.forward.choosing import SentPrompts
+from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, engine_tls
 from dynamo_lite.forward.header_placing import Door, HeaderPlacer, Prefillers
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.named import AllowedHosts
-from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.options import ForwarderConfig, SidecarConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.runtime.listening import bind
@@ -57,16 +56,19 @@ class Sidecar:
         ports: list[int] = [sock.getsockname()[1] for sock in sockets]
         engines = KnownEngines(own.engines, protocol)
         upstream = await enter(Upstream(own.idle_timeout_s))
-        monitor = await enter(EngineMonitor(engines, upstream, own, SentPrompts()))
+        monitor = await enter(EngineMonitor(engines, upstream, own, None))
         prefillers = Prefillers(protocol, config, monitor.check)
         self._stack.push_async_callback(prefillers.close)
         pick = random.randrange if config.choice == "random" else lambda count: 0
         placer = HeaderPlacer(engines, protocol, prefillers, pick=pick)
-        forwarding = await enter(Forwarding(protocol, own, placer, upstream, monitor))
+        parts = ForwardParts(
+            protocol=protocol, config=own, placer=placer, upstream=upstream, monitor=monitor
+        )
+        forwarding = await enter(Forwarding(parts))
         allowed, ranks = AllowedHosts(config.allowed), dict(zip(ports, engines.all, strict=True))
         if config.metrics_port:
             registry = CollectorRegistry()
-            registry.register(ForwardMetrics(forwarding, placer, engines))
+            registry.register(ForwardMetrics(forwarding.stats, placer, engines))
             health = partial(_health, own, engines, prefillers, forwarding)
             await enter(StatusServer(health, registry, own.host, config.metrics_port))
         for port, sock in zip(ports, sockets, strict=True):

@@ -104,14 +104,12 @@ async def test_a_decode_engine_that_failed_and_the_next_one():
         assert results(first)[-1] == ("decode", 500, "status")
         assert results(second)[-1] == ("decode", 200, "")
         assert first.choices[1].engine != second.choices[1].engine
-        # Round robin weighs nothing; with one candidate left there is no turn.
-        assert [one.choices[1].reason for one in (first, second)] == ["turn", "only"]
+        assert [one.choices[1].reason for one in (first, second)] == ["load", "only"]
         assert (first.choices[1].of, second.choices[1].of) == (2, 1)
 
 
 async def test_the_numbers_of_a_choice():
-    options = {"max_local_prefill_length": 100, "decode_choice": "prefix"}
-    async with rig(decode=2, **options) as r:
+    async with rig(decode=2, max_local_prefill_length=100) as r:
         prompt = "x" * 2048
         await r.text(prompt=prompt)
         await r.text(prompt=prompt)

@@ -131,6 +131,8 @@ class ForwardProtocol:
     #: Serial only: whether the prefill leg contains the decode engine's address, so that no other
     #: one can take the KV.
     names_decode: bool = False
+    #: Serial only: the decode engine is chosen after the prefill leg, with the load of that moment.
+    staged: bool = False
 
     def order_for(self, prefill: Peer) -> LegOrder:
         if self.learn is not None and prefill.identity is None:
