@@ -60,6 +60,8 @@ class KnownEngine:
     failures: int = 0
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
+    #: When the last bytes of an answer came, in the loop's time; 0: none has come.
+    heard_at: float = 0.0
     #: How often it was found to have ended: it refused a connection, or had fallen silent.
     ends: int = 0
     #: Whether it is checked all the time. Else it is checked while a handover waits for it.

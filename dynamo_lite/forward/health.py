@@ -122,13 +122,13 @@ class EngineMonitor:
         engine that computes for long, or whose streams move, may answer checks late and keeps its
         legs."""
         now = asyncio.get_running_loop().time()
-        silent_s = now - max(engine.answered_at, self._upstream.heard_at(engine))
+        silent_s = now - max(engine.answered_at, engine.heard_at)
         if not engine.legs or engine.failures < FAILURES or silent_s < SILENCE_S:
             return
         if await _answers(self._upstream, engine):
             engine.answered_at = asyncio.get_running_loop().time()
             return
-        if self._upstream.heard_at(engine) > now:
+        if engine.heard_at > now:
             return
         engine.ends += 1
         if count := self._upstream.give_up(engine, "the engine has fallen silent"):

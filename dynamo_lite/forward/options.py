@@ -1,5 +1,7 @@
-"""The options of the Forwarder in the YAML file, and of a sidecar. Imports nothing heavy: the command
-line does."""
+"""The options of the Forwarder in the YAML file, and of a sidecar.
+
+Imports nothing heavy, because the command line imports it.
+"""
 
 import ipaddress
 import re

@@ -20,7 +20,7 @@ from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.merged import merged
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement
-from dynamo_lite.forward.protocols.base import HandoverAttempt
+from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import ForwardAttempt
 
@@ -132,18 +132,21 @@ class Forwarding:
         order: Order = orders.alone
         if placement.prefill is not None:
             ids = self._ids(job, placement)
-            noted.order = self._protocol.order_for(ids.prefill)
-            order = self._order(job, noted.order)
+            noted.order = kind = self._protocol.order_for(ids.prefill)
+            order = self._order(job, kind)
         job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
         async with Attempt(self._parts, job, placement, ids) as attempt:
             await order(attempt)
 
-    def _order(self, job: ForwardJob, order: str) -> Order:
-        if order == "parallel" and self._protocol.first_token_from_prefill and job.request.stream:
-            return merged
-        return {"serial": orders.serial, "single": orders.single, "parallel": orders.parallel}[
-            order
-        ]
+    def _order(self, job: ForwardJob, order: LegOrder) -> Order:
+        match order:
+            case "serial":
+                return orders.serial
+            case "single":
+                return orders.single
+            case "parallel":
+                first = self._protocol.first_token_from_prefill and job.request.stream
+                return merged if first else orders.parallel
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
         assert placement.prefill is not None

@@ -173,14 +173,15 @@ async def test_an_answer_that_breaks_off():
 
 
 async def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decision_log, "MOST", 3)
     async with rig() as r:
+        await r.ask(headers={"x-request-id": "oldest"})
+        assert len(told(r, request_id="oldest")) == 1
         for _ in range(3):
             await r.text()
         assert [len(told(r, within_s=s)) for s in (60.0, 0.0)] == [3, 0]
         monkeypatch.setattr(decision_log, "MOST_AT_A_TIME", 2)
         assert len(told(r)) == 2
-        monkeypatch.setattr(decision_log, "LONGEST_S", 0.0)
-        await r.text()
-        assert len(r.forwarding.decisions) == 1
+        assert told(r, request_id="oldest") == []
     with pytest.raises(ProtocolError):
         r.forwarding.decisions.answer(b"nonsense", 7)
