@@ -164,7 +164,7 @@ async def rig(
         upstream = await stack.enter_async_context(Upstream(config.idle_timeout_s))
         sent = SentPrompts()
         # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config, sent)
+        monitor = EngineMonitor(engines, upstream, config.health_interval_s, sent)
         placer = Placer(engines, kind, config, sent)
         parts = ForwardParts(
             protocol=kind, config=config, placer=placer, upstream=upstream, monitor=monitor

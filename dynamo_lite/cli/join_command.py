@@ -24,9 +24,7 @@ _ROLES = {"both": "prefill-decode"}
 def join(
     url: Annotated[
         str,
-        typer.Option(
-            help="The engine's OpenAI server, http://HOST:PORT, as Forwarders reach it.",
-        ),
+        typer.Option(help="The engine's OpenAI server, http://HOST:PORT, as Forwarders reach it."),
     ],
     role: Annotated[str, typer.Option(help="prefill, decode, or both (prefill-decode).")],
     protocol: Annotated[
@@ -47,9 +45,7 @@ def join(
     ] = "",
     ca_file: Annotated[
         str | None,
-        typer.Option(
-            help="PEM file with the authorities of its certificate; default: the system's."
-        ),
+        typer.Option(help="PEM file of its certificate's authorities; default: the system's."),
     ] = None,
     namespace: Namespace = None,
     etcd_url: EtcdUrl = None,

@@ -47,7 +47,7 @@ class Forwarder:
         port = sock.getsockname()[1]
         upstream = await enter(Upstream(config.idle_timeout_s))
         sent = SentPrompts()
-        monitor = await enter(EngineMonitor(engines, upstream, config, sent))
+        monitor = await enter(EngineMonitor(engines, upstream, config.health_interval_s, sent))
         placer = Placer(engines, self._protocol, config, sent)
         if config.discovers:
             check_trust(config.joined_ca_file, "joined-ca-file")

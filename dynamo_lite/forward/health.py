@@ -15,7 +15,6 @@ from dynamo_lite.forward.engines import (
     parse_load,
 )
 from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.mooncake import engine_ids
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.address import host_port
@@ -42,11 +41,11 @@ class EngineMonitor:
         self,
         engines: KnownEngines,
         upstream: Upstream,
-        config: ForwarderConfig,
+        interval_s: float,
         sent: SentPrompts | None,
     ):
         self._engines, self._upstream, self._sent = engines, upstream, sent
-        self._interval_s = config.health_interval_s
+        self._interval_s = interval_s
         self._tasks = OwnedTasks()
         #: Numbers of engines that `look` checks now.
         self._looking: set[int] = set()

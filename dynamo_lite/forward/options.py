@@ -6,7 +6,6 @@ Imports nothing heavy, because the command line imports it.
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -202,14 +201,14 @@ class UnverifiedEngine(EngineOptions):
     unverified = True
 
 
-def trusted_engine(ca_file: Path | None, unverified: bool, **options: Any) -> EngineOptions:
+def trusted_engine(ca_file: str | None, unverified: bool, **options: Any) -> EngineOptions:
     """An engine of which any certificate is accepted, or one of the authorities in the file (None:
     the system's). Raises ValueError."""
     if not options["url"].startswith("https:"):
         return EngineOptions(**options)
     if unverified:
         return UnverifiedEngine(**options)
-    return EngineOptions(**options, ca_file=None if ca_file is None else str(ca_file))
+    return EngineOptions(**options, ca_file=ca_file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class Sidecar:
         ports: list[int] = [sock.getsockname()[1] for sock in sockets]
         engines = KnownEngines(own.engines, protocol)
         upstream = await enter(Upstream(own.idle_timeout_s))
-        monitor = await enter(EngineMonitor(engines, upstream, own, None))
+        monitor = await enter(EngineMonitor(engines, upstream, own.health_interval_s, None))
         prefillers = Prefillers(protocol, config, monitor.check)
         self._stack.push_async_callback(prefillers.close)
         pick = random.randrange if config.choice == "random" else lambda count: 0
