@@ -174,7 +174,7 @@ async def rig(
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
         tls = None if https is None else server_context(*https.files())
         server = ForwardServer(
-            forwarding, config, kind, sock, {"/health": health}, tls=tls, on_drop=on_drop
+            forwarding, config, sock, {"/health": health}, tls=tls, on_drop=on_drop
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)

@@ -76,13 +76,7 @@ class Forwarder:
             "/metrics": _no_metrics,
         }
         self._server = server = ForwardServer(
-            forwarding,
-            config,
-            self._protocol,
-            sock,
-            own,
-            tls=server_tls(config),
-            on_drop=host.drops,
+            forwarding, config, sock, own, tls=server_tls(config), on_drop=host.drops
         )
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)

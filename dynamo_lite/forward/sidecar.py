@@ -76,7 +76,7 @@ class Sidecar:
             # `/metrics` is the engine's.
             own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
             door = Door(forwarding, prefillers, allowed, ranks, port)
-            server = ForwardServer(door, own, protocol, sock, own_paths, tls=tls)
+            server = ForwardServer(door, own, sock, own_paths, tls=tls)
             await server.start()
             self._stack.push_async_callback(server.stop, 0.0)
             self._servers.append(server)

@@ -843,7 +843,7 @@ class BreaksOff:
 async def test_what_was_written_before_an_answer_broke_off_is_delivered():
     """A client that reads slowly gets all of it, the error too, and sees that it is not whole."""
     answering, sock = BreaksOff(), bind("127.0.0.1", 0)
-    server = ForwardServer(answering, ForwarderConfig(), PROTOCOLS["nixl"], sock, {})
+    server = ForwardServer(answering, ForwarderConfig(), sock, {})
     await server.start()
     try:
         async with aiohttp.ClientSession(read_bufsize=1 << 16) as session:

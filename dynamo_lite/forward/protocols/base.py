@@ -72,6 +72,12 @@ class HandoverAttempt:
         """Like the client's id, but unique."""
         return f"{self.client_id}-{self.unique}" if self.client_id else self.unique
 
+    @property
+    def decode_headers(self) -> Mapping[str, str]:
+        """Of a decode leg that is not paired by its id: the client's own stays, and is in its
+        answer."""
+        return {} if self.client_id else {"x-request-id": self.request_id}
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
