@@ -68,7 +68,7 @@ class ForwardJob:
     failed: int = 0
 
 
-class Attempt:
+class RequestAttempt:
     """Async context manager: at its end all legs are closed and all tasks have ended, but for a leg
     that was left open. ids: None without a prefill leg."""
 

@@ -5,7 +5,7 @@ import asyncio
 import logging
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.attempt import Attempt
+from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.connection import EngineAnswer
@@ -26,7 +26,7 @@ _SETTLE_S = 30.0
 _Opening = asyncio.Task[EngineAnswer]
 
 
-async def merged(one: Attempt) -> None:
+async def merged(one: RequestAttempt) -> None:
     """Both legs at once."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     body, client = one.job.request.body, one.job.client
@@ -64,7 +64,7 @@ async def merged(one: Attempt) -> None:
 
 
 async def _first_tokens(
-    one: Attempt,
+    one: RequestAttempt,
     prefilling: _Opening,
     decoding: _Opening,
     merge: FirstTokenMerge,
@@ -97,7 +97,7 @@ async def _first_tokens(
 
 
 async def _other_tokens(
-    one: Attempt, decoding: _Opening, merge: FirstTokenMerge, changes: Changes
+    one: RequestAttempt, decoding: _Opening, merge: FirstTokenMerge, changes: Changes
 ) -> None:
     """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
     await one.all(decoding)

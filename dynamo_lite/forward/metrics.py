@@ -42,29 +42,37 @@ class ForwardMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         stats, engines = self._stats, self._engines.all
         text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        yield _counter("answers", text, ("how", "reason"), stats.answered)
+        yield _counter("dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered)
         text = "Legs that failed before the client had a byte"
-        yield _counter("leg_failures", text, ("leg", "kind"), stats.failures)
+        yield _counter("dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures)
         text = "Engines that were chosen, by leg and reason"
-        yield _counter("choices", text, ("leg", "reason"), self._placer.choices)
+        yield _counter("dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices)
         text = "Requests that got an error because no engine answered them"
         refused = {(str(status),): count for status, count in stats.refused.items()}
-        yield _counter("refused", text, ("status",), refused)
-        yield _counter("broken", "Answers that broke off", (), {(): stats.broken})
+        yield _counter("dynamo_lite_forward_refused", text, ("status",), refused)
+        yield _counter(
+            "dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}
+        )
         text = "Clients that disconnected before the end of their answer"
-        yield _counter("clients_gone", text, (), {(): stats.gone})
+        yield _counter("dynamo_lite_forward_clients_gone", text, (), {(): stats.gone})
         text = "Fields of clients' bodies that only a forwarder may set"
-        yield _counter("removed_fields", text, (), {(): stats.removed_fields})
-        yield _gauge("requests", "Requests in flight", (), {(): stats.in_flight})
+        yield _counter("dynamo_lite_forward_removed_fields", text, (), {(): stats.removed_fields})
+        yield _gauge(
+            "dynamo_lite_forward_requests", "Requests in flight", (), {(): stats.in_flight}
+        )
         which = ("engine", "role")
         usable = {(e.name, e.options.role): e.usable for e in engines}
-        yield _gauge("engine_usable", "1 while the engine gets legs", which, usable)
+        yield _gauge(
+            "dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable
+        )
         legs = {(e.name, e.options.role): e.legs for e in engines}
-        yield _gauge("engine_legs", "Legs of this process at the engine", which, legs)
+        yield _gauge(
+            "dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs
+        )
         reasons = Counter((why.reason,) for why in self._engines.unused.values())
         reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines)
         text = "Engines that are known and not used, by reason"
-        yield _gauge("unused_engines", text, ("reason",), reasons)
+        yield _gauge("dynamo_lite_forward_unused_engines", text, ("reason",), reasons)
 
 
 _Values = Mapping[tuple[str, ...], int]
@@ -72,11 +80,11 @@ _Values = Mapping[tuple[str, ...], int]
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: _Values) -> Metric:
     """values: by the labels' values."""
-    return _filled(CounterMetricFamily(f"dynamo_lite_forward_{name}", text, labels=labels), values)
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: _Values) -> Metric:
-    return _filled(GaugeMetricFamily(f"dynamo_lite_forward_{name}", text, labels=labels), values)
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:

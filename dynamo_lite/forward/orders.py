@@ -5,7 +5,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dynamo_lite.forward.attempt import Attempt
+from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import LegFailed
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 _LET_GO_S = 1.0
 
 
-async def alone(one: Attempt) -> None:
+async def alone(one: RequestAttempt) -> None:
     """No prefill leg: the decode engine gets the client's own body."""
     request, placement = one.job.request, one.placement
     how = ("alone", placement.alone) if request.route else ("passed", "")
     await _alone(one, placement.decode, how)
 
 
-async def _alone(one: Attempt, engine: KnownEngine, how: tuple[str, str]) -> None:
+async def _alone(one: RequestAttempt, engine: KnownEngine, how: tuple[str, str]) -> None:
     with engine.leg(one.placement.prompt_tokens) as computed:
         response = await one.open(engine, "decode", one.job.request.data)
         await _relay(one, response, computed, how=how)
     one.sent(engine)
 
 
-async def single(one: Attempt) -> None:
+async def single(one: RequestAttempt) -> None:
     """The decode engine asks the prefill engine itself."""
     prefill, engine = one.prefill, one.placement.decode
     leg = one.parts.protocol.decode(one.job.request.body, one.ids, None)
@@ -53,7 +53,7 @@ async def single(one: Attempt) -> None:
     one.sent(engine)
 
 
-async def serial(one: Attempt) -> None:
+async def serial(one: RequestAttempt) -> None:
     """The decode leg gets the prefill leg's answer."""
     prefill, protocol = one.prefill, one.parts.protocol
     with prefill.leg(one.placement.uncached_tokens):
@@ -72,7 +72,7 @@ async def serial(one: Attempt) -> None:
     one.sent(engine)
 
 
-async def parallel(one: Attempt) -> None:
+async def parallel(one: RequestAttempt) -> None:
     """Both legs at once. The decode engine's bytes are held back until the prefill leg has
     succeeded, because without its KV they are worthless."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
@@ -97,7 +97,7 @@ async def parallel(one: Attempt) -> None:
     one.sent(engine)
 
 
-def _decode_engine(one: Attempt) -> KnownEngine:
+def _decode_engine(one: RequestAttempt) -> KnownEngine:
     """The decode engine after a serial prefill leg. Raises LegFailed, NoWorkers."""
     engine, protocol = one.placement.decode, one.parts.protocol
     if engine.usable and not protocol.staged:
@@ -107,7 +107,7 @@ def _decode_engine(one: Attempt) -> KnownEngine:
     return one.parts.placer.place_decode(one.placement, one.job.tried)
 
 
-async def _checked_prefill(one: Attempt, *, streams: bool = False) -> PrefillAnswer:
+async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> PrefillAnswer:
     """A prefill leg. Raises LegFailed also if another process has answered than the one that
     the decode engine waits for, or an engine of another protocol."""
     engine, protocol = one.prefill, one.parts.protocol
@@ -128,7 +128,7 @@ async def _checked_prefill(one: Attempt, *, streams: bool = False) -> PrefillAns
     return answer
 
 
-def _handed_nothing(one: Attempt) -> None:
+def _handed_nothing(one: RequestAttempt) -> None:
     prefill = one.prefill
     logger.info("engine %s has handed nothing over", prefill.name)
     # On other routes the first token may end the sequence, and nothing is left to hand over.
@@ -136,7 +136,7 @@ def _handed_nothing(one: Attempt) -> None:
         logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
 
 
-async def _hand_over(one: Attempt, engine: KnownEngine, leg: Leg) -> EngineAnswer:
+async def _hand_over(one: RequestAttempt, engine: KnownEngine, leg: Leg) -> EngineAnswer:
     """Opens the decode leg. If the client disconnects meanwhile, the engine still gets the
     request, and some time to take it over, before its connection is closed."""
     opening = asyncio.create_task(one.open(engine, "decode", leg), name="decode leg")
@@ -158,7 +158,7 @@ async def _let_go(opening: "asyncio.Task[EngineAnswer]") -> None:
 
 
 async def _relay(
-    one: Attempt,
+    one: RequestAttempt,
     response: EngineAnswer,
     computed: Callable[[], None],
     *,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.attempt import Attempt
+from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.events import Beginning, EventReader, ends_event, failure
@@ -18,7 +18,11 @@ def is_stream(response: EngineAnswer) -> bool:
 
 
 async def relay(
-    attempt: Attempt, response: EngineAnswer, *, changes: Changes, on_first: Callable[[], None]
+    attempt: RequestAttempt,
+    response: EngineAnswer,
+    *,
+    changes: Changes,
+    on_first: Callable[[], None],
 ) -> None:
     """Passes the whole answer of a decode leg. on_first: called before the first byte.
 
@@ -46,7 +50,7 @@ async def relay(
     await client.finish()
 
 
-async def _until_output(attempt: Attempt, response: EngineAnswer) -> bytes:
+async def _until_output(attempt: RequestAttempt, response: EngineAnswer) -> bytes:
     """The first bytes, in a stream up to its first output. Raises LegFailed, Final."""
     data = await attempt.watched(response.read_some(), "first bytes")
     if not is_stream(response):

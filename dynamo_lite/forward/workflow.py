@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from dynamo_lite.forward import bodies, orders
-from dynamo_lite.forward.attempt import Attempt, ForwardJob, ForwardParts
+from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
-Order = Callable[[Attempt], Coroutine[Any, Any, None]]
+LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
@@ -129,16 +129,16 @@ class Forwarding:
         choices = job.tried.choices = []
         placement, ids = self._parts.placer.place(job.request, job.tried), None
         noted = ForwardAttempt(alone=placement.alone, choices=choices)
-        order: Order = orders.alone
+        order: LegsInOrder = orders.alone
         if placement.prefill is not None:
             ids = self._ids(job, placement)
             noted.order = kind = self._protocol.order_for(ids.prefill)
             order = self._order(job, kind)
         job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
-        async with Attempt(self._parts, job, placement, ids) as attempt:
+        async with RequestAttempt(self._parts, job, placement, ids) as attempt:
             await order(attempt)
 
-    def _order(self, job: ForwardJob, order: LegOrder) -> Order:
+    def _order(self, job: ForwardJob, order: LegOrder) -> LegsInOrder:
         match order:
             case "serial":
                 return orders.serial

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from dynamo_lite.forward.attempt import Attempt, ForwardJob
+from dynamo_lite.forward.attempt import ForwardJob, RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
@@ -88,14 +88,14 @@ async def slow(engine: ScriptedEngine | None, **fault: Any) -> AsyncIterator[Non
 @contextlib.contextmanager
 def handover_begins() -> Iterator[asyncio.Event]:
     """Set when the Forwarder has a prefill engine's answer, and looks whether that engine stays."""
-    begun, stays = asyncio.Event(), Attempt.stays
+    begun, stays = asyncio.Event(), RequestAttempt.stays
 
-    def noted(one: Attempt, *args: Any, **options: Any) -> None:
+    def noted(one: RequestAttempt, *args: Any, **options: Any) -> None:
         stays(one, *args, **options)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "stays", noted)
+        patch.setattr(RequestAttempt, "stays", noted)
         yield begun
 
 
@@ -565,7 +565,7 @@ async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engin
             assert not r.decode[0].legs[0].aborted.is_set()
 
 
-def one_attempt(r: Rig) -> tuple[Attempt, ForwardAttempt]:
+def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
     """With what is noted of it."""
     incoming = Incoming(method="POST", path=COMPLETIONS, headers=CIMultiDict(), client_id="")
     noted, data = ForwardAttempt(), json.dumps(STREAMED).encode()
@@ -574,10 +574,10 @@ def one_attempt(r: Rig) -> tuple[Attempt, ForwardAttempt]:
     request = ClientRequest(route=COMPLETIONS, body={}, data=data)
     client: Any = None  # it gets nothing
     job = ForwardJob(incoming=incoming, request=request, client=client, note=note)
-    return Attempt(r.parts, job, r.placer.place(request, job.tried), None), noted
+    return RequestAttempt(r.parts, job, r.placer.place(request, job.tried), None), noted
 
 
-def decode_leg(one: Attempt) -> "asyncio.Task[EngineAnswer]":
+def decode_leg(one: RequestAttempt) -> "asyncio.Task[EngineAnswer]":
     opening = one.open(one.placement.decode, "decode", one.job.request.data)
     return one.start(opening, "decode leg")
 
