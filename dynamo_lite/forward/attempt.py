@@ -264,7 +264,8 @@ class RequestAttempt:
             text = "the engine has ended or was restarted before its KV was taken over"
             self._in_vain(LegFailed(engine, "prefill", "unpaired", text))
         elif loop.time() < until:
-            if self._timer is not None:  # not at once: most handovers do not last that long
+            # Not at once: most handovers do not last that long.
+            if self._timer is not None and not engine.followed:
                 self.parts.monitor.look(engine)
             again = partial(self._look, ends, until)
             self._timer = loop.call_later(self.parts.config.health_interval_s, again)

@@ -123,7 +123,6 @@ class EngineAnswer:
         """Before the end, this breaks the connection: the engine then aborts the request."""
         if not self._ended:
             self.lost("closed here")
-            self._connection.abort()
 
     # Called by the connection.
 
@@ -162,7 +161,9 @@ class EngineAnswer:
             self._wake()
 
     def lost(self, detail: str, kind: FailureKind = "broken") -> None:
+        """Fails, and breaks the connection."""
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
+        self._connection.abort()
 
     def left(self) -> None:
         """The engine accepts no connections any more. The answer continues while bytes arrive."""
@@ -177,7 +178,6 @@ class EngineAnswer:
         if self.shown or self._ended or self._error is not None:
             return False
         self.lost(why)
-        self._connection.abort()
         return True
 
     def until_closed(self) -> bool:
@@ -233,7 +233,6 @@ class EngineAnswer:
             self.lost(f"{why}, and the engine refuses connections")
         else:
             self.lost(why, "timeout")
-        self._connection.abort()
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -317,11 +316,11 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            return self._fail(f"not HTTP: {exc}")
+            return answer.lost(f"not HTTP: {exc}")
         if not answer.begun:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                self._fail(f"a head of more than {_MAX_HEAD_BYTES} bytes")
+                answer.lost(f"a head of more than {_MAX_HEAD_BYTES} bytes")
         if self._unasked:
             self.abort()
 
@@ -381,8 +380,3 @@ class UpstreamConnection(asyncio.Protocol):
             self._on_free(self)
         else:
             self.abort()
-
-    def _fail(self, why: str) -> None:
-        if self.answer is not None:
-            self.answer.lost(why)
-        self.abort()

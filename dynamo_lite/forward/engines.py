@@ -58,6 +58,8 @@ class KnownEngine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
+    #: When its last check has ended, in the loop's time.
+    checked_at: float = -math.inf
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
     #: When the last bytes of an answer came, in the loop's time; 0: none has come.

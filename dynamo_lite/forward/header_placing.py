@@ -6,14 +6,17 @@ the engines that the headers name, and `HeaderPlacer` chooses among them.
 
 import asyncio
 import dataclasses
+import itertools
 import logging
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import tokens_of
 from dynamo_lite.forward.client import Answer, Client, Incoming, error
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.named import (
     PREFILLER_HEADER,
     RANK_HEADER,
@@ -29,7 +32,6 @@ from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -37,48 +39,43 @@ logger = logging.getLogger(__name__)
 MAX_PREFILLERS = 1024
 
 
-class Prefillers:
-    """The prefill engines that headers have named, by HOST:PORT. `close` ends their checks.
-
-    check: asks an engine for the data that its protocol needs before the first leg.
-    """
+class HeaderPlacer:
+    """Implements `Places`, with the prefill engines that headers have named. pick: takes a number n
+    and returns one below n."""
 
     def __init__(
         self,
+        engines: KnownEngines,
         protocol: ForwardProtocol,
         config: SidecarConfig,
-        check: Callable[[KnownEngine], Awaitable[None]],
+        monitor: EngineMonitor,
+        *,
+        pick: Callable[[int], int],
     ):
-        self._protocol, self._config, self._check = protocol, config, check
-        #: Decode engines have smaller numbers.
-        self._number = config.ranks
-        self._known: OrderedDict[str, KnownEngine] = OrderedDict()
-        #: When each engine was last asked, and the checks under way.
-        self._checked_at: dict[int, float] = {}
-        self._checks: dict[int, asyncio.Task[None]] = {}
-        self._tasks = OwnedTasks()
+        self.choices: Counter[tuple[str, str]] = Counter()
+        self._protocol, self._config, self._monitor = protocol, config, monitor
+        self._pick = pick
+        self._decode = {engine.name: engine for engine in engines.all}
+        self._numbers = itertools.count(len(engines.all))
+        #: By HOST:PORT.
+        self._prefill: OrderedDict[str, KnownEngine] = OrderedDict()
 
-    async def close(self) -> None:
-        await self._tasks.end()
-
-    def get(self, name: str) -> KnownEngine:
-        """When there are too many engines, the one named longest ago is forgotten."""
-        engine = self._known.get(name)
+    def named(self, name: str) -> KnownEngine:
+        """A prefill engine. When there are too many, the one named longest ago is forgotten."""
+        engine = self._prefill.get(name)
         if engine is None:
             options = self._config.prefiller(name)
-            engine = KnownEngine(self._number, options, self._protocol, followed=False)
-            self._number += 1
-            self._known[name] = engine
-            if len(self._known) > MAX_PREFILLERS:
-                _, old = self._known.popitem(last=False)
-                self._checked_at.pop(old.number, None)
-        self._known.move_to_end(name)
+            engine = KnownEngine(next(self._numbers), options, self._protocol, followed=False)
+            self._prefill[name] = engine
+            if len(self._prefill) > MAX_PREFILLERS:
+                self._prefill.popitem(last=False)
+        self._prefill.move_to_end(name)
         return engine
 
     @property
     def misfits(self) -> dict[str, str]:
-        """Why engines get no legs, by their names."""
-        return {name: one.misfit for name, one in self._known.items() if one.misfit}
+        """Why prefill engines get no legs, by their names."""
+        return {name: one.misfit for name, one in self._prefill.items() if one.misfit}
 
     async def prepare(self, name: str) -> None:
         """Returns when the engine was asked for its ids lately, where legs need them.
@@ -88,42 +85,12 @@ class Prefillers:
         """
         if not self._protocol.query_path:
             return
-        engine, now = self.get(name), asyncio.get_running_loop().time()
-        last, every_s = (
-            self._checked_at.get(engine.number),
-            self._config.forwarder.health_interval_s,
-        )
-        if last is not None and now - last < every_s:
+        engine, now = self.named(name), asyncio.get_running_loop().time()
+        if now - engine.checked_at < self._config.forwarder.health_interval_s:
             return
-        check = self._checks.get(engine.number)
-        if check is None:
-            check = self._tasks.start(self._check_once(engine), name=f"check of {engine.name}")
-            self._checks[engine.number] = check
-        if last is None or engine.engine_ids:
-            await asyncio.shield(check)
-
-    async def _check_once(self, engine: KnownEngine) -> None:
-        try:
-            await self._check(engine)
-            self._checked_at[engine.number] = asyncio.get_running_loop().time()
-        finally:
-            del self._checks[engine.number]
-
-
-class HeaderPlacer:
-    """Implements `Places`. pick: takes a number n and returns one below n."""
-
-    def __init__(
-        self,
-        engines: KnownEngines,
-        protocol: ForwardProtocol,
-        prefillers: Prefillers,
-        *,
-        pick: Callable[[int], int],
-    ):
-        self.choices: Counter[tuple[str, str]] = Counter()
-        self._protocol, self._prefillers, self._pick = protocol, prefillers, pick
-        self._decode = {engine.name: engine for engine in engines.all}
+        look = self._monitor.look(engine)
+        if engine.checked_at == -math.inf or engine.engine_ids:
+            await asyncio.shield(look)
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
@@ -132,7 +99,7 @@ class HeaderPlacer:
             raise NoWorkers("the decode engine is not healthy")
         alone, prefill = tried.alone or self._why_alone(request), None
         if not alone:
-            named = map(self._prefillers.get, request.named.prefill)
+            named = map(self.named, request.named.prefill)
             left = [one for one in named if one.number not in tried.prefill]
             prefill = self._choose(left)
             if prefill is None and not self._protocol.decodes_alone:
@@ -188,12 +155,12 @@ class Door:
     def __init__(
         self,
         forwarding: Forwarding,
-        prefillers: Prefillers,
+        placer: HeaderPlacer,
         allowed: AllowedHosts,
         ranks: dict[int, KnownEngine],
         own: int,
     ):
-        self._forwarding, self._prefillers, self._allowed = forwarding, prefillers, allowed
+        self._forwarding, self._placer, self._allowed = forwarding, placer, allowed
         self._ranks, self._own = ranks, own
         self._refusals = LogLimit()
 
@@ -205,7 +172,7 @@ class Door:
             return await refuse(client, error(400, "BadRequestError", str(exc)))
         except NotAllowed as exc:
             return await refuse(client, self._not_allowed(exc))
-        await asyncio.gather(*(self._prefillers.prepare(name) for name in named.prefill))
+        await asyncio.gather(*(self._placer.prepare(name) for name in named.prefill))
         incoming = dataclasses.replace(incoming, named=named)
         await self._forwarding.generate(incoming, route, data, client)
 

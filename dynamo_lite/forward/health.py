@@ -47,8 +47,8 @@ class EngineMonitor:
         self._engines, self._upstream, self._sent = engines, upstream, sent
         self._interval_s = interval_s
         self._tasks = OwnedTasks()
-        #: Numbers of engines that `look` checks now.
-        self._looking: set[int] = set()
+        #: Checks of engines that are not followed, by their numbers.
+        self._looks: dict[int, asyncio.Task[None]] = {}
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
 
@@ -74,17 +74,14 @@ class EngineMonitor:
         if failure.kind == "refused":
             self._failed(engine, failure)
 
-    def look(self, engine: KnownEngine) -> None:
-        """Starts a check of an engine that is not followed, if none is under way."""
-        if not engine.followed and engine.number not in self._looking:
-            self._looking.add(engine.number)
-            self._tasks.start(self._look(engine), name=f"check of {engine.name}")
-
-    async def _look(self, engine: KnownEngine) -> None:
-        try:
-            await self.check(engine)
-        finally:
-            self._looking.discard(engine.number)
+    def look(self, engine: KnownEngine) -> "asyncio.Task[None]":
+        """A check of an engine that is not followed: the one that is under way, or a new one."""
+        number = engine.number
+        if number not in self._looks:
+            look = self._tasks.start(self.check(engine), name=f"check of {engine.name}")
+            look.add_done_callback(lambda _: self._looks.pop(number))
+            self._looks[number] = look
+        return self._looks[number]
 
     async def _follow(self, engine: KnownEngine) -> None:
         # An engine that has left may have open legs.
@@ -104,11 +101,12 @@ class EngineMonitor:
                 engine.answered_at = loop.time()
             else:
                 await self._end_silent(engine)
-            return
-        engine.answered_at = loop.time()
-        if engine.passed():
-            logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
-            self.compare()
+        else:
+            engine.answered_at = loop.time()
+            if engine.passed():
+                logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
+                self.compare()
+        engine.checked_at = loop.time()
 
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):

@@ -30,6 +30,12 @@ class ForwardStats:
     in_flight: int = 0
 
 
+#: By the labels' values.
+_Values = Mapping[tuple[str, ...], int]
+#: Name, text and labels of a metric.
+_Row = tuple[str, str, tuple[str, ...], _Values]
+
+
 class ForwardMetrics(Collector):
     """Reads the counts from their owners."""
 
@@ -40,51 +46,42 @@ class ForwardMetrics(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        stats, engines = self._stats, self._engines.all
+        for name, text, labels, values in self._counts():
+            yield _filled(CounterMetricFamily(name, text, labels=labels), values)
+        for name, text, labels, values in self._states():
+            yield _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+    def _counts(self) -> Iterable[_Row]:
+        stats = self._stats
         text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        yield _counter("dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered)
+        yield "dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered
         text = "Legs that failed before the client had a byte"
-        yield _counter("dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures)
+        yield "dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures
         text = "Engines that were chosen, by leg and reason"
-        yield _counter("dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices)
+        yield "dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices
         text = "Requests that got an error because no engine answered them"
         refused = {(str(status),): count for status, count in stats.refused.items()}
-        yield _counter("dynamo_lite_forward_refused", text, ("status",), refused)
-        yield _counter(
-            "dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}
-        )
+        yield "dynamo_lite_forward_refused", text, ("status",), refused
+        yield "dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}
         text = "Clients that disconnected before the end of their answer"
-        yield _counter("dynamo_lite_forward_clients_gone", text, (), {(): stats.gone})
+        yield "dynamo_lite_forward_clients_gone", text, (), {(): stats.gone}
         text = "Fields of clients' bodies that only a forwarder may set"
-        yield _counter("dynamo_lite_forward_removed_fields", text, (), {(): stats.removed_fields})
-        yield _gauge(
-            "dynamo_lite_forward_requests", "Requests in flight", (), {(): stats.in_flight}
+        yield "dynamo_lite_forward_removed_fields", text, (), {(): stats.removed_fields}
+
+    def _states(self) -> Iterable[_Row]:
+        yield "dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}
+        which, engines = (
+            ("engine", "role"),
+            {(e.name, e.options.role): e for e in self._engines.all},
         )
-        which = ("engine", "role")
-        usable = {(e.name, e.options.role): e.usable for e in engines}
-        yield _gauge(
-            "dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable
-        )
-        legs = {(e.name, e.options.role): e.legs for e in engines}
-        yield _gauge(
-            "dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs
-        )
+        usable = {labels: engine.usable for labels, engine in engines.items()}
+        yield "dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable
+        legs = {labels: engine.legs for labels, engine in engines.items()}
+        yield "dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs
         reasons = Counter((why.reason,) for why in self._engines.unused.values())
-        reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines)
+        reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines.values())
         text = "Engines that are known and not used, by reason"
-        yield _gauge("dynamo_lite_forward_unused_engines", text, ("reason",), reasons)
-
-
-_Values = Mapping[tuple[str, ...], int]
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...], values: _Values) -> Metric:
-    """values: by the labels' values."""
-    return _filled(CounterMetricFamily(name, text, labels=labels), values)
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...], values: _Values) -> Metric:
-    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+        yield "dynamo_lite_forward_unused_engines", text, ("reason",), reasons
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:

@@ -18,7 +18,6 @@ from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
-from dynamo_lite.forward.merged import merged
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement
 from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
 from dynamo_lite.protocol.errors import NoWorkers
@@ -146,7 +145,7 @@ class Forwarding:
                 return orders.single
             case "parallel":
                 first = self._protocol.first_token_from_prefill and job.request.stream
-                return merged if first else orders.parallel
+                return orders.first_token if first else orders.parallel
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
         assert placement.prefill is not None

@@ -5,14 +5,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
 from dynamo_lite.forward import engines as known_engines
-from dynamo_lite.forward.engines import EMPTY_LEGS
-from dynamo_lite.forward.header_placing import MAX_PREFILLERS, Prefillers
+from dynamo_lite.forward.engines import EMPTY_LEGS, KnownEngines
+from dynamo_lite.forward.header_placing import MAX_PREFILLERS, HeaderPlacer
+from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar import Sidecar
@@ -313,19 +314,17 @@ async def test_its_health_is_the_decode_engines():
 
 
 async def test_many_engines_are_not_remembered_for_ever():
-    async def check(engine: object) -> None:
-        raise AssertionError(engine)
-
     engines = (EngineOptions(url="http://localhost:1", role="decode"),)
     config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
-    known = Prefillers(PROTOCOLS["nixl"], config, check)
-    first = known.get("10.0.0.1:1")
+    decode, monitor = KnownEngines(engines, PROTOCOLS["nixl"]), cast("EngineMonitor", None)
+    known = HeaderPlacer(decode, PROTOCOLS["nixl"], config, monitor, pick=lambda count: 0)
+    first = known.named("10.0.0.1:1")
     ports = range(1, MAX_PREFILLERS + 1)
-    numbers = {known.get(f"10.0.0.1:{port}").number for port in ports}
-    assert known.get("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
-    known.get("10.0.0.2:1")
-    assert known.get("10.0.0.1:1") is first
-    assert known.get("10.0.0.1:2").number > max(numbers)
+    numbers = {known.named(f"10.0.0.1:{port}").number for port in ports}
+    assert known.named("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
+    known.named("10.0.0.2:1")
+    assert known.named("10.0.0.1:1") is first
+    assert known.named("10.0.0.1:2").number > max(numbers)
 
 
 async def test_it_speaks_https_to_all_sides(certificates: Certificates):
