@@ -73,14 +73,7 @@ class JoinOptions(EngineOptions):
 
     @property
     def record(self) -> StockEngine:
-        return StockEngine(
-            url=self.url,
-            role=self.role,
-            protocol=self.protocol,
-            transfer_host=self.transfer_host,
-            transfer_port=self.transfer_port,
-            notify_port=self.notify_port,
-        )
+        return msgspec.convert(self, StockEngine, from_attributes=True)
 
 
 class JoinedEngine:
