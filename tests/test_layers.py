@@ -62,7 +62,7 @@ BUDGET = {
     "dynamo_lite/request_plane": 2_212,
     "dynamo_lite/disagg": 7_359,
     "dynamo_lite/vllm": 6_116,
-    "dynamo_lite/forward": 6_195,
+    "dynamo_lite/forward": 6_203,
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_962,
     "dynamo_lite/cli": 3_154,

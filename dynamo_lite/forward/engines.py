@@ -309,6 +309,14 @@ class KnownEngines:
         engine.left = True
         self.all = tuple(one for one in self.all if one is not engine)
 
+    def rivals(self, engine: KnownEngine) -> bool:
+        """Whether another engine may take its legs."""
+        return any(
+            (one.prefills and engine.prefills) or (one.decodes and engine.decodes)
+            for one in self.all
+            if one is not engine
+        )
+
     def prefilling(self, without: Collection[int]) -> list[KnownEngine]:
         return [e for e in self.all if e.can_prefill and e.number not in without]
 

@@ -150,7 +150,7 @@ class EngineMonitor:
 
     async def _follow_load(self, engine: KnownEngine) -> None:
         while not engine.left:
-            if engine.healthy:
+            if engine.healthy and self._engines.rivals(engine):
                 try:
                     load = await read_load(self._upstream, engine)
                 except LegFailed as exc:
