@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
@@ -73,6 +74,7 @@ class Rig(Asked):
     engines: KnownEngines
     upstream: Upstream
     monitor: EngineMonitor
+    parts: ForwardParts
     forwarding: Forwarding
     placer: Placer
     server: ForwardServer
@@ -162,16 +164,17 @@ async def rig(
         upstream = await stack.enter_async_context(Upstream(config.idle_timeout_s))
         sent = SentPrompts()
         # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config, sent)
+        monitor = EngineMonitor(engines, upstream, config.health_interval_s, sent)
         placer = Placer(engines, kind, config, sent)
-        forwarding = await stack.enter_async_context(
-            Forwarding(kind, config, placer, upstream, monitor)
+        parts = ForwardParts(
+            protocol=kind, config=config, placer=placer, upstream=upstream, monitor=monitor
         )
+        forwarding = await stack.enter_async_context(Forwarding(parts))
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
         tls = None if https is None else server_context(*https.files())
         server = ForwardServer(
-            forwarding, config, kind, sock, {"/health": health}, tls=tls, on_drop=on_drop
+            forwarding, config, sock, {"/health": health}, tls=tls, on_drop=on_drop
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)
@@ -181,6 +184,7 @@ async def rig(
             engines=engines,
             upstream=upstream,
             monitor=monitor,
+            parts=parts,
             forwarding=forwarding,
             placer=placer,
             server=server,

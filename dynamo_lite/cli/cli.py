@@ -121,6 +121,9 @@ def serve(
         Literal["files", "stderr"],
         typer.Option(help="Where the processes log: files of the state directory, or stderr."),
     ] = "files",
+    allow_untested_vllm: Annotated[
+        bool, typer.Option("--allow-untested-vllm", help="Start with any version of vLLM.")
+    ] = False,
 ) -> None:
     """Start a graph of services and run it until Ctrl-C.
 
@@ -156,7 +159,8 @@ def serve(
     check_stored_responses(config, document, only=service_name)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir, service_name)
-    check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments")
+    verdicts = state_dir / "cache" / "vllm-arguments"
+    check_vllm_arguments(config, document, verdicts, allow_untested=allow_untested_vllm)
     if not document.mistakes:
         config = settle_edge(config, document, only=service_name)
     document.raise_mistakes()

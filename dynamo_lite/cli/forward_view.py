@@ -36,9 +36,7 @@ _ALONE = {
 }
 _REASONS = {
     "only": "the only one",
-    "turn": "its turn",
-    "random": "at random",
-    "load": "the least load",
+    "load": "the least load, or its turn",
     "prefix": "the longest cached prefix",
     "balance": "the best of prefix and load",
 }

@@ -47,9 +47,7 @@ def join(
     ] = "",
     ca_file: Annotated[
         str | None,
-        typer.Option(
-            help="PEM file with the authorities of its certificate; default: the system's."
-        ),
+        typer.Option(help="PEM file of its certificate's authorities; default: the system's."),
     ] = None,
     namespace: Namespace = None,
     etcd_url: EtcdUrl = None,

@@ -1,6 +1,5 @@
 """`dynamo-lite sidecar`: a server beside one stock decode engine."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -10,8 +9,6 @@ from dynamo_lite.protocol.errors import ConfigError
 
 #: Their engines learn each other's addresses from both legs, or from an answer.
 PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
-_ENGINES = "Engines"
-_TLS = "TLS"
 _STAGES = ("prefiller", "decoder")
 
 
@@ -20,8 +17,7 @@ def sidecar(
         str, typer.Option(metavar="URL", help="The decode engine's server.")
     ] = "http://127.0.0.1:8200",
     protocol: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"How KV is handed over: {', '.join(PROTOCOLS)}."),
+        str, typer.Option(metavar="NAME", help=f"How KV is handed over: {', '.join(PROTOCOLS)}.")
     ] = "nixl",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     host: Annotated[
@@ -33,7 +29,6 @@ def sidecar(
             min=1,
             help="Data-parallel ranks: the decode engine's rank r listens r ports above --decode,"
             " and is served r ports above --port.",
-            rich_help_panel=_ENGINES,
         ),
     ] = 1,
     allow_prefiller: Annotated[
@@ -42,64 +37,34 @@ def sidecar(
             metavar="HOST|CIDR",
             help="A host, address or network that the header may name; may be repeated."
             " (default: private and loopback addresses)",
-            rich_help_panel=_ENGINES,
         ),
     ] = None,
     prefiller_choice: Annotated[
-        Literal["first", "random"],
-        typer.Option(
-            help="Which one of several that a request names.",
-            rich_help_panel=_ENGINES,
-        ),
+        Literal["first", "random"], typer.Option(help="Which one of several that a request names.")
     ] = "first",
     prefill_timeout_s: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            help="Longest time of a whole prefill leg, in seconds.",
-            rich_help_panel=_ENGINES,
-        ),
+        float, typer.Option(min=0.001, help="Longest time of a whole prefill leg, in seconds.")
     ] = 120.0,
     idle_timeout_s: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            help="Longest time without a byte of an answer, in seconds.",
-            rich_help_panel=_ENGINES,
-        ),
+        float, typer.Option(min=0.001, help="Longest time without a byte of an answer, in seconds.")
     ] = 600.0,
     transfer_port: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=65535,
-            help="The prefill engines' bootstrap port (mooncake, sglang: 8998).",
-            rich_help_panel=_ENGINES,
+            min=1, max=65535, help="The prefill engines' bootstrap port (mooncake, sglang: 8998)."
         ),
     ] = None,
     transfer_host: Annotated[
-        str | None,
-        typer.Option(
-            help="This host's address as prefill engines see it (moriio).",
-            rich_help_panel=_ENGINES,
-        ),
+        str | None, typer.Option(help="This host's address as prefill engines see it (moriio).")
     ] = None,
     tls_cert: Annotated[
-        Path | None,
-        typer.Option(help="PEM file of the own certificate: serves HTTPS.", rich_help_panel=_TLS),
+        str | None, typer.Option(help="PEM file of the own certificate: serves HTTPS.")
     ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="PEM file of its private key.", rich_help_panel=_TLS)
-    ] = None,
-    prefiller_https: Annotated[
-        bool, typer.Option(help="Prefill engines speak HTTPS.", rich_help_panel=_TLS)
-    ] = False,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file of its private key.")] = None,
+    prefiller_https: Annotated[bool, typer.Option(help="Prefill engines speak HTTPS.")] = False,
     ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM file of the engines' authorities. (default: the system's)",
-            rich_help_panel=_TLS,
-        ),
+        str | None,
+        typer.Option(help="PEM file of the engines' authorities. (default: the system's)"),
     ] = None,
     insecure_skip_verify: Annotated[
         list[str] | None,
@@ -107,7 +72,6 @@ def sidecar(
             metavar="|".join(_STAGES),
             help="Engines whose certificates are not checked: an attacker in between can read and"
             " change everything. May be repeated.",
-            rich_help_panel=_TLS,
         ),
     ] = None,
     max_body_bytes: Annotated[
@@ -143,42 +107,49 @@ def sidecar(
       -d '{"model": "MODEL", "prompt": "Once upon a time"}'
     """
     from dynamo_lite.forward.named import PRIVATE
-    from dynamo_lite.forward.options import ForwarderConfig
+    from dynamo_lite.forward.options import (
+        ForwarderConfig,
+        SidecarConfig,
+        decode_engines,
+        trusted_engine,
+    )
     from dynamo_lite.forward.sidecar import run
-    from dynamo_lite.forward.sidecar_options import SidecarConfig, decode_engines, trusted_engine
 
     unverified = set(insecure_skip_verify or ())
     if wrong := unverified.difference(_STAGES):
         raise ConfigError([f"--insecure-skip-verify {min(wrong)}: expected {' or '.join(_STAGES)}"])
+    if protocol not in PROTOCOLS:
+        names = ", ".join(PROTOCOLS)
+        raise ConfigError([f"sidecar: --protocol {protocol}: expected one of {names}"])
+    given: Any = protocol
     try:
+        decoder = trusted_engine(
+            ca_file,
+            "decoder" in unverified,
+            url=decode,
+            role="decode",
+            transfer_host=transfer_host,
+        )
+        prefillers = trusted_engine(
+            ca_file,
+            "prefiller" in unverified,
+            url=f"{'https' if prefiller_https else 'http'}://localhost:1",
+            role="prefill",
+            transfer_port=transfer_port,
+        )
         config = SidecarConfig(
             forwarder=ForwarderConfig(
                 host=host,
                 port=port,
-                tls_cert=None if tls_cert is None else str(tls_cert),
-                tls_key=None if tls_key is None else str(tls_key),
-                protocol=_protocol(protocol),
-                engines=decode_engines(
-                    trusted_engine(
-                        ca_file,
-                        "decoder" in unverified,
-                        url=decode,
-                        role="decode",
-                        transfer_host=transfer_host,
-                    ),
-                    ranks,
-                ),
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                protocol=given,
+                engines=decode_engines(decoder, ranks),
                 prefill_timeout_s=prefill_timeout_s,
                 idle_timeout_s=idle_timeout_s,
                 max_body_bytes=max_body_bytes,
             ),
-            prefillers=trusted_engine(
-                ca_file,
-                "prefiller" in unverified,
-                url=f"{'https' if prefiller_https else 'http'}://localhost:1",
-                role="prefill",
-                transfer_port=transfer_port,
-            ),
+            prefillers=prefillers,
             allowed=_split(allow_prefiller) or PRIVATE,
             choice=prefiller_choice,
             metrics_port=metrics_port,
@@ -187,12 +158,6 @@ def sidecar(
         raise ConfigError([f"sidecar: {exc}"]) from exc
     level = "DEBUG" if verbose else "INFO"
     raise typer.Exit(run(config, grace_s=grace_s, level=level, log_format=log_format))
-
-
-def _protocol(name: str) -> Any:
-    if name not in PROTOCOLS:
-        raise ValueError(f"--protocol {name}: expected one of {', '.join(PROTOCOLS)}")
-    return name
 
 
 def _split(given: list[str] | None) -> tuple[str, ...]:

@@ -1,13 +1,11 @@
-"""Which engines take the legs of a forwarded request, and whether it needs a prefill leg at all.
+"""Which engine takes a leg of a forwarded request, and whether it needs a prefill leg at all.
 
-Filter and score are those of the KV-aware router (`routing/kv_routing.py`). What differs is
-what is known: stock engines do not say which blocks they hold, so an engine is assumed to hold the
-prompts that were sent to it. Prompts are text here, not tokens, so amounts are estimates.
+It is the score of the KV-aware router (`routing/kv_routing.py`). What differs is what is known: an
+engine is assumed to hold the prompts that this process sent to it. Prompts are text here, not
+tokens, so amounts are estimates.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Sequence
 
 from msgspec import structs
 from xxhash import xxh3_64_intdigest
@@ -18,8 +16,6 @@ from dynamo_lite.routing.kv_chain import MAX_HASH, ChainHash
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.worker_loads import MAX_KV_USAGE
 
-Strategy = Literal["round-robin", "random", "least-load", "prefix"]
-
 #: Bytes per token: about the average of English text and source code.
 BYTES_PER_TOKEN = 4
 #: Bytes of a prompt's JSON per block; about 64 tokens.
@@ -28,11 +24,12 @@ BLOCK_BYTES = 256
 _SHOWN = 8
 #: Most different blocks that are remembered.
 MAX_INDEX_BLOCKS = 500_000
+_KV_WEIGHT = KvRoutingOptions().kv_weight
 
 
-def text_chain(prompt: bytes, root: ChainHash = 0) -> list[ChainHash]:
+def text_chain(prompt: bytes) -> list[ChainHash]:
     """The hashes of all full blocks of a prompt, each of which stands for the prefix up to it."""
-    previous, made = root, list[ChainHash]()
+    previous, made = 0, list[ChainHash]()
     for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
         previous = xxh3_64_intdigest(prompt[start : start + BLOCK_BYTES], previous) & MAX_HASH
         made.append(previous)
@@ -45,69 +42,47 @@ def tokens_of(prompt: bytes) -> int:
 
 
 class EngineChooser:
-    """Chooses engines for one kind of leg. below: takes a number n and returns one below n."""
+    """Chooses engines by what they hold of the prompt, and by load. Equal ones take turns."""
 
-    def __init__(
-        self,
-        leg: str,
-        strategy: Strategy,
-        options: KvRoutingOptions,
-        *,
-        below: Callable[[int], int],
-    ):
-        self._leg = leg
-        self._strategy: Strategy = strategy
-        # Without weight, the tokens that an engine holds do not count.
-        self._options = options if strategy == "prefix" else replace(options, kv_weight=0.0)
-        self._below = below
+    def __init__(self) -> None:
         self._turn = 0
-        self._turns: dict[str, int] = {}
+        #: By leg and engine.
+        self._turns: dict[tuple[str, str], int] = {}
 
-    def choose(self, able: Sequence[LegCandidate]) -> LegChoice:
-        """able: at least one. Among equals the first one is taken."""
-        scores: dict[str, float] = {}
-        if len(able) == 1:
-            chosen, reason = able[0], "only"
-        elif self._strategy == "round-robin":
-            chosen, reason = min(able, key=self._last_turn), "turn"
-        elif self._strategy == "random":
-            chosen, reason = able[self._below(len(able))], "random"
-        else:
-            scores = self._scores(able)
-            fit = [one for one in able if one.engine in scores]
-            chosen = min(fit, key=lambda one: (-scores[one.engine], self._last_turn(one)))
-            reason = self._why(chosen, able)
-        self._turn += 1
-        self._turns[chosen.engine] = self._turn
+    def choose(self, leg: str, able: Sequence[LegCandidate], *, by_prefix: bool) -> LegChoice:
+        """able: at least one. by_prefix: whether what they hold counts, beside load."""
+        roomy = [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
+        weight = _KV_WEIGHT if by_prefix else 0.0
+        scores = {one.engine: weight * one.matched_tokens - one.load_tokens for one in roomy}
+        chosen = min(
+            roomy, key=lambda one: (-scores[one.engine], self._turns.get((leg, one.engine), 0))
+        )
         shown = [chosen, *(one for one in able[: _SHOWN + 1] if one is not chosen)][:_SHOWN]
         return LegChoice(
-            leg=self._leg,
+            leg=leg,
             engine=chosen.engine,
-            reason=reason,
+            reason=_why(chosen, able, by_prefix),
             candidates=[structs.replace(one, score=scores.get(one.engine)) for one in shown],
             of=len(able),
         )
 
+    def took(self, choice: LegChoice) -> None:
+        """The engine has its turn."""
+        self._turn += 1
+        self._turns[choice.leg, choice.engine] = self._turn
+
     def forget(self, engine: str) -> None:
         """The engine has left."""
-        self._turns.pop(engine, None)
+        self._turns = {key: turn for key, turn in self._turns.items() if key[1] != engine}
 
-    def _scores(self, able: Sequence[LegCandidate]) -> dict[str, float]:
-        """Of those that have room, if any has; larger is better."""
-        options = self._options
-        return {
-            one.engine: options.kv_weight * one.matched_tokens - one.load_tokens
-            for one in [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
-        }
 
-    def _why(self, chosen: LegCandidate, able: Sequence[LegCandidate]) -> str:
-        longest = max(one.matched_tokens for one in able)
-        if not longest or not self._options.kv_weight:
-            return "load"
-        return "prefix" if chosen.matched_tokens == longest else "balance"
-
-    def _last_turn(self, one: LegCandidate) -> int:
-        return self._turns.get(one.engine, 0)
+def _why(chosen: LegCandidate, able: Sequence[LegCandidate], by_prefix: bool) -> str:
+    if len(able) == 1:
+        return "only"
+    longest = max(one.matched_tokens for one in able)
+    if not longest or not by_prefix:
+        return "load"
+    return "prefix" if chosen.matched_tokens == longest else "balance"
 
 
 class SentPrompts:

@@ -80,16 +80,13 @@ class EngineAnswer:
 
     async def head(self) -> None:
         while not self.begun:
-            self._raise_error()
-            await self._wait()
+            await self._more()
 
     async def read_some(self) -> bytes:
         """The bytes that have arrived; empty at the end."""
         while not self._parts:
-            self._raise_error()
-            if self._ended:
+            if not await self._more():
                 return b""
-            await self._wait()
         return self._take()
 
     async def read(self) -> bytes:
@@ -116,11 +113,9 @@ class EngineAnswer:
                     self._full = False
                     self._resume()
                     continue
-                self._raise_error()
-                if self._ended:
-                    return
                 self._push = push
-                await self._wait()
+                if not await self._more():
+                    return
         finally:
             self._push = None
 
@@ -128,7 +123,6 @@ class EngineAnswer:
         """Before the end, this breaks the connection: the engine then aborts the request."""
         if not self._ended:
             self.lost("closed here")
-            self._connection.abort()
 
     # Called by the connection.
 
@@ -167,7 +161,9 @@ class EngineAnswer:
             self._wake()
 
     def lost(self, detail: str, kind: FailureKind = "broken") -> None:
+        """Fails, and breaks the connection."""
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
+        self._connection.abort()
 
     def left(self) -> None:
         """The engine accepts no connections any more. The answer continues while bytes arrive."""
@@ -182,7 +178,6 @@ class EngineAnswer:
         if self.shown or self._ended or self._error is not None:
             return False
         self.lost(why)
-        self._connection.abort()
         return True
 
     def until_closed(self) -> bool:
@@ -208,16 +203,18 @@ class EngineAnswer:
         if not self._ended:
             self._connection.resume()
 
-    def _raise_error(self) -> None:
+    async def _more(self) -> bool:
+        """Returns when something has happened; False after the end."""
         if self._error is not None:
             raise self._error
-
-    async def _wait(self) -> None:
+        if self._ended:
+            return False
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
+        return True
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -236,7 +233,6 @@ class EngineAnswer:
             self.lost(f"{why}, and the engine refuses connections")
         else:
             self.lost(why, "timeout")
-        self._connection.abort()
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -249,10 +245,8 @@ class UpstreamConnection(asyncio.Protocol):
         on_lost: Callable[["UpstreamConnection"], None],
     ):
         self.paused = False
-        #: When the engine's last bytes came, in the loop's time; 0: none has come.
-        self.heard_at = 0.0
         self._on_free, self._on_lost = on_free, on_lost
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         #: The one that comes on it now.
@@ -261,21 +255,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._informational = False
         self._unasked = False
         self._tls = self._eof = False
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     @property
     def usable(self) -> bool:
-        return self.answer is None and self._open
-
-    @property
-    def _open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
-    @property
-    def _sent(self) -> bool:
-        """Whether it is open and has sent all bytes. After an early answer a part of the
-        request may be unsent."""
+        """Whether it is open, and has sent all bytes: after an early answer a part of the request
+        may be unsent."""
         transport = self._transport
-        return self._open and transport is not None and transport.get_write_buffer_size() == 0
+        return not transport.is_closing() and transport.get_write_buffer_size() == 0
 
     def ask(
         self,
@@ -290,23 +277,27 @@ class UpstreamConnection(asyncio.Protocol):
         answer = EngineAnswer(self, engine, leg, idle_s, bodyless=bodyless)
         self.answer = answer
         self._head_bytes = 0
-        assert self._transport is not None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self._transport.writelines((head, body) if body else (head,))
         return answer
 
+    def close_later(self, after_s: float) -> None:
+        """Unless it is used before. An engine might not close it."""
+        self._idle_timer = self._loop.call_later(after_s, self.abort)
+
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def pause(self) -> None:
-        if not self.paused and self._transport is not None and self._open:
+        if not self.paused and not self._transport.is_closing():
             self.paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         if self.paused:
             self.paused = False
-            if self._transport is not None and self._open:
+            if not self._transport.is_closing():
                 self._transport.resume_reading()
 
     # asyncio.Protocol
@@ -321,15 +312,15 @@ class UpstreamConnection(asyncio.Protocol):
         answer = self.answer
         if answer is None:
             return self.abort()  # nothing was asked
-        self.heard_at = answer.touched = self._loop.time()
+        answer.engine.heard_at = answer.touched = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            return self._fail(f"not HTTP: {exc}")
+            return answer.lost(f"not HTTP: {exc}")
         if not answer.begun:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                self._fail(f"a head of more than {_MAX_HEAD_BYTES} bytes")
+                answer.lost(f"a head of more than {_MAX_HEAD_BYTES} bytes")
         if self._unasked:
             self.abort()
 
@@ -338,6 +329,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self.answer = self.answer, None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if answer is not None:
             # TLS may be closed without notice, and then drops the bytes that were not read yet.
             if exc is None and answer.until_closed() and (self._eof or not self._tls):
@@ -383,12 +376,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert answer is not None
         answer.end()
         self.resume()
-        if reusable and self._sent:
+        if reusable and self.usable:
             self._on_free(self)
         else:
             self.abort()
-
-    def _fail(self, why: str) -> None:
-        if self.answer is not None:
-            self.answer.lost(why)
-        self.abort()

@@ -17,8 +17,8 @@ from dynamo_lite.protocol.forwarding import (
     LegTaken,
 )
 
-#: How many requests are remembered, and for how many seconds.
-MOST, LONGEST_S = 4096, 900.0
+#: How many requests are remembered.
+MOST = 4096
 #: Size limit of one answer, which must fit into one message.
 MOST_AT_A_TIME = 256
 _TEXT = 1024
@@ -32,7 +32,7 @@ class RequestNote:
     """One request."""
 
     def __init__(self, route: str, client_id: str, config: ForwarderConfig):
-        self.at = time.monotonic()
+        self._at = time.monotonic()
         self.message = ForwardDecision(
             request_id="",
             ids=[client_id] if client_id else [],
@@ -49,17 +49,23 @@ class RequestNote:
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self.at
+        return time.monotonic() - self._at
 
     def known_as(self, request_id: str) -> bool:
         return request_id in self.message.ids or request_id == self.message.request_id
 
     def tries(self, attempt: ForwardAttempt, prompt_tokens: int, request_id: str = "") -> None:
         """An attempt begins. request_id: of its legs."""
-        self.message.prompt_tokens = prompt_tokens
-        self.message.attempts.append(attempt)
+        message = self.message
+        message.prompt_tokens = prompt_tokens
+        if not message.attempts:
+            of = [
+                one.candidates[0].matched_tokens for one in attempt.choices if one.leg == "decode"
+            ]
+            message.cached_tokens = of[0] if of else 0
+        message.attempts.append(attempt)
         if request_id:
-            self.message.ids.append(request_id)
+            message.ids.append(request_id)
 
     def failed(self, why: Exception) -> None:
         """The last attempt has failed."""
@@ -100,36 +106,20 @@ class ForwardDecisionLog:
     def __init__(self) -> None:
         self._kept: deque[RequestNote] = deque(maxlen=MOST)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def append(self, note: RequestNote) -> None:
-        """Adds a request, and forgets those that are too old."""
         self._kept.append(note)
-        oldest = note.at - LONGEST_S
-        while self._kept[0].at < oldest:
-            self._kept.popleft()
 
     def answer(self, payload: bytes, lease_id: int) -> bytes:
         """The reply to an `Explain`. Raises ProtocolError."""
         wanted = decode_explain(payload)
-        longest_s = min(wanted.within_s, LONGEST_S)
         matching = (
             note
             for note in reversed(self._kept)
-            if note.age_s <= longest_s
+            if note.age_s <= wanted.within_s
             and (not wanted.request_id or note.known_as(wanted.request_id))
         )
         newest = list(itertools.islice(matching, min(wanted.last, MOST_AT_A_TIME)))
-        found = [_told(note) for note in reversed(newest)]
+        for note in newest:
+            note.message.age_s = note.age_s
+        found = [note.message for note in reversed(newest)]
         return encode(ForwardExplained(lease_id=lease_id, decisions=found))
-
-
-def _told(note: RequestNote) -> ForwardDecision:
-    note.message.age_s = note.age_s
-    for attempt in note.message.attempts:
-        for choice in attempt.choices:
-            if choice.leg == "decode":
-                note.message.cached_tokens = choice.candidates[0].matched_tokens
-                return note.message
-    return note.message

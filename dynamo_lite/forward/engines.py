@@ -3,6 +3,7 @@
 import itertools
 import math
 import ssl
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +20,16 @@ from dynamo_lite.runtime.tls import TlsFiles
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
 #: that refuses connections is unhealthy at once.
 FAILURES = 2
-#: Prefill legs in a row that hand nothing over, after which an engine gets none for a while.
+#: Prefill legs in a row that hand nothing over, after which an engine does not fit.
 EMPTY_LEGS = 5
-EMPTY_S = 60.0
 _EMPTY = (
     f"{EMPTY_LEGS} prefill legs in a row have handed nothing over: start the engine with the"
     " connector of this protocol, or give it the role decode; it is asked again after a minute"
 )
+#: How long an engine that does not fit gets no leg. Then one leg tries whether it was changed.
+MISFIT_S = 60.0
+#: How long an engine that is not checked gets no leg after it has refused one, or was late.
+AVOIDED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,12 @@ class KnownEngine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
+    #: When its last check has ended, in the loop's time.
+    checked_at: float = -math.inf
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
+    #: When the last bytes of an answer came, in the loop's time; 0: none has come.
+    heard_at: float = 0.0
     #: How often it was found to have ended: it refused a connection, or had fallen silent.
     ends: int = 0
     #: Whether it is checked all the time. Else it is checked while a handover waits for it.
@@ -71,10 +79,12 @@ class KnownEngine:
     kv_usage: float = 0.0
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
-    #: fails, as when the engine is started with other options, or until `asked_again_at`.
+    #: fails, as when the engine is started with other options, or until a later leg fits.
     misfit: str = ""
-    #: In the loop's time; 0: not before a check fails.
-    asked_again_at: float = 0.0
+    #: When that was found, or tried again.
+    misfit_at: float = 0.0
+    #: When a leg was refused or late.
+    avoided_at: float = -math.inf
     #: Prefill legs in a row that have handed nothing over.
     empty_legs: int = 0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
@@ -123,9 +133,18 @@ class KnownEngine:
 
     @property
     def can_prefill(self) -> bool:
-        if not self.prefills or not self.usable or self.misfit:
+        return self.prefills and self.usable and self.fits
+
+    @property
+    def fits(self) -> bool:
+        """Whether a prefill leg may hand something over, as far as is known."""
+        if self.misfit and time.monotonic() - self.misfit_at < MISFIT_S:
             return False
         return bool(self.engine_ids) or not self.protocol.query_path
+
+    @property
+    def avoided(self) -> bool:
+        return time.monotonic() - self.avoided_at < AVOIDED_S
 
     @property
     def peer(self) -> Peer:
@@ -168,19 +187,26 @@ class KnownEngine:
         self.varies, self._identities = False, []
         self.engine_ids, self.misfit, self.empty_legs = {}, "", 0
 
-    def handed_nothing(self, now: float) -> bool:
-        """Returns whether it gets no prefill legs from now on. now: the loop's time."""
+    def asked(self) -> None:
+        """It gets a prefill leg. If this one is a try, others go on without the engine."""
+        if self.misfit:
+            self.misfit_at = time.monotonic()
+        if self.avoided_at > -math.inf:
+            self.avoided_at = time.monotonic()
+
+    def answered(self, misfit: str) -> bool:
+        """A prefill leg has ended. Returns whether it gets no others from now on."""
+        known, self.misfit, self.misfit_at = self.misfit, misfit, time.monotonic()
+        self.avoided_at = -math.inf
+        return bool(misfit) and not known
+
+    def handed_nothing(self) -> bool:
+        """Returns whether it gets no prefill legs from now on."""
         self.empty_legs += 1
         if self.empty_legs < EMPTY_LEGS:
             return False
-        self.misfit, self.asked_again_at = _EMPTY, now + EMPTY_S
+        self.misfit, self.misfit_at = _EMPTY, time.monotonic()
         return self.empty_legs == EMPTY_LEGS
-
-    def reconsider(self, now: float) -> None:
-        """A check has passed: it gets prefill legs again if it is time. One that hands nothing
-        over is enough then."""
-        if self.misfit and 0 < self.asked_again_at <= now:
-            self.misfit = ""
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. A restarted process has a
@@ -282,6 +308,14 @@ class KnownEngines:
         """The engine gets no new leg. Its open legs continue."""
         engine.left = True
         self.all = tuple(one for one in self.all if one is not engine)
+
+    def rivals(self, engine: KnownEngine) -> bool:
+        """Whether another engine may take its legs."""
+        return any(
+            (one.prefills and engine.prefills) or (one.decodes and engine.decodes)
+            for one in self.all
+            if one is not engine
+        )
 
     def prefilling(self, without: Collection[int]) -> list[KnownEngine]:
         return [e for e in self.all if e.can_prefill and e.number not in without]

@@ -19,7 +19,6 @@ Pure: whole events in, whole events out. Corner cases:
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -213,84 +212,73 @@ def _has_token(choice: _Json) -> bool:
     return any(delta.get(key) is not None for key in fields)
 
 
-class _Shown:
-    """One text that the prefill engine has shown. left: what the decode engine has not repeated."""
-
-    def __init__(self) -> None:
-        self.left = ""
-        self._begun = False
-
-    def take_out(self, text: str, first: int) -> str:
-        """What of the decode engine's next text was not shown. first: the length of its first
-        token, by which it goes on if its tokens are different ones."""
-        shown, self.left = self.left, ""
-        if not text.startswith(shown) and shown.startswith(text):
-            self.left, self._begun = shown[len(text) :], self._begun or bool(text)
-            return ""
-        for known in (shown, shown.rstrip(_REPLACEMENT)):
-            if text.startswith(known):
-                return text[len(known) :]
-        return text if self._begun else text[first:]
-
-
 class _ShownDelta:
-    """Of one choice."""
+    """What the prefill engine has shown of one choice, and the decode engine has not repeated: by
+    field of its text; by index, the arguments of a tool call."""
 
     def __init__(self) -> None:
-        #: By field.
-        self._texts: defaultdict[str, _Shown] = defaultdict(_Shown)
-        #: Arguments of tool calls, by the call's index.
-        self._calls: defaultdict[int, _Shown] = defaultdict(_Shown)
+        self._left: dict[str | int, str] = {}
+        #: Those of which the decode engine has repeated a part.
+        self._begun: set[str | int] = set()
 
     @property
     def repeated(self) -> bool:
         """Whether the decode engine has repeated everything."""
-        return not (any(one.left for one in self._texts.values()) or self._calls)
+        return not any(left or isinstance(key, int) for key, left in self._left.items())
 
     def add(self, choice: _Json) -> None:
         """A chunk of the prefill engine."""
-        for key, text in _texts(choice).items():
-            self._texts[key].left += text
-        for call in _calls(choice):
-            self._calls[call.get("index", 0)].left += _arguments(call)
+        calls = {call.get("index", 0): _arguments(call) for call in _calls(choice)}
+        for key, text in {**_texts(choice), **calls}.items():
+            self._left[key] = self._left.get(key, "") + text
 
     def take_out(self, choice: _Json) -> bool:
         """Removes from a chunk of the decode engine what it repeats. Returns whether any text or
         tool call is left. Of text that differs from the prefill engine's, the first token is
         removed: it is the decode engine's own first one."""
-        left = False
         first = _first_token(choice)
         owner = _owner(choice)
         owner.pop("role", None)
-        for key, text in _texts(choice).items():
-            rest = self._texts[key].take_out(text, _length_of_first(text, first))
+        texts = {key: self._rest(key, text, first) for key, text in _texts(choice).items()}
+        for key, rest in texts.items():
             if rest or owner is choice:
                 owner[key] = rest
             else:
                 del owner[key]
-            left = left or bool(rest)
-        if calls := _calls(choice):
-            if kept := [call for call in calls if self._take_out_call(call)]:
-                owner["tool_calls"] = kept
-                left = True
-            else:
-                del owner["tool_calls"]
-        return left
+        calls = _calls(choice)
+        kept = [call for call in calls if self._take_out_call(call)]
+        if kept:
+            owner["tool_calls"] = kept
+        elif calls:
+            del owner["tool_calls"]
+        return bool(kept) or any(texts.values())
 
     def _take_out_call(self, call: _Json) -> bool:
         """The client has the prefill engine's id and name of this call."""
         index = call.get("index", 0)
-        shown = self._calls.get(index)
-        if shown is None:
+        if index not in self._left:
             return True
-        arguments = _arguments(call)
-        rest = shown.take_out(arguments, _length_of_first(arguments))
-        if not shown.left:
-            del self._calls[index]
+        rest = self._rest(index, _arguments(call))
+        if not self._left[index]:
+            del self._left[index]
         for key in ("id", "type"):
             call.pop(key, None)
         call["function"] = {"arguments": rest}
         return bool(rest)
+
+    def _rest(self, key: str | int, text: str, first: str = "") -> str:
+        """What of the decode engine's next text was not shown. first: its first token, if that is
+        known."""
+        shown, self._left[key] = self._left.get(key, ""), ""
+        if not text.startswith(shown) and shown.startswith(text):
+            self._left[key] = shown[len(text) :]
+            if text:
+                self._begun.add(key)
+            return ""
+        for known in (shown, shown.rstrip(_REPLACEMENT)):
+            if text.startswith(known):
+                return text[len(known) :]
+        return text if key in self._begun else text[_length_of_first(text, first) :]
 
 
 def _length_of_first(text: str, token: str = "") -> int:

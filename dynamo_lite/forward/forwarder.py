@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.discovery import Discovery
@@ -46,7 +47,7 @@ class Forwarder:
         port = sock.getsockname()[1]
         upstream = await enter(Upstream(config.idle_timeout_s))
         sent = SentPrompts()
-        monitor = await enter(EngineMonitor(engines, upstream, config, sent))
+        monitor = await enter(EngineMonitor(engines, upstream, config.health_interval_s, sent))
         placer = Placer(engines, self._protocol, config, sent)
         if config.discovers:
             check_trust(config.joined_ca_file, "joined-ca-file")
@@ -54,9 +55,17 @@ class Forwarder:
             roster = await enter(Roster(host.store, prefix, host.drops))
             Discovery(roster, engines, monitor, placer, config)
         self._forwarding = forwarding = await enter(
-            Forwarding(self._protocol, config, placer, upstream, monitor)
+            Forwarding(
+                ForwardParts(
+                    protocol=self._protocol,
+                    config=config,
+                    placer=placer,
+                    upstream=upstream,
+                    monitor=monitor,
+                )
+            )
         )
-        host.registry.register(ForwardMetrics(forwarding, placer, engines))
+        host.registry.register(ForwardMetrics(forwarding.stats, placer, engines))
         await enter(self._explaining(host, forwarding))
         await host.register("http", stream=advertised_address(config.host, port))
         assert host.probes is not None
@@ -67,13 +76,7 @@ class Forwarder:
             "/metrics": _no_metrics,
         }
         self._server = server = ForwardServer(
-            forwarding,
-            config,
-            self._protocol,
-            sock,
-            own,
-            tls=server_tls(config),
-            on_drop=host.drops,
+            forwarding, config, sock, own, tls=server_tls(config), on_drop=host.drops
         )
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)

@@ -1,20 +1,22 @@
 """The client's headers name the prefill engine.
 
 The workflow is the Forwarder's; only the choice of engines differs. A `Door` in front of it checks
-the engines that the headers name, and `HeaderPlacer` chooses them.
+the engines that the headers name, and `HeaderPlacer` chooses among them.
 """
 
 import asyncio
 import dataclasses
+import itertools
 import logging
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import tokens_of
 from dynamo_lite.forward.client import Answer, Client, Incoming, error
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
-from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.named import (
     PREFILLER_HEADER,
     RANK_HEADER,
@@ -24,98 +26,56 @@ from dynamo_lite.forward.named import (
     accepted,
     parse_host_port,
 )
+from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried, why_alone
 from dynamo_lite.forward.protocols.base import ForwardProtocol
-from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
 #: Most prefill engines that are remembered.
 MAX_PREFILLERS = 1024
-#: How long an engine that has answered by another protocol gets no leg. It is then asked again,
-#: because a sidecar does not check prefill engines and would not notice that it was restarted.
-MISFIT_S = 60.0
-#: How long an engine that has refused a leg, or did not answer it in time, gets no other one. Each
-#: would wait that long without result, because no check tells that the engine is gone.
-AVOIDED_S = 5.0
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Prefiller:
-    """A prefill engine that a header has named. Times are the loop's."""
-
-    engine: KnownEngine
-    #: When it was last asked for the data that its protocol needs before a leg.
-    checked_at: float | None = None
-    check: asyncio.Task[None] | None = None
-    #: When it was last found not to fit, or was asked again since.
-    misfit_at: float | None = None
-    #: Since when it gets no leg after a failure.
-    avoided_at: float | None = None
-
-    def may_ask(self, now: float) -> bool:
-        """Whether it may get a leg: it speaks this protocol, or it is time to ask again."""
-        if not self.engine.misfit:
-            self.misfit_at = None
-            return True
-        if self.misfit_at is None:
-            self.misfit_at = now
-        return now - self.misfit_at >= MISFIT_S
-
-    def avoided(self, now: float) -> bool:
-        return self.avoided_at is not None and now - self.avoided_at < AVOIDED_S
-
-    def asked(self, now: float) -> None:
-        """The engine gets a leg. After a failure, other requests go on without it meanwhile."""
-        if self.avoided_at is not None:
-            self.avoided_at = now
-        if self.engine.misfit:
-            self.misfit_at = now
-
-
-class Prefillers:
-    """The prefill engines that headers have named, by HOST:PORT. `close` ends their checks.
-
-    check: asks an engine for the data that its protocol needs before the first leg.
-    """
+class HeaderPlacer:
+    """Implements `Places`, with the prefill engines that headers have named. pick: takes a number n
+    and returns one below n."""
 
     def __init__(
         self,
+        engines: KnownEngines,
         protocol: ForwardProtocol,
         config: SidecarConfig,
-        check: Callable[[KnownEngine], Awaitable[None]],
+        monitor: EngineMonitor,
+        *,
+        pick: Callable[[int], int],
     ):
-        self._protocol, self._config, self._check = protocol, config, check
-        #: Decode engines have smaller numbers.
-        self._number = config.ranks
-        self._known: OrderedDict[str, Prefiller] = OrderedDict()
-        self._tasks = OwnedTasks()
+        self.choices: Counter[tuple[str, str]] = Counter()
+        self._protocol, self._config, self._monitor = protocol, config, monitor
+        self._pick = pick
+        self._decode = {engine.name: engine for engine in engines.all}
+        self._numbers = itertools.count(len(engines.all))
+        #: By HOST:PORT.
+        self._prefill: OrderedDict[str, KnownEngine] = OrderedDict()
 
-    async def close(self) -> None:
-        await self._tasks.end()
-
-    def get(self, name: str) -> Prefiller:
-        """When there are too many engines, the one named longest ago is forgotten."""
-        known = self._known.get(name)
-        if known is None:
+    def named(self, name: str) -> KnownEngine:
+        """A prefill engine. When there are too many, the one named longest ago is forgotten."""
+        engine = self._prefill.get(name)
+        if engine is None:
             options = self._config.prefiller(name)
-            engine = KnownEngine(self._number, options, self._protocol, followed=False)
-            self._number += 1
-            known = self._known[name] = Prefiller(engine)
-            if len(self._known) > MAX_PREFILLERS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(name)
-        return known
+            engine = KnownEngine(next(self._numbers), options, self._protocol, followed=False)
+            self._prefill[name] = engine
+            if len(self._prefill) > MAX_PREFILLERS:
+                self._prefill.popitem(last=False)
+        self._prefill.move_to_end(name)
+        return engine
 
     @property
     def misfits(self) -> dict[str, str]:
-        """Why engines get no legs, by their names."""
-        known = self._known.items()
-        return {name: one.engine.misfit for name, one in known if one.engine.misfit}
+        """Why prefill engines get no legs, by their names."""
+        return {name: one.misfit for name, one in self._prefill.items() if one.misfit}
 
     async def prepare(self, name: str) -> None:
         """Returns when the engine was asked for its ids lately, where legs need them.
@@ -125,38 +85,12 @@ class Prefillers:
         """
         if not self._protocol.query_path:
             return
-        known, now = self.get(name), asyncio.get_running_loop().time()
-        last, every_s = known.checked_at, self._config.forwarder.health_interval_s
-        if last is not None and now - last < every_s:
+        engine, now = self.named(name), asyncio.get_running_loop().time()
+        if now - engine.checked_at < self._config.forwarder.health_interval_s:
             return
-        if known.check is None:
-            text = f"check of {known.engine.name}"
-            known.check = self._tasks.start(self._check_once(known), name=text)
-        if last is None or known.engine.engine_ids:
-            await asyncio.shield(known.check)
-
-    async def _check_once(self, known: Prefiller) -> None:
-        try:
-            await self._check(known.engine)
-            known.checked_at = asyncio.get_running_loop().time()
-        finally:
-            known.check = None
-
-
-class HeaderPlacer:
-    """Implements `Places`. pick: takes a number n and returns one below n."""
-
-    def __init__(
-        self,
-        engines: KnownEngines,
-        protocol: ForwardProtocol,
-        prefillers: Prefillers,
-        *,
-        pick: Callable[[int], int],
-    ):
-        self.choices: Counter[tuple[str, str]] = Counter()
-        self._protocol, self._prefillers, self._pick = protocol, prefillers, pick
-        self._decode = {engine.name: engine for engine in engines.all}
+        look = self._monitor.look(engine)
+        if engine.checked_at == -math.inf or engine.engine_ids:
+            await asyncio.shield(look)
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
@@ -165,23 +99,18 @@ class HeaderPlacer:
             raise NoWorkers("the decode engine is not healthy")
         alone, prefill = tried.alone or self._why_alone(request), None
         if not alone:
-            left = [
-                one
-                for one in map(self._prefillers.get, request.named.prefill)
-                if one.engine.number not in tried.prefill
-            ]
+            named = map(self.named, request.named.prefill)
+            left = [one for one in named if one.number not in tried.prefill]
             prefill = self._choose(left)
             if prefill is None and not self._protocol.decodes_alone:
                 raise NoWorkers("no prefill engine that was named is left")
             if prefill is None:
-                unfit = any(one.engine.misfit for one in left)
-                alone = "misfit" if unfit else "no_prefill_worker"
+                alone = "misfit" if any(one.misfit for one in left) else "no_prefill_worker"
         tokens = tokens_of(request.prompt)
         return EnginePlacement(
             prefill=prefill,
             decode=decode,
             alone=alone,
-            chain=(),
             prompt_tokens=tokens,
             uncached_tokens=tokens,
         )
@@ -193,13 +122,6 @@ class HeaderPlacer:
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
         """Choices do not depend on sent prompts."""
-        if engine is placement.prefill:
-            self._prefillers.get(engine.name).avoided_at = None
-
-    def prefill_failed(self, failure: LegFailed) -> None:
-        if failure.kind in ("refused", "timeout"):
-            known = self._prefillers.get(failure.engine.name)
-            known.avoided_at = asyncio.get_running_loop().time()
 
     def _why_alone(self, request: ClientRequest) -> str:
         if not request.named.prefill:
@@ -211,23 +133,16 @@ class HeaderPlacer:
             )
         return reason
 
-    def _choose(self, left: list[Prefiller]) -> KnownEngine | None:
+    def _choose(self, left: list[KnownEngine]) -> KnownEngine | None:
         """left: those that the request has not tried."""
-        now = asyncio.get_running_loop().time()
-        able = [
-            one
-            for one in left
-            if (one.engine.engine_ids or not self._protocol.query_path) and one.may_ask(now)
-        ]
-        good = [one for one in able if not one.avoided(now)]
+        able = [one for one in left if one.fits]
+        good = [one for one in able if not one.avoided]
         if good or self._protocol.decodes_alone:
             able = good
         if not able:
             return None
         self.choices["prefill", "header"] += 1
-        chosen = able[self._pick(len(able))]
-        chosen.asked(now)
-        return chosen.engine
+        return able[self._pick(len(able))]
 
 
 class Door:
@@ -240,23 +155,24 @@ class Door:
     def __init__(
         self,
         forwarding: Forwarding,
-        prefillers: Prefillers,
+        placer: HeaderPlacer,
         allowed: AllowedHosts,
         ranks: dict[int, KnownEngine],
         own: int,
     ):
-        self._forwarding, self._prefillers, self._allowed = forwarding, prefillers, allowed
+        self._forwarding, self._placer, self._allowed = forwarding, placer, allowed
         self._ranks, self._own = ranks, own
         self._refusals = LogLimit()
 
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        refuse = self._forwarding.refuse
         try:
             named = Named(accepted(incoming.named.prefill, self._allowed), self._rank(incoming))
         except ValueError as exc:
-            return await self._refuse(client, error(400, "BadRequestError", str(exc)))
+            return await refuse(client, error(400, "BadRequestError", str(exc)))
         except NotAllowed as exc:
-            return await self._refuse(client, self._not_allowed(exc))
-        await asyncio.gather(*(self._prefillers.prepare(name) for name in named.prefill))
+            return await refuse(client, self._not_allowed(exc))
+        await asyncio.gather(*(self._placer.prepare(name) for name in named.prefill))
         incoming = dataclasses.replace(incoming, named=named)
         await self._forwarding.generate(incoming, route, data, client)
 
@@ -291,7 +207,3 @@ class Door:
             f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
         )
         return error(403, "PermissionDeniedError", text)
-
-    async def _refuse(self, client: Client, answer: Answer) -> None:
-        self._forwarding.stats.refused[answer.status] += 1
-        await client.send(answer)

@@ -15,7 +15,6 @@ from dynamo_lite.forward.engines import (
     parse_load,
 )
 from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.mooncake import engine_ids
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.address import host_port
@@ -32,22 +31,24 @@ _LOAD_INTERVAL_S = 1.0
 
 
 class EngineMonitor:
-    """Async context manager: checks every engine while it lasts."""
+    """Async context manager: checks every engine while it lasts.
+
+    sent: forgets what an engine that has ended was sent. None: engines are not chosen by it, nor by
+    load.
+    """
 
     def __init__(
         self,
         engines: KnownEngines,
         upstream: Upstream,
-        config: ForwarderConfig,
-        sent: SentPrompts,
+        interval_s: float,
+        sent: SentPrompts | None,
     ):
         self._engines, self._upstream, self._sent = engines, upstream, sent
-        self._interval_s = config.health_interval_s
-        choices = {config.prefill_choice, config.decode_choice}
-        self._weighs = bool(choices & {"least-load", "prefix"})
+        self._interval_s = interval_s
         self._tasks = OwnedTasks()
-        #: Numbers of engines that `look` checks now.
-        self._looking: set[int] = set()
+        #: Checks of engines that are not followed, by their numbers.
+        self._looks: dict[int, asyncio.Task[None]] = {}
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
 
@@ -62,7 +63,7 @@ class EngineMonitor:
     def follow(self, engine: KnownEngine) -> None:
         """Checks the engine until it has left."""
         self._tasks.start(self._follow(engine), name=f"health of {engine.name}")
-        if self._weighs:
+        if self._sent is not None:
             self._tasks.start(self._follow_load(engine), name=f"load of {engine.name}")
 
     def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
@@ -73,17 +74,14 @@ class EngineMonitor:
         if failure.kind == "refused":
             self._failed(engine, failure)
 
-    def look(self, engine: KnownEngine) -> None:
-        """Starts a check of an engine that is not followed, if none is under way."""
-        if not engine.followed and engine.number not in self._looking:
-            self._looking.add(engine.number)
-            self._tasks.start(self._look(engine), name=f"check of {engine.name}")
-
-    async def _look(self, engine: KnownEngine) -> None:
-        try:
-            await self.check(engine)
-        finally:
-            self._looking.discard(engine.number)
+    def look(self, engine: KnownEngine) -> "asyncio.Task[None]":
+        """A check of an engine that is not followed: the one that is under way, or a new one."""
+        number = engine.number
+        if number not in self._looks:
+            look = self._tasks.start(self.check(engine), name=f"check of {engine.name}")
+            look.add_done_callback(lambda _: self._looks.pop(number))
+            self._looks[number] = look
+        return self._looks[number]
 
     async def _follow(self, engine: KnownEngine) -> None:
         # An engine that has left may have open legs.
@@ -103,30 +101,31 @@ class EngineMonitor:
                 engine.answered_at = loop.time()
             else:
                 await self._end_silent(engine)
-            return
-        engine.answered_at = loop.time()
-        engine.reconsider(loop.time())
-        if engine.passed():
-            logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
-            self.compare()
+        else:
+            engine.answered_at = loop.time()
+            if engine.passed():
+                logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
+                self.compare()
+        engine.checked_at = loop.time()
 
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
             logger.warning("%s is unhealthy", failure)
-            self._sent.forget(engine.number)
+            if self._sent is not None:
+                self._sent.forget(engine.number)
 
     async def _end_silent(self, engine: KnownEngine) -> None:
         """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An
         engine that computes for long, or whose streams move, may answer checks late and keeps its
         legs."""
         now = asyncio.get_running_loop().time()
-        silent_s = now - max(engine.answered_at, self._upstream.heard_at(engine))
+        silent_s = now - max(engine.answered_at, engine.heard_at)
         if not engine.legs or engine.failures < FAILURES or silent_s < SILENCE_S:
             return
         if await _answers(self._upstream, engine):
             engine.answered_at = asyncio.get_running_loop().time()
             return
-        if self._upstream.heard_at(engine) > now:
+        if engine.heard_at > now:
             return
         engine.ends += 1
         if count := self._upstream.give_up(engine, "the engine has fallen silent"):
@@ -151,7 +150,7 @@ class EngineMonitor:
 
     async def _follow_load(self, engine: KnownEngine) -> None:
         while not engine.left:
-            if engine.healthy:
+            if engine.healthy and self._engines.rivals(engine):
                 try:
                     load = await read_load(self._upstream, engine)
                 except LegFailed as exc:

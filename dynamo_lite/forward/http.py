@@ -22,7 +22,7 @@ from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.header_placing import Door
 from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES, ForwardProtocol
+from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
@@ -44,6 +44,8 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 #: How long a request's body may take to arrive.
 BODY_S = 60.0
 _CLOSE = {"connection": "close"}
+#: Routes that generate, with any protocol.
+_GENERATE = VLLM_ROUTES | {SGLANG_GENERATE}
 
 Reply = Callable[[], Answer]
 
@@ -70,7 +72,6 @@ class ForwardServer:
         self,
         forwarding: Forwarding | Door,
         config: ForwarderConfig,
-        protocol: ForwardProtocol,
         sock: socket.socket,
         own: Mapping[str, Reply],
         *,
@@ -78,8 +79,6 @@ class ForwardServer:
         on_drop: OnDrop = uncounted,
     ):
         self._forwarding, self._config, self._own = forwarding, config, own
-        #: Those that generate.
-        self._routes = protocol.routes | VLLM_ROUTES | {SGLANG_GENERATE}
         self._sock, self._tls = sock, tls
         self._pending = PendingConnections(most_pending(), lambda: on_drop("http"))
         self._listener: asyncio.Server | None = None
@@ -171,7 +170,7 @@ class ForwardServer:
             data = await self._body(request)
         except Final as refused:
             return await client.send(refused.answer)
-        if request.method == "POST" and request.path in self._routes:
+        if request.method == "POST" and request.path in _GENERATE:
             await self._forwarding.generate(incoming, request.path, data, client)
         else:
             await self._forwarding.pass_on(incoming, data, client)

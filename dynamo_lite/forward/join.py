@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad
+from dynamo_lite.forward.engines import KnownEngines, StockEngineLoad
 from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.health import CHECK_S, check, read_load
+from dynamo_lite.forward.health import CHECK_S, EngineMonitor, read_load
 from dynamo_lite.forward.options import EngineOptions, EngineRole, ProtocolName
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
@@ -73,14 +73,7 @@ class JoinOptions(EngineOptions):
 
     @property
     def record(self) -> StockEngine:
-        return StockEngine(
-            url=self.url,
-            role=self.role,
-            protocol=self.protocol,
-            transfer_host=self.transfer_host,
-            transfer_port=self.transfer_port,
-            notify_port=self.notify_port,
-        )
+        return msgspec.convert(self, StockEngine, from_attributes=True)
 
 
 class JoinedEngine:
@@ -89,9 +82,11 @@ class JoinedEngine:
     def __init__(self, config: Mapping[str, Any] | JoinOptions, spec: ProcessSpec):
         self._options = options = msgspec.convert(config, JoinOptions)
         self._spec = spec
-        self._engine = KnownEngine(0, options, PROTOCOLS[options.protocol], model=options.model)
+        engines = KnownEngines((), PROTOCOLS[options.protocol])
+        self._engine = engines.add(options, model=options.model)
         self._stack = AsyncExitStack()
         self._upstream = Upstream(CHECK_S)
+        self._monitor = EngineMonitor(engines, self._upstream, options.health_interval_s, None)
         self._load: StockEngineLoad | None = None
         self._host: Host | None = None
         #: Whether the record is in the store; None: a call has failed, so it may be there or not.
@@ -151,16 +146,8 @@ class JoinedEngine:
 
     async def _check(self) -> bool:
         """Whether the engine is healthy."""
-        engine = self._engine
-        try:
-            await check(self._upstream, engine)
-        except LegFailed as exc:
-            if engine.failed(str(exc), at_once=exc.kind == "refused"):
-                logger.warning("%s is unhealthy", exc)
-        else:
-            if engine.passed():
-                logger.info("engine %s is healthy", engine.name)
-        return engine.healthy
+        await self._monitor.check(self._engine)
+        return self._engine.healthy
 
     async def _follow(self) -> None:
         """Registers the engine when it becomes healthy, and deregisters it when it no longer is."""

@@ -2,79 +2,89 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.placing import Places
-from dynamo_lite.forward.workflow import Forwarding
+
+
+@dataclass(slots=True)
+class ForwardStats:
+    """Counts since the start."""
+
+    #: Answers by how (`disaggregated`, `alone`, `passed`) and why.
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    #: Failed legs by leg and kind.
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    #: Errors that the client got, by status, without errors of engines that are passed on.
+    refused: Counter[int] = field(default_factory=Counter[int])
+    #: Answers that broke off after their first byte.
+    broken: int = 0
+    #: Clients that disconnected before the end of their answer.
+    gone: int = 0
+    #: Fields that clients must not set, and that were removed.
+    removed_fields: int = 0
+    in_flight: int = 0
+
+
+#: By the labels' values.
+_Values = Mapping[tuple[str, ...], int]
+#: Name, text and labels of a metric.
+_Row = tuple[str, str, tuple[str, ...], _Values]
 
 
 class ForwardMetrics(Collector):
     """Reads the counts from their owners."""
 
-    def __init__(
-        self,
-        forwarding: Forwarding,
-        placer: Places,
-        engines: KnownEngines,
-    ):
-        self._stats, self._placer, self._engines = forwarding.stats, placer, engines
+    def __init__(self, stats: ForwardStats, placer: Places, engines: KnownEngines):
+        self._stats, self._placer, self._engines = stats, placer, engines
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        stats, engines = self._stats, self._engines.all
+        for name, text, labels, values in self._counts():
+            yield _filled(CounterMetricFamily(name, text, labels=labels), values)
+        for name, text, labels, values in self._states():
+            yield _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+    def _counts(self) -> Iterable[_Row]:
+        stats = self._stats
         text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        answers = CounterMetricFamily("dynamo_lite_forward_answers", text, labels=("how", "reason"))
-        yield _filled(answers, stats.answered)
+        yield "dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered
         text = "Legs that failed before the client had a byte"
-        failed = CounterMetricFamily(
-            "dynamo_lite_forward_leg_failures", text, labels=("leg", "kind")
-        )
-        yield _filled(failed, stats.failures)
+        yield "dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures
         text = "Engines that were chosen, by leg and reason"
-        chosen = CounterMetricFamily("dynamo_lite_forward_choices", text, labels=("leg", "reason"))
-        yield _filled(chosen, self._placer.choices)
+        yield "dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices
         text = "Requests that got an error because no engine answered them"
-        refused = CounterMetricFamily("dynamo_lite_forward_refused", text, labels=("status",))
-        yield _filled(refused, {(str(status),): count for status, count in stats.refused.items()})
-        yield CounterMetricFamily(
-            "dynamo_lite_forward_broken", "Answers that broke off", value=stats.broken
+        refused = {(str(status),): count for status, count in stats.refused.items()}
+        yield "dynamo_lite_forward_refused", text, ("status",), refused
+        yield "dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}
+        text = "Clients that disconnected before the end of their answer"
+        yield "dynamo_lite_forward_clients_gone", text, (), {(): stats.gone}
+        text = "Fields of clients' bodies that only a forwarder may set"
+        yield "dynamo_lite_forward_removed_fields", text, (), {(): stats.removed_fields}
+
+    def _states(self) -> Iterable[_Row]:
+        yield "dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}
+        which, engines = (
+            ("engine", "role"),
+            {(e.name, e.options.role): e for e in self._engines.all},
         )
-        yield CounterMetricFamily(
-            "dynamo_lite_forward_clients_gone",
-            "Clients that disconnected before the end of their answer",
-            value=stats.gone,
-        )
-        yield CounterMetricFamily(
-            "dynamo_lite_forward_removed_fields",
-            "Fields of clients' bodies that only a forwarder may set",
-            value=stats.removed_fields,
-        )
-        yield GaugeMetricFamily(
-            "dynamo_lite_forward_requests", "Requests in flight", value=stats.in_flight
-        )
-        which = ("engine", "role")
-        text = "1 while the engine gets legs"
-        usable = GaugeMetricFamily("dynamo_lite_forward_engine_usable", text, labels=which)
-        yield _filled(usable, {(e.name, e.options.role): e.usable for e in engines})
-        text = "Legs of this process at the engine"
-        legs = GaugeMetricFamily("dynamo_lite_forward_engine_legs", text, labels=which)
-        yield _filled(legs, {(e.name, e.options.role): e.legs for e in engines})
-        text = "Engines that are known and not used, by reason"
-        unused = GaugeMetricFamily("dynamo_lite_forward_unused_engines", text, labels=("reason",))
+        usable = {labels: engine.usable for labels, engine in engines.items()}
+        yield "dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable
+        legs = {labels: engine.legs for labels, engine in engines.items()}
+        yield "dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs
         reasons = Counter((why.reason,) for why in self._engines.unused.values())
-        reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines)
-        yield _filled(unused, reasons)
+        reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines.values())
+        text = "Engines that are known and not used, by reason"
+        yield "dynamo_lite_forward_unused_engines", text, ("reason",), reasons
 
 
-def _filled(
-    family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[tuple[str, ...], int]
-) -> Metric:
-    """values: by the labels' values."""
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:
     for labels, value in values.items():
         family.add_metric(list(labels), value)
     return family

@@ -1,22 +1,25 @@
-"""The options of the Forwarder in the YAML file. Imports nothing heavy: the command line does."""
+"""The options of the Forwarder in the YAML file, and of a sidecar.
+
+Imports nothing heavy, because the command line imports it.
+"""
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 import annotated_types as at
 
-from dynamo_lite.forward.choosing import Strategy
+from dynamo_lite.forward.named import PRIVATE, AllowedHosts
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.options import (
-    KvRoutingOptions,
     NaturalOption,
     PositiveOption,
     SecondsOption,
 )
 from dynamo_lite.protocol.records import LAST_PORT, Port
+from dynamo_lite.runtime.address import host_port
 
 EngineRole = Literal["prefill", "decode", "prefill-decode"]
 ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
@@ -109,15 +112,6 @@ class ForwarderConfig:
     #: PEM file of the authorities that may have signed the certificates of joined engines;
     #: None: the system's.
     joined_ca_file: str | None = None
-    #: How the engine of a prefill leg is chosen.
-    prefill_choice: Strategy = "round-robin"
-    #: As prefill_choice, for decode legs.
-    decode_choice: Strategy = "round-robin"
-    #: Whether the decode engine is chosen with the prefill engine or after the prefill leg. Only
-    #: of serial protocols: the others need both at once.
-    choose_decode: Literal["batch", "staged"] = "batch"
-    #: How the choices `least-load` and `prefix` weigh engines.
-    routing: KvRoutingOptions = field(default_factory=KvRoutingOptions)
     #: Prompts with at most this many uncached tokens (estimated) get no prefill leg; 0: all get
     #: one.
     max_local_prefill_length: NaturalOption = 0
@@ -194,3 +188,76 @@ def parse_engine_url(url: str) -> tuple[str, int]:
     if parts.scheme not in ("http", "https") or not host or port is None or any(extra):
         raise ValueError(problem)
     return host, port
+
+
+#: Prefill legs that contain the decode engine's own address.
+_NEED_HOST = ("moriio-read", "moriio-write")
+_PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
+
+
+class UnverifiedEngine(EngineOptions):
+    """An engine of which any certificate is accepted."""
+
+    unverified = True
+
+
+def trusted_engine(ca_file: str | None, unverified: bool, **options: Any) -> EngineOptions:
+    """An engine of which any certificate is accepted, or one of the authorities in the file (None:
+    the system's). Raises ValueError."""
+    if not options["url"].startswith("https:"):
+        return EngineOptions(**options)
+    if unverified:
+        return UnverifiedEngine(**options)
+    return EngineOptions(**options, ca_file=ca_file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarConfig:
+    """A server beside one decode engine.
+
+    `forwarder` has the HTTP server's options, and an engine for each data-parallel rank: rank r
+    listens r ports above the first one, and so does the server in front of it.
+    """
+
+    forwarder: ForwarderConfig
+    #: What all prefill engines that headers name have in common; the URL's host and port are any.
+    prefillers: EngineOptions = _PREFILLERS
+    #: Hosts that headers may name.
+    allowed: tuple[str, ...] = PRIVATE
+    #: How one of several named prefill engines is chosen.
+    choice: Literal["first", "random"] = "first"
+    #: Port of the sidecar's own metrics, on the same address; 0: none.
+    metrics_port: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        AllowedHosts(self.allowed)
+        protocol = self.forwarder.protocol
+        if protocol in _NEED_HOST and self.forwarder.engines[0].transfer_host is None:
+            raise ValueError(
+                f"protocol {protocol} tells prefill engines where the decode engine is: give"
+                " --transfer-host, this host's address as they see it"
+            )
+        ports = range(self.forwarder.port, self.forwarder.port + self.ranks)
+        if self.forwarder.port and (ports[-1] > 65535 or self.metrics_port in ports):
+            raise ValueError(f"ports {ports[0]} to {ports[-1]} are not free for the ranks")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.forwarder.engines)
+
+    def prefiller(self, name: str) -> EngineOptions:
+        """name: HOST:PORT."""
+        scheme = "https" if self.prefillers.secure else "http"
+        return replace(self.prefillers, url=f"{scheme}://{name}")
+
+
+def decode_engines(first: EngineOptions, ranks: int) -> tuple[EngineOptions, ...]:
+    """One for each data-parallel rank, on consecutive ports. Raises ValueError."""
+    host, port = parse_engine_url(first.url)
+    if not 1 <= ranks <= 1024 or port + ranks - 1 > 65535:
+        raise ValueError(f"{ranks} ranks from port {port} on: at most 1024, up to port 65535")
+    scheme = urlsplit(first.url).scheme
+    return tuple(
+        replace(first, url=f"{scheme}://{host_port(host, port + rank)}") for rank in range(ranks)
+    )

@@ -1,31 +1,22 @@
-"""One attempt of a request: its legs in the protocol's order, and its answer to the client."""
+"""The orders in which an attempt's legs are sent."""
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+from dynamo_lite.forward import headers
+from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.legs import Legs, Sending, sending
-from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import EnginePlacement, Places, Tried
-from dynamo_lite.forward.protocols.base import (
-    MIN_TOKENS_ROUTES,
-    ForwardProtocol,
-    HandoverAttempt,
-    PrefillAnswer,
-)
-from dynamo_lite.forward.relay import relay
+from dynamo_lite.forward.events import LIMIT_BYTES, Beginning, EventReader
+from dynamo_lite.forward.failures import Final, LegFailed
+from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
+from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.one_token import plain
+from dynamo_lite.forward.relay import break_off, relay
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes, changes_for
-from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
+from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -33,223 +24,138 @@ logger = logging.getLogger(__name__)
 #: decode engine then tells the prefill engine that the KV is not needed. Otherwise the blocks stay
 #: reserved until a lease ends.
 _LET_GO_S = 1.0
+#: How long a decode leg without needed tokens may run, so that it receives its KV.
+_SETTLE_S = 30.0
+
+_Opening = asyncio.Task[EngineAnswer]
 
 
-@dataclass(slots=True, kw_only=True)
-class ForwardJob:
-    """One request in flight, the client that gets its answer, and the engines that it has tried."""
-
-    incoming: Incoming
-    request: ClientRequest
-    client: Client
-    tried: Tried = field(default_factory=Tried)
-    #: For `explain`.
-    note: RequestNote
-    #: Decode engines that failed.
-    failed: int = 0
+async def alone(one: RequestAttempt) -> None:
+    """No prefill leg: the decode engine gets the client's own body."""
+    request, placement = one.job.request, one.placement
+    how = ("alone", placement.alone) if request.route else ("passed", "")
+    await _alone(one, placement.decode, how)
 
 
-class LegOrders:
-    """answered: counts answers by how and why. over: work that is still done for ended requests;
-    its owner ends it."""
+async def _alone(one: RequestAttempt, engine: KnownEngine, how: tuple[str, str]) -> None:
+    with engine.leg(one.placement.prompt_tokens) as computed:
+        response = await one.open(engine, "decode", one.job.request.data)
+        await _relay(one, response, computed, how=how)
+    one.sent(engine)
 
-    def __init__(
-        self,
-        protocol: ForwardProtocol,
-        config: ForwarderConfig,
-        placer: Places,
-        upstream: Upstream,
-        monitor: EngineMonitor,
-    ):
-        self.protocol, self.config, self.placer = protocol, config, placer
-        self.answered: Counter[tuple[str, str]] = Counter()
-        self.over = OwnedTasks()
-        self._upstream, self._monitor = upstream, monitor
 
-    def legs(self, job: ForwardJob) -> Legs:
-        return Legs(job.incoming, self._upstream, self._monitor, self.config, job.note)
-
-    async def alone(self, job: ForwardJob, placement: EnginePlacement) -> None:
-        """No prefill leg: the decode engine gets the client's own body."""
-        engine = placement.decode
-        assert engine is not None
-        request = job.request
-        async with self.legs(job) as legs:
-            with engine.leg(placement.prompt_tokens) as computed:
-                passed = not request.route
-                response = await legs.open(
-                    Sending(engine, "decode", request.data or None), passes_errors=passed
-                )
-                how = ("passed", "") if passed else ("alone", placement.alone)
-                await self._relay(job, legs, response, computed, how=how)
-        self.placer.sent(engine, placement)
-
-    async def single(
-        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
-    ) -> None:
-        """The decode engine asks the prefill engine itself."""
-        prefill, engine = pair(placement)
-        leg = self.protocol.decode(job.request.body, attempt, None)
-        async with self.legs(job) as legs:
-            with prefill.leg(placement.uncached_tokens) as computed, engine.leg(0):
-                try:
-                    response = await legs.open(sending(engine, "decode", leg))
-                    await self._relay(job, legs, response, computed)
-                except LegFailed:
-                    # The answer does not tell which of the two engines has failed.
-                    job.tried.prefill.add(prefill.number)
-                    raise
-        self.placer.sent(prefill, placement)
-        self.placer.sent(engine, placement)
-
-    async def serial(
-        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
-    ) -> None:
-        """The decode leg gets the prefill leg's answer."""
-        prefill, protocol = placement.prefill, self.protocol
-        assert prefill is not None
-        first = protocol.prefill(job.request.body, attempt)
-        async with self.legs(job) as legs:
-            with prefill.leg(placement.uncached_tokens):
-                answer = await self._prefill(legs, sending(prefill, "prefill", first), attempt)
-            self.placer.sent(prefill, placement)
-            engine = self._decode_engine(job, placement)
-            handoff = protocol.extract(answer)
-            if handoff is None:
-                return await self._without_handoff(job, placement, engine, legs)
-            prefill.empty_legs = 0
-            second = protocol.decode(job.request.body, attempt, handoff)
-            changes = changes_for(second, answer)
-            with engine.leg(0) as computed:
-                response = await self._hand_over(legs, sending(engine, "decode", second))
-                await self._relay(job, legs, response, computed, changes=changes)
-        self.placer.sent(engine, placement)
-
-    async def parallel(
-        self, job: ForwardJob, placement: EnginePlacement, attempt: HandoverAttempt
-    ) -> None:
-        """Both legs at once. The decode engine's bytes are held back until the prefill leg has
-        succeeded, because without its KV they are worthless."""
-        prefill, engine = pair(placement)
-        body, protocol = job.request.body, self.protocol
-        first = protocol.prefill(body, attempt)
-        second = protocol.decode(body, attempt, None)
-        streams = protocol.prefill_streams and job.request.stream
-
-        async def prefilled(legs: Legs) -> PrefillAnswer:
-            """The decode engine may take over the KV after the leg's end."""
-            ends, ids = prefill.ends, attempt.prefill.engine_ids
-            one = sending(prefill, "prefill", first)
-            answer = await self._prefill(legs, one, attempt, streams=streams)
-            legs.stays(prefill, ends, ids, streams=job.request.stream)
-            return answer
-
-        async with self.legs(job) as legs:
-            with engine.leg(0), prefill.leg(placement.uncached_tokens) as computed:
-                prefilling = legs.start(prefilled(legs), "prefill leg")
-                decoding = legs.start(legs.open(sending(engine, "decode", second)), "decode leg")
-                await legs.all(prefilling, decoding)
-                answer, response = prefilling.result(), decoding.result()
-                computed()
-                self.placer.sent(prefill, placement)
-                changes = changes_for(second, answer)
-                await self._relay(job, legs, response, computed, changes=changes)
-        self.placer.sent(engine, placement)
-
-    def _decode_engine(self, job: ForwardJob, placement: EnginePlacement) -> KnownEngine:
-        """Chooses the decode engine after a serial prefill leg. Raises LegFailed, NoWorkers."""
-        engine = placement.decode
-        if engine is not None and engine.usable:
-            return engine
-        if engine is not None and self.protocol.names_decode:
-            raise LegFailed(engine, "decode", "refused", engine.trouble)
-        return self.placer.place_decode(placement, job.tried)
-
-    async def _without_handoff(
-        self, job: ForwardJob, placement: EnginePlacement, engine: KnownEngine, legs: Legs
-    ) -> None:
-        prefill = placement.prefill
-        assert prefill is not None
-        logger.info("engine %s has handed nothing over", prefill.name)
-        # On other routes the first token may end the sequence, and nothing is left to hand over.
-        if job.request.route in MIN_TOKENS_ROUTES:
-            if prefill.handed_nothing(asyncio.get_running_loop().time()):
-                logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
-        with engine.leg(placement.prompt_tokens) as computed:
-            response = await legs.open(Sending(engine, "decode", job.request.data))
-            await self._relay(job, legs, response, computed, how=("alone", "no_handoff"))
-        self.placer.sent(engine, placement)
-
-    async def _hand_over(self, legs: Legs, one: Sending) -> EngineAnswer:
-        """Opens the decode leg. If the client disconnects meanwhile, the engine still gets the
-        request, and some time to take it over, before its connection is closed."""
-        opening = asyncio.create_task(legs.open(one), name="decode leg")
+async def single(one: RequestAttempt) -> None:
+    """The decode engine asks the prefill engine itself."""
+    prefill, engine = one.prefill, one.placement.decode
+    leg = one.parts.protocol.decode(one.job.request.body, one.ids, None)
+    with prefill.leg(one.placement.uncached_tokens) as computed, engine.leg(0):
+        prefill.asked()
         try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            self.over.start(_let_go(opening), name="let go")
+            response = await one.open(engine, "decode", leg)
+            await _relay(one, response, computed)
+        except LegFailed:
+            # The answer does not tell which of the two engines has failed.
+            one.job.tried.prefill.add(prefill.number)
             raise
+    one.sent(prefill)
+    one.sent(engine)
 
-    async def _prefill(
-        self,
-        legs: Legs,
-        one: Sending,
-        attempt: HandoverAttempt,
-        *,
-        streams: bool = False,
-    ) -> PrefillAnswer:
-        """A prefill leg. Raises LegFailed also if another process has answered than the one that
-        the decode engine waits for, or an engine of another protocol."""
-        engine = one.engine
-        answer = await legs.prefill(one, streams=streams)
-        before, misfit = engine.misfit, self.protocol.mismatch(answer)
-        engine.misfit, engine.asked_again_at = misfit, 0.0
-        if misfit:
-            if not before:
-                logger.error("engine %s gets no prefill legs: %s", engine.name, misfit)
-            raise LegFailed(engine, "prefill", "mismatch", misfit)
-        if self.protocol.learn is None:
-            return answer
-        learned, expected = self.protocol.learn(answer), attempt.prefill.identity
-        engine.learned(learned)
-        if expected is not None and learned != expected:
-            text = "another process or data-parallel rank has answered, or nothing was handed over"
-            raise LegFailed(engine, "prefill", "unpaired", text)
+
+async def serial(one: RequestAttempt) -> None:
+    """The decode leg gets the prefill leg's answer."""
+    prefill, protocol = one.prefill, one.parts.protocol
+    with prefill.leg(one.placement.uncached_tokens):
+        answer = await _checked_prefill(one)
+    one.sent(prefill)
+    engine = _decode_engine(one)
+    handoff = protocol.extract(answer)
+    if handoff is None:
+        _handed_nothing(one)
+        return await _alone(one, engine, ("alone", "no_handoff"))
+    prefill.empty_legs = 0
+    second = protocol.decode(one.job.request.body, one.ids, handoff)
+    with engine.leg(0) as computed:
+        response = await _hand_over(one, engine, second)
+        await _relay(one, response, computed, changes=changes_for(second, answer))
+    one.sent(engine)
+
+
+async def parallel(one: RequestAttempt) -> None:
+    """Both legs at once. The decode engine's bytes are held back until the prefill leg has
+    succeeded, because without its KV they are worthless."""
+    prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
+    stream = one.job.request.stream
+    second = protocol.decode(one.job.request.body, one.ids, None)
+
+    async def prefilled() -> PrefillAnswer:
+        """The decode engine may take over the KV after the leg's end."""
+        ends = prefill.ends
+        answer = await _checked_prefill(one, streams=protocol.prefill_streams and stream)
+        one.stays(ends, streams=stream)
         return answer
 
-    async def _relay(
-        self,
-        job: ForwardJob,
-        legs: Legs,
-        response: EngineAnswer,
-        computed: Callable[[], None],
-        *,
-        how: tuple[str, str] = ("disaggregated", ""),
-        changes: Changes = UNCHANGED,
-    ) -> None:
-        """computed: of `KnownEngine.leg`, where the prompt is computed."""
-
-        def on_first() -> None:
-            self.begins(job, *how)
-            computed()
-            legs.handed_over()
-            if job.request.sequences > 1:
-                legs.lift_prefill_limit()
-
-        await relay(job.client, legs, response, changes=changes, on_first=on_first)
-
-    def begins(self, job: ForwardJob, how: str, reason: str = "") -> None:
-        """The client gets its first byte."""
-        self.answered[how, reason] += 1
-        job.note.message.how, job.note.message.reason = how, reason
+    with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
+        prefilling = one.start(prefilled(), "prefill leg")
+        decoding = one.start(one.open(engine, "decode", second), "decode leg")
+        await one.all(prefilling, decoding)
+        computed()
+        one.sent(prefill)
+        changes = changes_for(second, prefilling.result())
+        await _relay(one, decoding.result(), computed, changes=changes)
+    one.sent(engine)
 
 
-def pair(placement: EnginePlacement) -> tuple[KnownEngine, KnownEngine]:
-    assert placement.prefill is not None and placement.decode is not None
-    return placement.prefill, placement.decode
+def _decode_engine(one: RequestAttempt) -> KnownEngine:
+    """The decode engine after a serial prefill leg. Raises LegFailed, NoWorkers."""
+    engine, protocol = one.placement.decode, one.parts.protocol
+    if engine.usable and not protocol.staged:
+        return engine
+    if protocol.names_decode:
+        raise LegFailed(engine, "decode", "refused", engine.trouble)
+    return one.parts.placer.place_decode(one.placement, one.job.tried)
 
 
-async def _let_go(opening: "asyncio.Task[EngineAnswer]") -> None:
+async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> PrefillAnswer:
+    """A prefill leg. Raises LegFailed also if another process has answered than the one that
+    the decode engine waits for, or an engine of another protocol."""
+    engine, protocol = one.prefill, one.parts.protocol
+    engine.asked()
+    answer = await one.prefilled(streams=streams)
+    misfit = protocol.mismatch(answer)
+    if engine.answered(misfit):
+        logger.error("engine %s gets no prefill legs: %s", engine.name, misfit)
+    if misfit:
+        raise LegFailed(engine, "prefill", "mismatch", misfit)
+    if protocol.learn is None:
+        return answer
+    learned, expected = protocol.learn(answer), one.ids.prefill.identity
+    engine.learned(learned)
+    if expected is not None and learned != expected:
+        text = "another process or data-parallel rank has answered, or nothing was handed over"
+        raise LegFailed(engine, "prefill", "unpaired", text)
+    return answer
+
+
+def _handed_nothing(one: RequestAttempt) -> None:
+    prefill = one.prefill
+    logger.info("engine %s has handed nothing over", prefill.name)
+    # On other routes the first token may end the sequence, and nothing is left to hand over.
+    if one.job.request.route in MIN_TOKENS_ROUTES and prefill.handed_nothing():
+        logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
+
+
+async def _hand_over(one: RequestAttempt, engine: KnownEngine, leg: Leg) -> EngineAnswer:
+    """Opens the decode leg. If the client disconnects meanwhile, the engine still gets the
+    request, and some time to take it over, before its connection is closed."""
+    opening = asyncio.create_task(one.open(engine, "decode", leg), name="decode leg")
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        one.parts.over.start(_let_go(opening), name="let go")
+        raise
+
+
+async def _let_go(opening: _Opening) -> None:
     try:
         await asyncio.wait({opening}, timeout=_LET_GO_S)
     finally:
@@ -257,3 +163,143 @@ async def _let_go(opening: "asyncio.Task[EngineAnswer]") -> None:
         await end_tasks(opening)
         if not opening.cancelled() and opening.exception() is None:
             opening.result().close()
+
+
+async def _relay(
+    one: RequestAttempt,
+    response: EngineAnswer,
+    computed: Callable[[], None],
+    *,
+    how: tuple[str, str] = ("disaggregated", ""),
+    changes: Changes = UNCHANGED,
+) -> None:
+    """computed: of `KnownEngine.leg`, where the prompt is computed."""
+
+    def on_first() -> None:
+        one.begins(*how)
+        computed()
+        one.handed_over()
+        if one.job.request.sequences > 1:
+            one.lift_prefill_limit()
+
+    await relay(one, response, changes=changes, on_first=on_first)
+
+
+async def first_token(one: RequestAttempt) -> None:
+    """Both legs at once. The first token comes from the prefill engine, and all others from the
+    decode engine: `first_token.py` joins them."""
+    prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
+    body, client = one.job.request.body, one.job.client
+    first, second = protocol.prefill(body, one.ids), protocol.decode(body, one.ids, None)
+    merge, ends = FirstTokenMerge(_limit(one.job.request)), prefill.ends
+    with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
+        prefilling = one.start(one.open(prefill, "prefill", first), "prefill leg")
+        decoding = one.start(one.open(engine, "decode", second), "decode leg")
+        try:
+            async with asyncio.timeout(one.parts.config.prefill_timeout_s):
+                changes = changes_for(first, PrefillAnswer())
+                await _first_tokens(one, prefilling, decoding, merge, changes)
+        except (LegFailed, Final, MalformedEvent, TimeoutError) as exc:
+            if client.started:
+                await break_off(client, exc, whole=True)
+            if isinstance(exc, LegFailed | Final):
+                raise
+            kind = "timeout" if isinstance(exc, TimeoutError) else "malformed"
+            raise LegFailed(prefill, "prefill", kind, str(exc)) from exc
+        computed()
+        one.sent(prefill)
+        if merge.over:
+            one.leave_open(decoding)
+            one.parts.over.start(_read_out(decoding), name="rest of a decode leg")
+            await client.write(merge.end())
+            return await client.finish()
+        one.stays(ends, streams=True)
+        try:
+            await _other_tokens(one, decoding, merge, changes_for(second, PrefillAnswer()))
+        except (LegFailed, Final, MalformedEvent) as exc:
+            await end_tasks(decoding)  # the client's end would interrupt it later
+            await break_off(client, f"decode leg: {exc}", whole=True)
+        await client.finish()
+    one.sent(engine)
+
+
+async def _first_tokens(
+    one: RequestAttempt,
+    prefilling: _Opening,
+    decoding: _Opening,
+    merge: FirstTokenMerge,
+    changes: Changes,
+) -> None:
+    """The whole prefill leg. What comes before the first token is held back: until then, another
+    engine can be asked. Raises LegFailed, Final, MalformedEvent."""
+    await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+    if not prefilling.done():
+        decoding.result()
+        await asyncio.wait({prefilling})
+    response = prefilling.result()
+    client, held, reader = one.job.client, b"", EventReader(response)
+    while events := await reader.next_without_error():
+        held += merge.from_prefill(changes.events(events))
+        if not held or not (merge.begun or len(held) > LIMIT_BYTES):
+            continue
+        if not client.started:
+            if decoding.done():
+                decoding.result()  # raises its failure while another engine can be asked
+            one.begins("disaggregated")
+            head = headers.to_client(response.headers)
+            head.popall("content-length", None)
+            response.shown = True
+            await client.start(200, head)
+        shown, held = held, b""
+        await client.write(shown)
+    if not client.started:
+        raise LegFailed(response.engine, "prefill", "unpaired", "no token")
+
+
+async def _other_tokens(
+    one: RequestAttempt, decoding: _Opening, merge: FirstTokenMerge, changes: Changes
+) -> None:
+    """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
+    await one.all(decoding)
+    response = decoding.result()
+    reader = EventReader(response)
+    events = await one.watched(_until_output(reader), "first events")
+    one.handed_over()
+    while events:
+        if shown := merge.from_decode(changes.events(events)):
+            response.shown = True
+            await one.job.client.write(shown)
+        events = await reader.next()
+
+
+async def _until_output(reader: EventReader) -> bytes:
+    """The events of the decode leg up to its first output. Raises LegFailed."""
+    beginning = Beginning()
+    while (events := await reader.next()) and not beginning.over(events):
+        pass
+    return beginning.data
+
+
+def _limit(request: ClientRequest) -> int | None:
+    """The client's limit on tokens."""
+    for key in ("max_completion_tokens", "max_tokens"):
+        value = plain(request.body.get(key))
+        if isinstance(value, int):
+            return value
+    return None
+
+
+async def _read_out(decoding: _Opening) -> None:
+    """Reads a leg without needed tokens to its end. The decode engine must receive the KV, or
+    the prefill engine would keep it."""
+    try:
+        async with asyncio.timeout(_SETTLE_S):
+            response = await decoding
+            try:
+                await response.read()
+            finally:
+                response.close()
+    except (TimeoutError, LegFailed, Final) as exc:
+        logger.debug("the rest of a decode leg: %s", exc)
+    finally:
+        await end_tasks(decoding)

@@ -1,22 +1,19 @@
 """Which engines take one attempt of a request."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from random import randrange
 from typing import Protocol
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import (
     EngineChooser,
     SentPrompts,
-    Strategy,
     no_prefill_reason,
     text_chain,
     tokens_of,
 )
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
-from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.protocol.errors import NoWorkers
@@ -52,11 +49,10 @@ class EnginePlacement:
 
     #: None: the decode engine computes the prompt.
     prefill: KnownEngine | None
-    #: None: chosen after the prefill leg.
-    decode: KnownEngine | None
+    decode: KnownEngine
     #: Why there is no prefill leg.
-    alone: str
-    chain: Sequence[ChainHash]
+    alone: str = ""
+    chain: Sequence[ChainHash] = ()
     prompt_tokens: int
     #: Tokens of the prompt that are not assumed to be in the prefill engine's cache.
     uncached_tokens: int
@@ -73,15 +69,11 @@ class Places(Protocol):
         ...
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
-        """After the prefill leg. Raises NoWorkers."""
+        """Another decode engine, after the prefill leg. Raises NoWorkers."""
         ...
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
         """The engine has computed, or received, the prompt."""
-        ...
-
-    def prefill_failed(self, failure: LegFailed) -> None:
-        """A prefill leg has failed."""
         ...
 
 
@@ -104,42 +96,29 @@ class Placer:
         config: ForwarderConfig,
         sent: SentPrompts,
     ):
-        #: Choices by leg and reason.
         self.choices: Counter[tuple[str, str]] = Counter()
-        self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
-        strategies: dict[str, Strategy] = {
-            "prefill": config.prefill_choice,
-            "decode": config.decode_choice,
-        }
-        self._choosers = {
-            leg: EngineChooser(leg, strategy, config.routing, below=randrange)
-            for leg, strategy in strategies.items()
-        }
-        self._compares = "prefix" in strategies.values() or bool(config.max_local_prefill_length)
-        self._staged = (
-            config.choose_decode == "staged"
-            and protocol.order == "serial"
-            and not protocol.names_decode
-        )
+        self._engines, self._protocol, self._sent = engines, protocol, sent
+        self._limit = config.max_local_prefill_length
+        self._chooser = EngineChooser()
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
-        chain = text_chain(request.prompt) if self._compares else []
-        matched = self._sent.matched(chain)
-        tokens = tokens_of(request.prompt)
+        chain = text_chain(request.prompt)
+        matched, tokens = self._sent.matched(chain), tokens_of(request.prompt)
         alone = tried.alone or self._alone(request)
         prefilling = [] if alone else self._engines.prefilling(tried.prefill)
         if not alone and not prefilling:
             alone = "no_prefill_worker"
-        decode = None
-        if alone or not self._staged:
-            # A request that is passed on unchanged may go to every engine.
-            decode = self._choose_decode(tried, matched, alone=bool(alone and request.route))
-            prefilling = [engine for engine in prefilling if engine is not decode]
-            alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
-            if alone and request.route and not decode.decodes_alone:
-                decode = self._choose_decode(tried, matched, alone=True)
+        # A request that is passed on unchanged may go to every engine.
+        without = bool(alone and request.route)
+        decode = self._choose_decode(tried, matched, alone, able_alone=without)
+        prefilling = [engine for engine in prefilling if engine is not decode]
+        alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
+        if alone and request.route and not decode.decodes_alone:
+            decode = self._choose_decode(tried, matched, alone, able_alone=True)
         prefill = None if alone else self._choose("prefill", prefilling, matched, tried)
+        again = prefill is not None and self._protocol.staged
+        self._took(one for one in tried.choices if not (again and one.leg == "decode"))
         return EnginePlacement(
             prefill=prefill,
             decode=decode,
@@ -152,27 +131,22 @@ class Placer:
         )
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
-        """For staged protocols, after the prefill leg. Raises NoWorkers."""
-        without = Tried(prefill=tried.prefill, decode=set(tried.decode), choices=tried.choices)
+        """Raises NoWorkers."""
+        without = Tried(decode=set(tried.decode), choices=tried.choices)
         if placement.prefill is not None:
             without.decode.add(placement.prefill.number)
-        matched = self._sent.matched(placement.chain)
-        return self._choose_decode(without, matched, alone=False)
-
-    def prefill_failed(self, failure: LegFailed) -> None:
-        """Does nothing: engines are checked."""
+        engine = self._choose_decode(without, self._sent.matched(placement.chain), "")
+        self._took(one for one in tried.choices if one.leg == "decode")
+        return engine
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
-        """The engine has computed, or received, the prompt."""
-        if engine.left:
-            return
-        self._sent.sent(engine.number, placement.chain)
+        if not engine.left:
+            self._sent.sent(engine.number, placement.chain)
 
     def forget(self, engine: KnownEngine) -> None:
         """The engine has left."""
         self._sent.forget(engine.number)
-        for chooser in self._choosers.values():
-            chooser.forget(engine.name)
+        self._chooser.forget(engine.name)
 
     def _alone(self, request: ClientRequest) -> str:
         """Raises CannotServe."""
@@ -193,19 +167,28 @@ class Placer:
             prompt_tokens=tokens,
             cached_tokens=matched.get(decode.number, 0),
             prefill_engines=prefilling,
-            max_local_prefill_length=self._config.max_local_prefill_length,
+            max_local_prefill_length=self._limit,
         )
 
     def _choose_decode(
-        self, tried: Tried, matched: Mapping[int, int], *, alone: bool
+        self, tried: Tried, matched: Mapping[int, int], alone: str, *, able_alone: bool = False
     ) -> KnownEngine:
-        able = self._engines.decoding(tried.decode, alone=alone)
+        """What it holds counts where it computes the prompt, or may: else the KV comes from the
+        prefill engine. able_alone: whether it must be able to do without."""
+        able = self._engines.decoding(tried.decode, alone=able_alone)
         if not able:
-            raise NoWorkers(self._missing(tried, alone=alone))
-        return self._choose("decode", able, matched, tried)
+            raise NoWorkers(self._missing(tried, alone=able_alone))
+        by_prefix = bool(alone or self._limit)
+        return self._choose("decode", able, matched, tried, by_prefix=by_prefix)
 
     def _choose(
-        self, leg: str, able: Sequence[KnownEngine], matched: Mapping[int, int], tried: Tried
+        self,
+        leg: str,
+        able: Sequence[KnownEngine],
+        matched: Mapping[int, int],
+        tried: Tried,
+        *,
+        by_prefix: bool = True,
     ) -> KnownEngine:
         candidates = [
             LegCandidate(
@@ -216,10 +199,15 @@ class Placer:
             )
             for engine in able
         ]
-        choice = self._choosers[leg].choose(candidates)
-        self.choices[leg, choice.reason] += 1
+        choice = self._chooser.choose(leg, candidates, by_prefix=by_prefix)
         tried.chose(choice)
         return next(engine for engine in able if engine.name == choice.engine)
+
+    def _took(self, choices: Iterable[LegChoice]) -> None:
+        """These choices are the last ones for their legs."""
+        for one in choices:
+            self.choices[one.leg, one.reason] += 1
+            self._chooser.took(one)
 
     def _missing(self, tried: Tried, *, alone: bool) -> str:
         """The text contains no addresses, because a client reads it."""

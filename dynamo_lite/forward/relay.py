@@ -5,12 +5,12 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo_lite.forward import headers
+from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.events import Beginning, EventReader, ends_event, failure
 from dynamo_lite.forward.failures import Broken, LegFailed
-from dynamo_lite.forward.legs import Legs
-from dynamo_lite.forward.rewriting import UNCHANGED, Changes
+from dynamo_lite.forward.rewriting import Changes
 
 
 def is_stream(response: EngineAnswer) -> bool:
@@ -18,29 +18,28 @@ def is_stream(response: EngineAnswer) -> bool:
 
 
 async def relay(
-    client: Client,
-    legs: Legs,
+    attempt: RequestAttempt,
     response: EngineAnswer,
     *,
-    changes: Changes = UNCHANGED,
+    changes: Changes,
     on_first: Callable[[], None],
 ) -> None:
     """Passes the whole answer of a decode leg. on_first: called before the first byte.
 
     Raises LegFailed before the first byte, Broken after it, ClientGone.
     """
-    head = headers.to_client(response.headers)
+    client, head = attempt.job.client, headers.to_client(response.headers)
     if changes.any:
         head.popall("content-length", None)
     if changes.any and not is_stream(response):
-        data = changes.whole(await legs.watched(response.read(), "whole answer"))
+        data = changes.whole(await attempt.watched(response.read(), "whole answer"))
         head["content-length"] = str(len(data))
         on_first()
         await client.start(response.status, head)
         await client.write(data)
         return await client.finish()
     # The head is held back until the first output: until then, another engine can be asked.
-    data = await _until_output(legs, response)
+    data = await _until_output(attempt, response)
     response.shown = True
     on_first()
     await client.start(response.status, head)
@@ -51,14 +50,14 @@ async def relay(
     await client.finish()
 
 
-async def _until_output(legs: Legs, response: EngineAnswer) -> bytes:
+async def _until_output(attempt: RequestAttempt, response: EngineAnswer) -> bytes:
     """The first bytes, in a stream up to its first output. Raises LegFailed, Final."""
-    data = await legs.watched(response.read_some(), "first bytes")
+    data = await attempt.watched(response.read_some(), "first bytes")
     if not is_stream(response):
         return data
     beginning = Beginning()
     while data and not beginning.over(data):
-        data = await legs.watched(response.read_some(), "first bytes")
+        data = await attempt.watched(response.read_some(), "first bytes")
     if beginning.error is not None:
         raise failure(response, beginning.error)
     return beginning.data

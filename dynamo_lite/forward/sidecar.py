@@ -13,16 +13,15 @@ from typing import Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.forward.choosing import SentPrompts
+from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, engine_tls
-from dynamo_lite.forward.header_placing import Door, HeaderPlacer, Prefillers
+from dynamo_lite.forward.header_placing import Door, HeaderPlacer
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.named import AllowedHosts
-from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.options import ForwarderConfig, SidecarConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.runtime.listening import bind
@@ -57,24 +56,25 @@ class Sidecar:
         ports: list[int] = [sock.getsockname()[1] for sock in sockets]
         engines = KnownEngines(own.engines, protocol)
         upstream = await enter(Upstream(own.idle_timeout_s))
-        monitor = await enter(EngineMonitor(engines, upstream, own, SentPrompts()))
-        prefillers = Prefillers(protocol, config, monitor.check)
-        self._stack.push_async_callback(prefillers.close)
+        monitor = await enter(EngineMonitor(engines, upstream, own.health_interval_s, None))
         pick = random.randrange if config.choice == "random" else lambda count: 0
-        placer = HeaderPlacer(engines, protocol, prefillers, pick=pick)
-        forwarding = await enter(Forwarding(protocol, own, placer, upstream, monitor))
+        placer = HeaderPlacer(engines, protocol, config, monitor, pick=pick)
+        parts = ForwardParts(
+            protocol=protocol, config=own, placer=placer, upstream=upstream, monitor=monitor
+        )
+        forwarding = await enter(Forwarding(parts))
         allowed, ranks = AllowedHosts(config.allowed), dict(zip(ports, engines.all, strict=True))
         if config.metrics_port:
             registry = CollectorRegistry()
-            registry.register(ForwardMetrics(forwarding, placer, engines))
-            health = partial(_health, own, engines, prefillers, forwarding)
+            registry.register(ForwardMetrics(forwarding.stats, placer, engines))
+            health = partial(_health, own, engines, placer, forwarding)
             await enter(StatusServer(health, registry, own.host, config.metrics_port))
         for port, sock in zip(ports, sockets, strict=True):
             ready = reply_of(partial(_ready, ranks[port]))
             # `/metrics` is the engine's.
             own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
-            door = Door(forwarding, prefillers, allowed, ranks, port)
-            server = ForwardServer(door, own, protocol, sock, own_paths, tls=tls)
+            door = Door(forwarding, placer, allowed, ranks, port)
+            server = ForwardServer(door, own, sock, own_paths, tls=tls)
             await server.start()
             self._stack.push_async_callback(server.stop, 0.0)
             self._servers.append(server)
@@ -116,12 +116,12 @@ def _ready(engine: KnownEngine) -> dict[str, Any]:
 
 
 def _health(
-    own: ForwarderConfig, engines: KnownEngines, prefillers: Prefillers, forwarding: Forwarding
+    own: ForwarderConfig, engines: KnownEngines, placer: HeaderPlacer, forwarding: Forwarding
 ) -> Mapping[str, Any]:
     return {
         "ok": any(engine.usable for engine in engines.all),
         "protocol": own.protocol,
         "engines": {engine.name: {"trouble": engine.trouble} for engine in engines.all},
-        "unfit_prefillers": prefillers.misfits,
+        "unfit_prefillers": placer.misfits,
         "requests": forwarding.stats.in_flight,
     }

@@ -7,7 +7,7 @@ client, which has a stream reader of its own, a token costs several times as muc
 import asyncio
 import ssl
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -39,17 +39,14 @@ class Upstream:
 
     def __init__(self, idle_s: float):
         self._idle_s = idle_s
-        self._open: dict[UpstreamConnection, _Address] = {}
-        #: Idle connections, with the time when each became idle; the last one is used first.
-        self._idle: dict[_Place, list[tuple[UpstreamConnection, float]]] = {}
-        self._sweep: asyncio.TimerHandle | None = None
+        self._open: set[UpstreamConnection] = set()
+        #: Idle connections; the last one is used first.
+        self._idle: dict[_Place, list[UpstreamConnection]] = {}
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._sweep is not None:
-            self._sweep.cancel()
         for connection in self._open:
             connection.abort()
         await asyncio.sleep(0)  # the loop closes them now
@@ -105,28 +102,22 @@ class Upstream:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
 
-    def heard_at(self, engine: KnownEngine) -> float:
-        """When an open connection to the engine had its last bytes, in the loop's time; 0: none
-        had any."""
-        return max((one.heard_at for one in self._to(engine)), default=0.0)
-
     def give_up(self, engine: KnownEngine, why: str) -> int:
         """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
         connection was lost. Returns how many."""
-        return sum(one.answer.give_up(why) for one in self._to(engine) if one.answer is not None)
+        return sum(answer.give_up(why) for answer in self._answers(engine))
 
-    def _to(self, engine: KnownEngine) -> list[UpstreamConnection]:
-        return [one for one, where in self._open.items() if where == engine.options.address]
+    def _answers(self, engine: KnownEngine) -> list[EngineAnswer]:
+        """Those that have not ended."""
+        answers = [one.answer for one in self._open if one.answer is not None]
+        return [answer for answer in answers if answer.engine is engine]
 
     def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
-        idle = self._idle.get(place)
-        while idle:
-            connection, since = idle.pop()
-            fresh = asyncio.get_running_loop().time() - since < _KEEP_ALIVE_S
-            if fresh and connection.usable:
+        for connection in reversed(self._idle.get(place, [])):
+            if connection.usable:
+                self._idle[place].remove(connection)
                 return connection
-            connection.abort()
         return None
 
     async def _connect(
@@ -135,7 +126,8 @@ class Upstream:
         loop = asyncio.get_running_loop()
 
         def made() -> UpstreamConnection:
-            return UpstreamConnection(lambda it: self._free((address, tls), it), self._lost)
+            place = address, tls
+            return UpstreamConnection(partial(self._free, place), partial(self._lost, place))
 
         while True:
             due = loop.time() + _CONNECT_S
@@ -149,40 +141,24 @@ class Upstream:
                 raise LegFailed(engine, leg, "refused", text) from exc
             except OSError as exc:
                 if isinstance(exc, ConnectionRefusedError):
-                    self._nobody_listens(engine, address)
+                    engine.ends += 1
+                    for answer in self._answers(engine):
+                        answer.left()
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
-            self._open[connection] = address
+            self._open.add(connection)
             return connection
 
-    def _nobody_listens(self, engine: KnownEngine, address: _Address) -> None:
-        if address == engine.options.address:
-            engine.ends += 1
-        for connection, where in self._open.items():
-            if where == address and connection.answer is not None:
-                connection.answer.left()
-
-    def _lost(self, connection: UpstreamConnection) -> None:
-        self._open.pop(connection, None)
-
     def _free(self, place: _Place, connection: UpstreamConnection) -> None:
-        loop = asyncio.get_running_loop()
-        self._idle.setdefault(place, []).append((connection, loop.time()))
-        if self._sweep is None:
-            self._sweep = loop.call_later(_KEEP_ALIVE_S, self._close_idle)
+        self._idle.setdefault(place, []).append(connection)
+        connection.close_later(_KEEP_ALIVE_S)
 
-    def _close_idle(self) -> None:
-        """Closes connections that were not used for long; an engine might not close them."""
-        loop = asyncio.get_running_loop()
-        self._sweep = None
-        for place, idle in list(self._idle.items()):
-            old = [one for one in idle if loop.time() - one[1] >= _KEEP_ALIVE_S]
-            for connection, _ in old:
-                connection.abort()
-            self._idle[place] = idle[len(old) :]
-            if not self._idle[place]:
+    def _lost(self, place: _Place, connection: UpstreamConnection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(place, [])
+        if connection in idle:
+            idle.remove(connection)
+            if not idle:
                 del self._idle[place]
-        if self._idle:
-            self._sweep = loop.call_later(_KEEP_ALIVE_S, self._close_idle)
 
 
 @lru_cache(maxsize=4096)

@@ -1,32 +1,25 @@
 """One workflow for all protocols: sanitize, choose, prefill, extract, decode, relay, settle.
 
 This module owns the retries after a failure. They end when the first byte of the answer is on its
-way to the client. `orders.py` runs one attempt, `placing.py` chooses its engines, and `protocols/`
-has the handover protocols.
+way to the client. `placing.py` chooses the engines of an attempt, `attempt.py` is one, `orders.py`
+sends its legs, and `protocols/` has the handover protocols.
 """
 
 import asyncio
 import logging
 import secrets
-from collections import Counter
+import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
-from dynamo_lite.forward import bodies
+from dynamo_lite.forward import bodies, orders
+from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
-from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
-from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.merged import merged
-from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.orders import ForwardJob, LegOrders
-from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Places
-from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, LegOrder, Peer
-from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.forward.placing import CannotServe, EnginePlacement
+from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import ForwardAttempt
 
@@ -35,50 +28,23 @@ logger = logging.getLogger(__name__)
 #: More sequences in one request than any engine runs.
 MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
-#: Stands for an engine that is not chosen yet.
-_NO_PEER = Peer(address="", host="", port=0)
 
-
-@dataclass(slots=True)
-class Stats:
-    """Counts since the start."""
-
-    #: Answers by how (`disaggregated`, `alone`, `passed`) and why.
-    answered: Counter[tuple[str, str]]
-    #: Failed legs by leg and kind.
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    #: Errors that the client got, by status, without errors of engines that are passed on.
-    refused: Counter[int] = field(default_factory=Counter[int])
-    #: Answers that broke off after their first byte.
-    broken: int = 0
-    #: Clients that disconnected before the end of their answer.
-    gone: int = 0
-    #: Fields that clients must not set, and that were removed.
-    removed_fields: int = 0
-    in_flight: int = 0
+LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
     """Async context manager."""
 
-    def __init__(
-        self,
-        protocol: ForwardProtocol,
-        config: ForwarderConfig,
-        placer: Places,
-        upstream: Upstream,
-        monitor: EngineMonitor,
-    ):
-        self._orders = LegOrders(protocol, config, placer, upstream, monitor)
-        self.stats = Stats(self._orders.answered)
+    def __init__(self, parts: ForwardParts):
+        self._parts, self._protocol, self._config = parts, parts.protocol, parts.config
+        self.stats = parts.stats
         self.decisions = ForwardDecisionLog()
-        self._protocol, self._config, self._placer = protocol, config, placer
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._orders.over.end()
+        await self._parts.over.end()
 
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
@@ -88,28 +54,31 @@ class Forwarding:
             # It goes to an engine, whose error text is better.
             return await self.pass_on(incoming, data, client)
         except TooDeep:
-            return await self._refuse(client, _too_deep())
+            return await self.refuse(client, _too_deep())
         self.stats.removed_fields += len(request.removed)
         if request.sequences > MAX_SEQUENCES:
             text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
-            return await self._refuse(client, error(400, "BadRequestError", text))
+            return await self.refuse(client, error(400, "BadRequestError", text))
         job = self._job(incoming, request, client)
         self.decisions.append(job.note)
         await self._run(job)
 
     async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
         """Passes any other request unchanged to one decode engine. Raises ClientGone."""
-        removed: tuple[str, ...] = ()
-        if data:
-            try:
-                _, data, removed = bodies.sanitized(data)
-            except MalformedBody:
-                logger.debug("%s: the body is not a JSON object", incoming.path)
-            except TooDeep:
-                return await self._refuse(client, _too_deep())
+        try:
+            _, data, removed = bodies.sanitized(data) if data else ({}, data, ())
+        except MalformedBody:
+            removed = ()
+            logger.debug("%s: the body is not a JSON object", incoming.path)
+        except TooDeep:
+            return await self.refuse(client, _too_deep())
         self.stats.removed_fields += len(removed)
         request = ClientRequest(route="", body={}, data=data, named=incoming.named)
         await self._run(self._job(incoming, request, client))
+
+    async def refuse(self, client: Client, answer: Answer) -> None:
+        self.stats.refused[answer.status] += 1
+        await client.send(answer)
 
     def _job(self, incoming: Incoming, request: ClientRequest, client: Client) -> ForwardJob:
         note = client.note = RequestNote(request.route, incoming.client_id, self._config)
@@ -135,17 +104,12 @@ class Forwarding:
             self.stats.in_flight -= 1
             job.note.ended(outcome)
 
-    async def _refuse(self, client: Client, answer: Answer) -> None:
-        self.stats.refused[answer.status] += 1
-        await client.send(answer)
-
     async def _until_answered(self, job: ForwardJob) -> None:
         """Raises Final, Broken, ClientGone."""
         failure: LegFailed | None = None
         while True:
             try:
-                await self._attempt(job)
-                return
+                return await self._attempt(job)
             except CannotServe as exc:
                 job.note.no_engine(exc)
                 answer = error(501, "NotImplementedError", str(exc))
@@ -157,46 +121,42 @@ class Forwarding:
                 if self._retries(job, exc):
                     continue
                 answer = failure_answer(exc)
-            return await self._refuse(job.client, answer)
+            return await self.refuse(job.client, answer)
 
     async def _attempt(self, job: ForwardJob) -> None:
         """Raises LegFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
         choices = job.tried.choices = []
-        placement = self._placer.place(job.request, job.tried)
-        tokens = placement.prompt_tokens
-        if placement.prefill is None:
-            job.note.tries(ForwardAttempt(alone=placement.alone, choices=choices), tokens)
-            return await self._orders.alone(job, placement)
-        attempt = self._new_attempt(job, placement, placement.prefill)
-        order = self._protocol.order_for(attempt.prefill)
-        noted = ForwardAttempt(order=order, choices=choices)
-        job.note.tries(noted, tokens, attempt.request_id)
-        await self._order(job, order)(job, placement, attempt)
+        placement, ids = self._parts.placer.place(job.request, job.tried), None
+        noted = ForwardAttempt(alone=placement.alone, choices=choices)
+        order: LegsInOrder = orders.alone
+        if placement.prefill is not None:
+            ids = self._ids(job, placement)
+            noted.order = kind = self._protocol.order_for(ids.prefill)
+            order = self._order(job, kind)
+        job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
+        async with RequestAttempt(self._parts, job, placement, ids) as attempt:
+            await order(attempt)
 
-    def _order(
-        self, job: ForwardJob, order: LegOrder
-    ) -> Callable[[ForwardJob, EnginePlacement, HandoverAttempt], Coroutine[Any, Any, None]]:
+    def _order(self, job: ForwardJob, order: LegOrder) -> LegsInOrder:
         match order:
             case "serial":
-                return self._orders.serial
+                return orders.serial
             case "single":
-                return self._orders.single
+                return orders.single
             case "parallel":
-                if self._protocol.first_token_from_prefill and job.request.stream:
-                    return partial(merged, self._orders)
-                return self._orders.parallel
+                first = self._protocol.first_token_from_prefill and job.request.stream
+                return orders.first_token if first else orders.parallel
 
-    def _new_attempt(
-        self, job: ForwardJob, placement: EnginePlacement, prefill: KnownEngine
-    ) -> HandoverAttempt:
+    def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
+        assert placement.prefill is not None
         count = job.request.sequences if self._protocol.batches else 1
         return HandoverAttempt(
             route=job.request.route,
             unique=secrets.token_hex(16),
             client_id=job.incoming.client_id,
             rooms=tuple(secrets.randbits(63) for _ in range(count)),
-            prefill=prefill.peer,
-            decode=_NO_PEER if placement.decode is None else placement.decode.peer,
+            prefill=placement.prefill.peer,
+            decode=placement.decode.peer,
         )
 
     def _retries(self, job: ForwardJob, failure: LegFailed) -> bool:
@@ -204,14 +164,16 @@ class Forwarding:
         job.note.failed(failure)
         self.stats.failures[failure.leg, failure.kind] += 1
         logger.info("a %s leg has failed: %s", failure.leg, failure)
+        engine = failure.engine
         if failure.leg == "prefill":
-            self._placer.prefill_failed(failure)
+            if failure.kind in ("refused", "timeout"):
+                engine.avoided_at = time.monotonic()
             if self._protocol.decodes_alone:
                 job.tried.alone = "prefill_failed"
             else:
                 # No decode engine could serve it alone, so the next prefill engine is tried, if
                 # there is one.
-                job.tried.prefill.add(failure.engine.number)
+                job.tried.prefill.add(engine.number)
             return True
         job.failed += 1
         repeatable = bool(job.request.route) or job.incoming.method in _IDEMPOTENT
@@ -222,7 +184,7 @@ class Forwarding:
             return False
         # An engine may close a connection that was idle: one such failure does not exclude it.
         if failure.kind != "broken" or job.failed > 1:
-            job.tried.decode.add(failure.engine.number)
+            job.tried.decode.add(engine.number)
         return True
 
 

@@ -36,6 +36,7 @@ from dynamo_lite.serve.run_state import (
 )
 from dynamo_lite.serve.supervisor import Supervisor
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
+from dynamo_lite.vllm.compat import tested_range, vllm_version
 
 _MAX_LONE_SERVICES = 1000
 #: The first one begins a drain, the second one kills all processes.
@@ -54,9 +55,11 @@ async def serve(request: ServeRequest) -> int:
         startup_checks.fixed_port(service)
         for service in _services_here(request.config, request.only)
     ]
-    for service in started:
-        if service.service.flags != "none":
-            startup_checks.check_tls(service)
+    served = [service for service in started if service.service.flags != "none"]
+    for service in served:
+        startup_checks.check_tls(service)
+    if served:
+        progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
         directory = _lock_directory(request, stack)

@@ -6,13 +6,17 @@ Each is refused with this one line, for one release; then its row goes.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_ROUTING = ("Frontend.kv-router", "Router.kv-router", "Forwarder.routing")
+_ROUTING = ("Frontend.kv-router", "Router.kv-router")
+_BY_LOAD = "nothing: engines are chosen by load, and by the prompts that they were sent"
 
 #: `Section.key` of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "Forwarder.body-timeout-s": "nothing: a body may take 60 s to arrive",
+        "Forwarder.choose-decode": "nothing: `kvt-staged` chooses after the prefill leg, by itself",
         "Forwarder.connect-timeout-s": "nothing: a connection to an engine may take 2 s",
+        "Forwarder.prefill-choice": _BY_LOAD,
+        "Forwarder.decode-choice": _BY_LOAD,
         "Forwarder.engines.insecure-skip-verify": "`ca-file`: the authority of its certificate",
         "Forwarder.engines.kv-events": "nothing: engines hold what they were sent",
         "Forwarder.engines.kv-replay": "nothing: engines hold what they were sent",
@@ -20,8 +24,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "Forwarder.joined-insecure-skip-verify": "`joined-ca-file`: the authorities' certificates",
         "Forwarder.load-interval-s": "nothing: the load of engines is read each second",
         "Forwarder.prefill-failure": "nothing: the decode engine computes the prompt",
-        "Forwarder.routing.max-index-blocks": "nothing: 500,000 blocks are remembered",
-        "Forwarder.routing.temperature": "nothing: the best engine is taken",
+        "Forwarder.routing": "nothing: a token that an engine holds counts as 2 that wait there",
         "Forwarder.tokenize-timeout-s": "nothing: amounts of tokens are estimates",
         "Frontend.canary": "nothing: heartbeats report an engine that does not work",
         "Frontend.kv-router.temperature": "nothing: the best worker is taken",

@@ -13,22 +13,24 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve.config import GraphConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.processes import answer_of
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.serve.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules
-from dynamo_lite.vllm.compat import vllm_version
+from dynamo_lite.vllm.compat import require_tested, vllm_version
 
 _VLLM_TIMEOUT_S = 180.0
 
 
-def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
-    """Adds mistakes to the document. cache: the folder with the verdicts.
+def check_vllm_arguments(
+    config: GraphConfig, document: Document, cache: Path, *, allow_untested: bool = False
+) -> None:
+    """Adds mistakes to the document. cache: the folder with the verdicts. allow_untested: also of a
+    vLLM that was not tried.
 
-    Raises StartupError when vLLM is not installed or its parsers fail.
+    Raises StartupError when vLLM is not installed or was not tried, or its parsers fail.
     """
     sections = {
         c.service.name: {"kind": c.service.flags, "args": c.flags}
@@ -38,11 +40,7 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
     if not sections:
         return
     version = vllm_version()
-    if not version:
-        raise StartupError(
-            "vLLM is not installed; install dynamo-lite[cpu] or dynamo-lite[cuda]"
-            " (in a checkout: `make setup`)"
-        )
+    require_tested(version, allow_untested=allow_untested)
     files = {name: cache / f"{_key_of(version, s)}.json" for name, s in sections.items()}
     verdicts = {name: _kept(file) for name, file in files.items()}
     if unknown := {name: s for name, s in sections.items() if verdicts[name] is None}:

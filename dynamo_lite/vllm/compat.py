@@ -4,6 +4,7 @@ The only place with a condition on a version. `tests/vllm/seams.py` lists what e
 """
 
 from argparse import Namespace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.protocol.errors import StartupError
@@ -48,11 +49,14 @@ def tested_range() -> str:
     return f"0.{first} to 0.{last}"
 
 
-def require_tested(installed: str) -> None:
-    """Raises StartupError for a version that was not tried, or if vLLM is not installed."""
+def require_tested(installed: str, *, allow_untested: bool = False) -> None:
+    """Raises StartupError if vLLM is not installed, and for a version that was not tried."""
     if not installed:
-        raise StartupError("vLLM is not installed: pip install 'dynamo-lite[cuda]', or '[cpu]'")
-    if why := untested(installed):
+        raise StartupError(
+            "vLLM is not installed; install dynamo-lite[cpu] or dynamo-lite[cuda]"
+            " (in a checkout: `make setup`)"
+        )
+    if not allow_untested and (why := untested(installed)):
         raise StartupError(f"{why}; --allow-untested-vllm starts it nevertheless")
 
 
@@ -67,20 +71,24 @@ def validate_parsed_serve_args(args: Namespace) -> None:
 
 
 def _cli_args() -> Any:
-    try:
-        from vllm.entrypoints.common import cli_args  # from 0.33 on
-    except ImportError:
-        from vllm.entrypoints.launchers import cli_args
-    return cli_args
+    return _first_of("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
 
 
 def jsonify_non_default_args(args: Namespace) -> dict[str, Any]:
     """The arguments in the form in which vLLM passes them to its Rust frontend."""
-    try:
-        from vllm.entrypoints.common import startup as module  # from 0.33 on
-    except ImportError:
-        from vllm.entrypoints.serve.utils import api_utils as module
+    before = "vllm.entrypoints.serve.utils.api_utils"
+    module = _first_of("vllm.entrypoints.common.startup", before)
     return module.jsonify_non_default_args(args)
+
+
+def _first_of(since: str, before: str) -> Any:
+    """The module, which 0.33 has moved. Raises ImportError for a place that is none of these."""
+    try:
+        return import_module(since)
+    except ModuleNotFoundError as exc:
+        if not since.startswith(exc.name or "-"):
+            raise
+        return import_module(before)
 
 
 def structured_outputs(args: "AsyncEngineArgs") -> "StructuredOutputsConfig":

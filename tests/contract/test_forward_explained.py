@@ -104,14 +104,12 @@ async def test_a_decode_engine_that_failed_and_the_next_one():
         assert results(first)[-1] == ("decode", 500, "status")
         assert results(second)[-1] == ("decode", 200, "")
         assert first.choices[1].engine != second.choices[1].engine
-        # Round robin weighs nothing; with one candidate left there is no turn.
-        assert [one.choices[1].reason for one in (first, second)] == ["turn", "only"]
+        assert [one.choices[1].reason for one in (first, second)] == ["load", "only"]
         assert (first.choices[1].of, second.choices[1].of) == (2, 1)
 
 
 async def test_the_numbers_of_a_choice():
-    options = {"max_local_prefill_length": 100, "decode_choice": "prefix"}
-    async with rig(decode=2, **options) as r:
+    async with rig(decode=2, max_local_prefill_length=100) as r:
         prompt = "x" * 2048
         await r.text(prompt=prompt)
         await r.text(prompt=prompt)
@@ -175,14 +173,15 @@ async def test_an_answer_that_breaks_off():
 
 
 async def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decision_log, "MOST", 3)
     async with rig() as r:
+        await r.ask(headers={"x-request-id": "oldest"})
+        assert len(told(r, request_id="oldest")) == 1
         for _ in range(3):
             await r.text()
         assert [len(told(r, within_s=s)) for s in (60.0, 0.0)] == [3, 0]
         monkeypatch.setattr(decision_log, "MOST_AT_A_TIME", 2)
         assert len(told(r)) == 2
-        monkeypatch.setattr(decision_log, "LONGEST_S", 0.0)
-        await r.text()
-        assert len(r.forwarding.decisions) == 1
+        assert told(r, request_id="oldest") == []
     with pytest.raises(ProtocolError):
         r.forwarding.decisions.answer(b"nonsense", 7)

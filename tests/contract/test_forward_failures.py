@@ -12,12 +12,14 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
+from dynamo_lite.forward.attempt import ForwardJob, RequestAttempt
+from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
+from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import EMPTY_LEGS
+from dynamo_lite.forward.engines import EMPTY_LEGS, MISFIT_S
 from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
-from dynamo_lite.forward.legs import Legs, Sending
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.relay import break_off
@@ -86,14 +88,14 @@ async def slow(engine: ScriptedEngine | None, **fault: Any) -> AsyncIterator[Non
 @contextlib.contextmanager
 def handover_begins() -> Iterator[asyncio.Event]:
     """Set when the Forwarder has a prefill engine's answer, and looks whether that engine stays."""
-    begun, stays = asyncio.Event(), Legs.stays
+    begun, stays = asyncio.Event(), RequestAttempt.stays
 
-    def noted(legs: Legs, *args: Any, **options: Any) -> None:
-        stays(legs, *args, **options)
+    def noted(one: RequestAttempt, *args: Any, **options: Any) -> None:
+        stays(one, *args, **options)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Legs, "stays", noted)
+        patch.setattr(RequestAttempt, "stays", noted)
         yield begun
 
 
@@ -354,8 +356,7 @@ async def test_an_engine_that_never_hands_over_gets_no_legs_for_a_while():
         for fits in (False, True):
             if fits:
                 r.prefill[0].handover = given
-            r.engines.all[0].asked_again_at = 0.001
-            await r.check()
+            r.engines.all[0].misfit_at -= MISFIT_S
             assert r.engines.all[0].can_prefill
             for _ in range(2):
                 assert await r.text() == TEXT
@@ -507,7 +508,7 @@ async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The decode engine has the KV by then."""
-    monkeypatch.setattr("dynamo_lite.forward.legs._WHOLE_S", 0.05)
+    monkeypatch.setattr("dynamo_lite.forward.attempt._WHOLE_S", 0.05)
     async with rig("mooncake", health_interval_s=0.01) as r:
         await warm(r)
         one = r.prefill[0]
@@ -564,14 +565,21 @@ async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engin
             assert not r.decode[0].legs[0].aborted.is_set()
 
 
-def one_attempt(r: Rig) -> tuple[Legs, Sending, ForwardAttempt]:
-    """Its legs, one of them to be sent to the decode engine, and what is noted."""
+def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
+    """With what is noted of it."""
     incoming = Incoming(method="POST", path=COMPLETIONS, headers=CIMultiDict(), client_id="")
-    config, attempt = ForwarderConfig(), ForwardAttempt()
-    note = RequestNote(COMPLETIONS, "", config)
-    note.tries(attempt, 0)
-    sending = Sending(r.engines.all[1], "decode", json.dumps(STREAMED).encode())
-    return Legs(incoming, r.upstream, r.monitor, config, note), sending, attempt
+    noted, data = ForwardAttempt(), json.dumps(STREAMED).encode()
+    note = RequestNote(COMPLETIONS, "", ForwarderConfig())
+    note.tries(noted, 0)
+    request = ClientRequest(route=COMPLETIONS, body={}, data=data)
+    client: Any = None  # it gets nothing
+    job = ForwardJob(incoming=incoming, request=request, client=client, note=note)
+    return RequestAttempt(r.parts, job, r.placer.place(request, job.tried), None), noted
+
+
+def decode_leg(one: RequestAttempt) -> "asyncio.Task[EngineAnswer]":
+    opening = one.open(one.placement.decode, "decode", one.job.request.data)
+    return one.start(opening, "decode leg")
 
 
 async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
@@ -580,12 +588,12 @@ async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
         r.decode[0].handover = anything
         # More than what the connection takes before it is read.
         r.decode[0].events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
-        opened, sending, _ = one_attempt(r)
-        async with opened as legs:
+        one, _ = one_attempt(r)
+        async with one:
             async with slow(r.decode[0]):
-                decoding = legs.start(legs.open(sending), "decode leg")
+                decoding = decode_leg(one)
                 await until(1, r.decode[0])
-                legs.leave_open(decoding)
+                one.leave_open(decoding)
             await asyncio.wait({decoding})
         async with asyncio.timeout(10):
             assert b"[DONE]" in await decoding.result().read()
@@ -593,11 +601,11 @@ async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
 
 async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of_each_leg():
     async with rig("neuron-dynamic") as r, slow(r.decode[0]):
-        opened, sending, attempt = one_attempt(r)
+        one, noted = one_attempt(r)
 
         async def forwards() -> None:
-            async with opened as legs:
-                legs.start(legs.open(sending), "decode leg")
+            async with one:
+                decode_leg(one)
                 await asyncio.Event().wait()
 
         forwarding = asyncio.create_task(forwards())
@@ -607,7 +615,7 @@ async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of
             await asyncio.sleep(0)
         await asyncio.wait({forwarding})
         await aborted(r.decode[0].legs[0])
-        assert [leg.took_s is not None for leg in attempt.legs] == [True]
+        assert [leg.took_s is not None for leg in noted.legs] == [True]
 
 
 #: Events whose tokens cannot be read.
@@ -835,7 +843,7 @@ class BreaksOff:
 async def test_what_was_written_before_an_answer_broke_off_is_delivered():
     """A client that reads slowly gets all of it, the error too, and sees that it is not whole."""
     answering, sock = BreaksOff(), bind("127.0.0.1", 0)
-    server = ForwardServer(answering, ForwarderConfig(), PROTOCOLS["nixl"], sock, {})
+    server = ForwardServer(answering, ForwarderConfig(), sock, {})
     await server.start()
     try:
         async with aiohttp.ClientSession(read_bufsize=1 << 16) as session:

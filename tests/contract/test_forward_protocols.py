@@ -209,20 +209,24 @@ async def test_each_route_in_each_order(name: str, route: str):
         assert len(r.prefill[0].legs) == (4 if over else 0)
 
 
-@pytest.mark.parametrize("when", ["batch", "staged"])
-async def test_a_staged_choice_takes_the_decode_engine_after_the_prefill_leg(when: str):
-    async with rig("nixl", decode=2, choose_decode=when) as r:
+@pytest.mark.parametrize("name", ["nixl", "kvt-staged"])
+async def test_a_staged_protocol_takes_the_decode_engine_by_the_load_after_the_prefill_leg(
+    name: str,
+):
+    async with rig(name, decode=2) as r:
         hold = asyncio.Event()
         r.prefill[0].faults.append(Fault(hold=hold))
         asked = asyncio.create_task(r.text())
         await eventually(lambda: r.prefill[0].legs, 5)
-        assert sum(leg == "decode" for leg, _ in r.placer.choices) == (when == "batch")
+        r.engines.all[1].other_requests = 9
         hold.set()
         assert await asked == TEXT
+        staged = PROTOCOLS[name].staged
+        assert [len(engine.legs) for engine in r.decode] == ([0, 1] if staged else [1, 0])
 
 
 async def test_a_prefix_goes_where_it_was_sent():
-    async with rig("nixl", prefill=3, prefill_choice="prefix") as r:
+    async with rig("nixl", prefill=3) as r:
         # Fewer than engines: taking turns would spread them.
         prompts = [letter * 4000 for letter in "ab"]
         for _ in range(4):
@@ -233,7 +237,7 @@ async def test_a_prefix_goes_where_it_was_sent():
 
 
 async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
-    async with rig("nixl", prefill=1, decode=3, decode_choice="least-load") as r:
+    async with rig("nixl", prefill=1, decode=3) as r:
         r.decode[0].load = (3, 4)
         hold = asyncio.Event()
         async with r.monitor:

@@ -5,18 +5,18 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
-from dynamo_lite.forward import header_placing
-from dynamo_lite.forward.engines import EMPTY_LEGS
-from dynamo_lite.forward.header_placing import MAX_PREFILLERS, Prefillers
-from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.forward import engines as known_engines
+from dynamo_lite.forward.engines import EMPTY_LEGS, KnownEngines
+from dynamo_lite.forward.header_placing import MAX_PREFILLERS, HeaderPlacer
+from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar import Sidecar
-from dynamo_lite.forward.sidecar_options import SidecarConfig
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
@@ -182,7 +182,7 @@ async def test_an_engine_that_is_not_there_costs_no_answer(
             assert await b.text(header) == TEXT
         await b.prefill[0].start()
         assert await b.text(header) == TEXT
-        monkeypatch.setattr(header_placing, "AVOIDED_S", 0.0)
+        monkeypatch.setattr(known_engines, "AVOIDED_S", 0.0)
         async with asyncio.timeout(10):
             while not b.prefill[0].legs:  # it is used again, whatever happened before
                 assert await b.text(header) == TEXT
@@ -196,7 +196,7 @@ async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
         for _ in range(3):
             assert await b.text(b.header()) == TEXT
         assert b.legs() == [1]
-        monkeypatch.setattr(header_placing, "AVOIDED_S", 0.0)
+        monkeypatch.setattr(known_engines, "AVOIDED_S", 0.0)
         for _ in range(2):
             assert await b.text(b.header()) == TEXT
         assert b.legs() == [3]
@@ -231,9 +231,9 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
         assert engines in json.loads(health)["unfit_prefillers"][b.prefill[0].address]
         assert 'forward_answers_total{how="alone",reason="misfit"} 2.0' in metrics
         # It still does not fit: it is asked once in a while.
-        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
+        monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
         assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr(header_placing, "MISFIT_S", 3600.0)
+        monkeypatch.setattr(known_engines, "MISFIT_S", 3600.0)
         # It was started with the other connector; the sidecar does not know that.
         for engine in (*b.prefill, *b.decode):
             engine.handover = HANDOVERS[name]
@@ -242,7 +242,7 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
         # Another one that is named takes its place.
         assert await b.text(b.header(0, 1)) == TEXT
         assert b.legs() == [2, 1]
-        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
+        monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
         for _ in range(2):
             assert await b.text(b.header()) == TEXT
         assert b.legs() == [4, 1]
@@ -257,9 +257,9 @@ async def test_an_engine_that_never_hands_over_gets_one_more_leg_after_a_while(
         for _ in range(EMPTY_LEGS + 3):
             assert await b.text(b.header()) == TEXT
         assert b.legs() == [EMPTY_LEGS]
-        monkeypatch.setattr(header_placing, "MISFIT_S", 0.0)
+        monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
         assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr(header_placing, "MISFIT_S", 3600.0)
+        monkeypatch.setattr(known_engines, "MISFIT_S", 3600.0)
         assert await b.text(b.header()) == TEXT
         assert b.legs() == [EMPTY_LEGS + 1]
 
@@ -314,19 +314,17 @@ async def test_its_health_is_the_decode_engines():
 
 
 async def test_many_engines_are_not_remembered_for_ever():
-    async def check(engine: object) -> None:
-        raise AssertionError(engine)
-
     engines = (EngineOptions(url="http://localhost:1", role="decode"),)
     config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
-    known = Prefillers(PROTOCOLS["nixl"], config, check)
-    first = known.get("10.0.0.1:1")
+    decode, monitor = KnownEngines(engines, PROTOCOLS["nixl"]), cast("EngineMonitor", None)
+    known = HeaderPlacer(decode, PROTOCOLS["nixl"], config, monitor, pick=lambda count: 0)
+    first = known.named("10.0.0.1:1")
     ports = range(1, MAX_PREFILLERS + 1)
-    numbers = {known.get(f"10.0.0.1:{port}").engine.number for port in ports}
-    assert known.get("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
-    known.get("10.0.0.2:1")
-    assert known.get("10.0.0.1:1") is first
-    assert known.get("10.0.0.1:2").engine.number > max(numbers)
+    numbers = {known.named(f"10.0.0.1:{port}").number for port in ports}
+    assert known.named("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
+    known.named("10.0.0.2:1")
+    assert known.named("10.0.0.1:1") is first
+    assert known.named("10.0.0.1:2").number > max(numbers)
 
 
 async def test_it_speaks_https_to_all_sides(certificates: Certificates):

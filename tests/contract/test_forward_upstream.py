@@ -404,8 +404,7 @@ async def test_only_answers_of_which_nothing_was_shown_are_given_up():
         headed = await w.open()
         hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 4)
-        heard_at = w.upstream.heard_at(w.engine)
-        assert 0 < heard_at <= asyncio.get_running_loop().time()
+        assert 0 < w.engine.heard_at <= asyncio.get_running_loop().time()
         assert w.upstream.give_up(w.engine, "silent") == 3
         for failing in (hanging, held_back.read(), headed.read()):
             with fails("broken"):

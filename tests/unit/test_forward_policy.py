@@ -13,7 +13,6 @@ from dynamo_lite.forward.choosing import (
     BLOCK_BYTES,
     EngineChooser,
     SentPrompts,
-    Strategy,
     no_prefill_reason,
     text_chain,
 )
@@ -27,18 +26,18 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.rewriting import cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate
-from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
 
 
-def chooser(strategy: Strategy, *drawn: int) -> EngineChooser:
-    left = list(drawn)
-    return EngineChooser("decode", strategy, KvRoutingOptions(), below=lambda n: left.pop(0))
-
-
 def chosen(one: EngineChooser, able: Sequence[LegCandidate], times: int = 1) -> list[int]:
-    return [int(one.choose(able).engine) for _ in range(times)]
+    """In turn, by load alone."""
+    engines: list[int] = []
+    for _ in range(times):
+        choice = one.choose("decode", able, by_prefix=False)
+        one.took(choice)
+        engines.append(int(choice.engine))
+    return engines
 
 
 def able(
@@ -56,7 +55,7 @@ def able(
 
 
 def test_turns_are_fair_while_engines_come_and_go():
-    one = chooser("round-robin")
+    one = EngineChooser()
     three = able(0, 0, 0)
     assert chosen(one, three, 4) == [0, 1, 2, 0]
     assert chosen(one, three[1:], 2) == [1, 2]
@@ -65,20 +64,19 @@ def test_turns_are_fair_while_engines_come_and_go():
     assert chosen(one, three) == [2]
 
 
-def test_the_other_strategies():
-    assert chooser("random").choose(able(9)).reason == "only"
-    assert chosen(chooser("random", 0, 1, 2), able(0, 0, 0), 3) == [0, 1, 2]
-    # Equally loaded ones take turns; prefixes are ignored.
-    assert chosen(chooser("least-load"), able(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
+def test_load_and_prefixes():
+    one = EngineChooser()
+    assert one.choose("decode", able(9), by_prefix=True).reason == "only"
+    # Equally loaded ones take turns, where prefixes do not count.
+    assert chosen(one, able(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
     # A prefix is worth more than load, up to a point.
-    one = chooser("prefix")
     for load, expected in ((50, (0, "prefix")), (500, (1, "balance"))):
-        choice = one.choose(able(load, 0, matched=(90, 0)))
+        choice = one.choose("prefill", able(load, 0, matched=(90, 0)), by_prefix=True)
         assert (int(choice.engine), choice.reason) == expected
 
 
 def test_a_full_engine_gets_nothing_while_another_has_room():
-    one = chooser("least-load")
+    one = EngineChooser()
     assert chosen(one, able(0, 9, usage=(0.99, 0.1)), 2) == [1, 1]
     assert chosen(one, able(0, 9, usage=(0.99, 0.99))) == [0]
 
@@ -159,29 +157,20 @@ def request(**fields: Any) -> ClientRequest:
     return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
 
 
-@pytest.mark.parametrize("when", ["batch", "staged"])
-def test_an_engine_with_both_roles_takes_one_leg_of_a_request(when: Any):
-    one, _ = placer("prefill-decode", "prefill-decode", choose_decode=when)
+def test_an_engine_with_both_roles_takes_one_leg_of_a_request():
+    one, _ = placer("prefill-decode", "prefill-decode")
     for _ in range(4):
         tried = Tried()
         placed = one.place(request(), tried)
         assert placed.prefill is not None and not placed.alone
-        decode = placed.decode or one.place_decode(placed, tried)
-        assert placed.prefill is not decode
+        assert placed.prefill is not placed.decode
+        assert one.place_decode(placed, tried) is not placed.prefill
     alone = one.place(request(n=2), Tried())
     assert (alone.prefill, alone.alone) == (None, "n")
     one, _ = placer("prefill-decode")  # a lone one does everything
     placed = one.place(request(), Tried())
     assert placed.prefill is None and placed.decode is not None
     assert placed.alone == "no_prefill_worker"
-
-
-def test_staged_choice_is_not_for_protocols_that_name_the_decode_engine_first():
-    for name, staged in (("nixl", True), ("moriio-read", False), ("mooncake", False)):
-        one, engines = placer("prefill", "decode", protocol=name, choose_decode="staged")
-        engines.all[0].engine_ids = {0: "e"}
-        placed = one.place(request(), Tried())
-        assert placed.prefill is engines.all[0] and (placed.decode is None) is staged
 
 
 def test_only_an_engine_with_both_roles_answers_alone_for_sglang():

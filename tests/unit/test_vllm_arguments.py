@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve import vllm_arguments
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
@@ -26,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ]
 
     monkeypatch.setattr(vllm_arguments, "_ask_vllm", ask)
-    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "0.0")
+    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "vllm 0.32.0")
     return questions
 
 
@@ -70,3 +71,12 @@ def test_each_section_is_judged_once_for_all_graphs(tmp_path: Path, asked: list[
 def test_a_mapping_may_have_keys_that_are_numbers(tmp_path: Path, asked: list[Any]):
     flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
     assert mistakes(tmp_path / "verdicts", Back=flags) == []
+
+
+def test_a_vllm_that_was_not_tried_is_refused(
+    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "vllm 0.29.0")
+    with pytest.raises(StartupError, match=r"vllm 0\.29\.0 was not tried .*--allow-untested-vllm"):
+        mistakes(tmp_path, Back={})
+    assert asked == []

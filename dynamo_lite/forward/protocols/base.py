@@ -72,6 +72,12 @@ class HandoverAttempt:
         """Like the client's id, but unique."""
         return f"{self.client_id}-{self.unique}" if self.client_id else self.unique
 
+    @property
+    def decode_headers(self) -> Mapping[str, str]:
+        """Of a decode leg that is not paired by its id: the client's own stays, and is in its
+        answer."""
+        return {} if self.client_id else {"x-request-id": self.request_id}
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
@@ -131,6 +137,8 @@ class ForwardProtocol:
     #: Serial only: whether the prefill leg contains the decode engine's address, so that no other
     #: one can take the KV.
     names_decode: bool = False
+    #: Serial only: the decode engine is chosen after the prefill leg, with the load of that moment.
+    staged: bool = False
 
     def order_for(self, prefill: Peer) -> LegOrder:
         if self.learn is not None and prefill.identity is None:

@@ -60,4 +60,5 @@ STAGED = ForwardProtocol(
     # The decode leg needs only that the prefill leg has ended.
     extract=lambda answer: True,
     decode=_staged_decode,
+    staged=True,
 )

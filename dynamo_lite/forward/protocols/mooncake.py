@@ -64,8 +64,7 @@ def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
         "remote_bootstrap_addr": f"http://{host}:{peer.port}",
         "remote_engine_id": peer.engine_ids[rank_of(attempt)],
     }
-    headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
-    return Leg({**body, "kv_transfer_params": params}, headers)
+    return Leg({**body, "kv_transfer_params": params}, attempt.decode_headers)
 
 
 MOONCAKE = ForwardProtocol(

@@ -40,17 +40,16 @@ def _static_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg
 
 
 def _dynamic_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
-    """Each engine's id ends with the other one's address."""
-    return _dynamic(_prefill_body(body), attempt, attempt.decode)
+    return Leg(_prefill_body(body), _names(attempt, attempt.decode), attempt.unique)
 
 
 def _dynamic_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
-    return _dynamic(dict(body), attempt, attempt.prefill)
+    return Leg(dict(body), _names(attempt, attempt.prefill), attempt.unique)
 
 
-def _dynamic(body: Body, attempt: HandoverAttempt, other: Peer) -> Leg:
-    name = bare_id(attempt)
-    return Leg(body, {"x-request-id": f"{name}_{other.address}"}, attempt.unique)
+def _names(attempt: HandoverAttempt, other: Peer) -> dict[str, str]:
+    """Each engine's id ends with the other one's address."""
+    return {"x-request-id": f"{bare_id(attempt)}_{other.address}"}
 
 
 #: One prefill and one decode engine, which know each other by their own configuration.

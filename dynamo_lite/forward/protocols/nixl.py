@@ -55,10 +55,7 @@ def _mode_is_not(mode: str, change: str, answer: PrefillAnswer) -> str:
 
 
 def hand_over(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
-    """The client's own id stays: legs are not paired by it, and the client sees it in its
-    answer."""
-    headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
-    return Leg({**body, "kv_transfer_params": handoff}, headers)
+    return Leg({**body, "kv_transfer_params": handoff}, attempt.decode_headers)
 
 
 PULL = ForwardProtocol(

@@ -18,20 +18,15 @@ from dynamo_lite.forward.protocols.base import (
 
 def _leg(body: Body, attempt: HandoverAttempt) -> Leg:
     """One room for each sequence: two that share a live room crash or hang both engines."""
-    rooms, peer = attempt.rooms, attempt.prefill
+    peer, rooms = attempt.prefill, attempt.rooms
     fields: dict[str, Any] = {
-        "bootstrap_host": peer.host,
-        "bootstrap_port": peer.port,
-        "bootstrap_room": rooms[0],
+        "bootstrap_host": [peer.host] * len(rooms),
+        "bootstrap_port": [peer.port] * len(rooms),
+        "bootstrap_room": list(rooms),
     }
-    if len(rooms) > 1:
-        fields = {
-            "bootstrap_host": [peer.host] * len(rooms),
-            "bootstrap_port": [peer.port] * len(rooms),
-            "bootstrap_room": list(rooms),
-        }
-    headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
-    return Leg({**body, **fields}, headers)
+    if len(rooms) == 1:
+        fields = {name: values[0] for name, values in fields.items()}
+    return Leg({**body, **fields}, attempt.decode_headers)
 
 
 def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
