@@ -36,7 +36,7 @@ HOMES = {
     "aetcd": ("runtime/etcd",),
     "aiohttp": ("forward", "runtime/kubernetes.py", "serve"),
     "zmq": ("vllm", "forward/kv_events.py"),
-    "opentelemetry": ("runtime/tracing",),
+    "opentelemetry": ("runtime/tracing.py",),
     "pydantic": ("serve", "cli", "vllm/frontend"),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
@@ -56,7 +56,7 @@ PURE = (
 #: that raises a row has the reason in the changelog.
 BUDGET = {
     "dynamo_lite/protocol": 2_173,
-    "dynamo_lite/runtime": 6_858,
+    "dynamo_lite/runtime": 6_758,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_212,
@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_959,
     "dynamo_lite/cli": 3_195,
-    "tests": 58_749,
+    "tests": 58_731,
     "tests/simulation": 8_908,
 }
 SLACK = 50
@@ -245,7 +245,7 @@ def test_no_two_folders_import_each_other():
 
 def test_no_files_import_each_other_in_a_circle():
     graph = loads(FILES)
-    assert "runtime/tracing/tracer.py" in graph["runtime/tracing/otlp.py"]
+    assert "runtime/log_limit.py" in graph["runtime/tracing.py"]
     assert circle(graph) == ""
 
 

@@ -27,7 +27,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata, encode_engine
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     ENGINE,

@@ -41,7 +41,7 @@ from dynamo_lite.runtime.process.stop import (
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
+from dynamo_lite.runtime.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
 
