@@ -34,7 +34,7 @@ HOMES = {
     "triton": ("vllm",),
     "nats": ("runtime/nats", "disagg/queue"),
     "aetcd": ("runtime/etcd",),
-    "aiohttp": ("forward", "runtime/kubernetes.py", "serve"),
+    "aiohttp": ("forward", "runtime", "serve"),
     "zmq": ("vllm", "forward/kv_events.py"),
     "opentelemetry": ("runtime/tracing.py",),
     "pydantic": ("serve", "cli", "vllm/frontend"),
@@ -56,18 +56,18 @@ PURE = (
 #: that raises a row has the reason in the changelog.
 BUDGET = {
     "dynamo_lite/protocol": 2_173,
-    "dynamo_lite/runtime": 6_758,
+    "dynamo_lite/runtime": 6_761,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_350,
-    "dynamo_lite/request_plane": 2_212,
+    "dynamo_lite/request_plane": 2_196,
     "dynamo_lite/disagg": 7_359,
     "dynamo_lite/vllm": 6_116,
-    "dynamo_lite/forward": 6_498,
+    "dynamo_lite/forward": 6_430,
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_959,
     "dynamo_lite/cli": 3_195,
-    "tests": 58_731,
-    "tests/simulation": 8_908,
+    "tests": 58_732,
+    "tests/simulation": 8_911,
 }
 SLACK = 50
 

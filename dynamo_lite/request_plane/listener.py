@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import (
     MAX_DELTA_BYTES,
     Accepted,
@@ -31,10 +31,8 @@ from dynamo_lite.request_plane.framing import (
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import bind
+from dynamo_lite.runtime.listening import PendingConnections, TcpServer
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.pending_connections import PendingConnections
-from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 
 if TYPE_CHECKING:
     from dynamo_lite.request_plane.server import GenerateServer
@@ -99,8 +97,7 @@ class Listener:
         #: Of all connections: a stranger may open many.
         self._log_limit = LogLimit()
         self._bind_host = bind_host
-        self._server: asyncio.Server | None = None
-        self._acceptor: TlsAcceptor | None = None
+        self._server: TcpServer | None = None
         self._pending = PendingConnections(MAX_UNGREETED, lambda: on_drop("stream"))
         self._connections: dict[FrameConnection, Session | None] = {}
         self._all_closed = asyncio.Event()
@@ -108,37 +105,24 @@ class Listener:
 
     async def open(self) -> None:
         """Raises StartupError when it cannot listen on the host."""
-        if self._certificates is None:
-            loop = asyncio.get_running_loop()
-            try:
-                self._server = await loop.create_server(self._connection, self._bind_host, 0)
-            except OSError as exc:
-                raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
-            sock = self._server.sockets[0]
-        else:
-            sock = bind(self._bind_host, 0)
-            self._acceptor = TlsAcceptor(
-                sock,
-                self._connection,
-                self._certificates.server,
-                self._pending,
-                handshake_s=FIRST_FRAME_TIMEOUT_S,
-                shutdown_s=STALL_TIMEOUT_S,
-                on_failed=self._handshake_failed,
-            )
-            self._acceptor.start()
-        port = sock.getsockname()[1]
-        self.address = advertised_address(self._bind_host, port)
+        self._server = TcpServer(
+            self._bind_host,
+            self._connection,
+            self._pending,
+            None if self._certificates is None else self._certificates.server,
+            handshake_s=FIRST_FRAME_TIMEOUT_S,
+            shutdown_s=STALL_TIMEOUT_S,
+            on_failed=self._handshake_failed,
+        )
+        self.address = advertised_address(self._bind_host, await self._server.start())
 
     async def close(self) -> None:
         """Waits up to 1 s for connections to send what is queued, then aborts them."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self._connections):
-            connection.close("the worker closed the stream")
         try:
-            if self._acceptor is not None:
-                await self._acceptor.close()
+            if self._server is not None:
+                await self._server.close()
+            for connection in list(self._connections):
+                connection.close("the worker closed the stream")
             async with asyncio.timeout(1.0):
                 while self._connections:
                     self._all_closed.clear()
