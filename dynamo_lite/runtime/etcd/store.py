@@ -14,7 +14,7 @@ from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StartupError, St
 from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
-from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease, lease_in_thread
+from dynamo_lite.runtime.etcd.lease import EtcdLease, open_lease
 from dynamo_lite.runtime.etcd.watch import EtcdWatch, open_watch
 from dynamo_lite.runtime.store import Lease
 from dynamo_lite.runtime.tls import tls_refusal
@@ -134,9 +134,8 @@ class EtcdStore:
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
         async with contextlib.AsyncExitStack() as stack:
             with self._errors():
-                lease = await stack.enter_async_context(
-                    lease_in_thread(self._address, ttl_s, self._backend)
-                )
+                opening = open_lease(self._address, ttl_s, self._backend)
+                lease = await stack.enter_async_context(opening)
             yield lease
 
     @contextlib.asynccontextmanager
@@ -214,7 +213,7 @@ def _meaning(text: str) -> str:
 
 
 def _note(lease: Lease | None, key: bytes, header: Any) -> None:
-    if isinstance(lease, ThreadedLease):
+    if isinstance(lease, EtcdLease):
         lease.holds(key, header.revision)
 
 
