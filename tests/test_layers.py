@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_173,
+    "dynamo_lite/protocol": 2_095,
     "dynamo_lite/runtime": 6_643,
-    "dynamo_lite/routing": 1_616,
+    "dynamo_lite/routing": 1_508,
     "dynamo_lite/transfer": 1_350,
-    "dynamo_lite/request_plane": 2_196,
+    "dynamo_lite/request_plane": 2_158,
     "dynamo_lite/disagg": 7_359,
-    "dynamo_lite/vllm": 6_116,
+    "dynamo_lite/vllm": 6_113,
     "dynamo_lite/forward": 6_430,
     "dynamo_lite/planner": 3_260,
-    "dynamo_lite/serve": 6_959,
+    "dynamo_lite/serve": 6_957,
     "dynamo_lite/cli": 3_195,
-    "tests": 58_734,
+    "tests": 58_733,
     "tests/simulation": 8_910,
 }
 SLACK = 50

@@ -96,7 +96,7 @@ class WorkerView:
         """
         if self.index is not None:
             held = {key for part in parts for key in part.held}
-            self.index.replace(self.lease_id, held, [key for part in parts for key in part.cut])
+            self.index.replace(self.lease_id, held)
         self.number = parts[0].number
         aside, self._aside = self._aside, []
         if "gap" in [self.receive(notice) for notice in aside]:
@@ -119,8 +119,8 @@ class WorkerView:
         match change:
             case KvStored(hashes):
                 index.stored(self.lease_id, hashes)
-            case KvRemoved(hashes, cut):
-                index.removed(self.lease_id, hashes, cut)
+            case KvRemoved(hashes):
+                index.removed(self.lease_id, hashes)
             case _:
                 index.replace(self.lease_id, set())
 

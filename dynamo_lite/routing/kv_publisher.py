@@ -40,10 +40,6 @@ class Holdings(Protocol):
 
     def held(self) -> Sequence[int]: ...
 
-    def cuts(self) -> Sequence[int]:
-        """Evicted blocks that are followed by blocks that are still held."""
-        ...
-
 
 class KvPublisher:
     """`serve` answers snapshot requests while its context lasts; `run` publishes until cancelled.
@@ -143,8 +139,7 @@ class KvPublisher:
     async def _on_request(self, payload: bytes) -> bytes:
         request = decode_kv_snapshot_request(payload)
         held = self._holdings.held() if self._holdings else ()
-        cut = self._holdings.cuts() if self._holdings else ()
-        parts = request.parts or min(MAX_PARTS, 1 + (len(held) + len(cut)) // HASHES_PER_MESSAGE)
+        parts = request.parts or min(MAX_PARTS, 1 + len(held) // HASHES_PER_MESSAGE)
         if request.part >= parts:
             raise ProtocolError(f"no part {request.part} in a snapshot of {parts} parts")
         return encode(
@@ -156,7 +151,6 @@ class KvPublisher:
                 block_size_tokens=self._holdings.block_size_tokens if self._holdings else 0,
                 load=self._load(),
                 held=[key for key in held if key % parts == request.part],
-                cut=[key for key in cut if key % parts == request.part],
                 wire_version=WIRE_VERSION,
             )
         )
@@ -167,10 +161,8 @@ def _fitting(changes: Sequence[KvChange]) -> int:
     room = HASHES_PER_MESSAGE
     for count, change in enumerate(changes):
         match change:
-            case KvStored(hashes):
+            case KvStored(hashes) | KvRemoved(hashes):
                 room -= len(hashes)
-            case KvRemoved(hashes, cut):
-                room -= len(hashes) + len(cut)
             case KvCleared():
                 pass
         if room < 0:

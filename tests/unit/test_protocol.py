@@ -236,7 +236,7 @@ MESSAGES = [
             load=LOAD,
             changes=[
                 kv.KvStored(hashes=[(1 << 56) - 1]),
-                kv.KvRemoved(hashes=[1], cut=[2]),
+                kv.KvRemoved(hashes=[1]),
                 kv.KvCleared(),
             ],
         ),
@@ -266,7 +266,6 @@ MESSAGES = [
             block_size_tokens=32,
             load=LOAD,
             held=[1],
-            cut=[3],
         ),
         kv.decode_kv_snapshot,
     ),

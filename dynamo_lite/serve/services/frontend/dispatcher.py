@@ -15,7 +15,6 @@ from dynamo_lite.request_plane.admission import Admission, limits
 from dynamo_lite.request_plane.base import GenerateClient, OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
-from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
@@ -87,7 +86,7 @@ class RequestDispatcher:
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
         self._failover: FailoverClient | None = None
-        self._picker: Picker | WorkerSelector = RoundRobin()
+        self._picker: Picker = RoundRobin()
         self._options: ComponentOptions | None = None
 
     async def watch_workers(self, host: Host) -> None:
@@ -182,7 +181,7 @@ class RequestDispatcher:
 
 async def open_picker(
     stack: AsyncExitStack, host: Host, config: FrontendConfig, namespace: str, roster: Roster
-) -> Picker | WorkerSelector:
+) -> Picker:
     """Opens the picker in `stack`. roster: of the decode workers."""
     match config.router:
         case "random":
