@@ -1,25 +1,21 @@
-"""The worker's TCP listener. It turns connections into sessions, and deltas into frames."""
+"""The worker's TCP listener. It turns connections into sessions."""
 
 import asyncio
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import (
-    MAX_DELTA_BYTES,
     Accepted,
     Cancel,
-    Deltas,
     Hello,
     RequestRefused,
     Submit,
     SubmitReply,
-    TokenDelta,
     Welcome,
     decode_client_frame,
-    halves,
 )
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.framing import (
@@ -47,36 +43,6 @@ MAX_UNGREETED = 512
 MAX_HELLO_BYTES = 1 << 16
 #: The component whose processes are clients.
 _CLIENT = "Frontend"
-
-
-class _ConnectionSink:
-    """Sends a session's deltas over its connection, in one frame where they fit."""
-
-    def __init__(self, connection: FrameConnection):
-        self._connection = connection
-
-    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
-        payload = encode(Deltas(deltas=deltas))
-        if len(payload) <= MAX_MESSAGE_BYTES:
-            self._connection.send(frame(payload))
-            return []
-        if len(deltas) > 1:
-            half = len(deltas) // 2
-            return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
-        fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes * 3 // 4)
-        if fits and (parts := halves(deltas[0])) is not None:
-            # The second half is sent only if the first half could be sent.
-            return self.deliver([parts[0]]) or self.deliver([parts[1]])
-        request_id = deltas[0].request_id
-        logger.error(
-            "request %s: ended, a delta of %d bytes is too large to send", request_id, len(payload)
-        )
-        failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
-        self._connection.send(frame(encode(Deltas(deltas=[failed]))))
-        return [request_id]
-
-    def closed(self, request_ids: list[str], why: str) -> None:
-        self._connection.close(why)
 
 
 class Listener:
@@ -172,9 +138,7 @@ class Listener:
                     raise ProtocolError(unsupported(version))
                 if self._connections.get(connection) is not None:
                     raise ProtocolError("a second Hello on one connection")
-                self._connections[connection] = self._sessions.open_session(
-                    client_id, _ConnectionSink(connection)
-                )
+                self._connections[connection] = self._sessions.open_session(client_id, connection)
                 self._pending.discard(connection)
                 connection.send(frame(encode(Welcome())))
             case Submit(request_id=request_id, request=request):

@@ -70,8 +70,10 @@ class HeldKeys:
         return True
 
     async def _delete_again(self) -> None:
-        while self._lease.loss is None and not await self._delete_released():
+        while self._lease.loss is None:
             await asyncio.sleep(_RETRY_S)
+            if await self._delete_released():
+                return
 
     async def _guard_keys(self) -> None:
         """Watches one held key, and another one when that is released: its deletion is the first
