@@ -29,7 +29,7 @@ from dynamo_lite.protocol.kv import (
 )
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.routing.kv_index import KvIndex
-from dynamo_lite.routing.kv_routing import LoadReport, Shard
+from dynamo_lite.routing.worker_loads import Shard
 from dynamo_lite.runtime.drops import OnDrop, counted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -166,18 +166,11 @@ class KvFollower:
         """Sets the callback that takes the lease id of each worker that has reported its load."""
         self._on_load = callback
 
-    def load(self, lease_id: int) -> LoadReport | None:
+    def load(self, lease_id: int) -> Load | None:
         peer = self._peers.get(lease_id)
-        if peer is None or peer.load is None:
+        if peer is None or peer.heard_at + LOAD_AGE_S < self._now():
             return None
-        if peer.heard_at + LOAD_AGE_S < self._now():
-            return None
-        load = peer.load
-        return LoadReport(
-            requests=load.running + load.waiting,
-            prompt_tokens=load.prefill_tokens,
-            kv_usage=load.kv_usage,
-        )
+        return peer.load
 
     def shard(self, lease_id: int) -> Shard | None:
         peer = self._peers.get(lease_id)
