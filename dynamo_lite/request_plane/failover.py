@@ -22,7 +22,8 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.client import MakeTransport
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.request_plane.placement import Placement

@@ -125,9 +125,7 @@ class Listener:
 
     def _refused(self, peer: str, why: str) -> None:
         self._on_drop("certificate")
-        if (held_back := self._log_limit.allow()) is not None:
-            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
-            logger.warning("stream with %s: the client is refused: %s%s", peer, why, more)
+        self._log_limit.log(logger, "stream with %s: the client is refused: %s", peer, why)
 
     # FrameReceiver
 

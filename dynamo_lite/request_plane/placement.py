@@ -14,7 +14,7 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import GenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.routing.pickers import Picker, Selection
 
@@ -32,7 +32,7 @@ class Placement:
 
     def __init__(
         self,
-        transport: GenerateClient,
+        transport: RemoteGenerateClient,
         members: Callable[[], Sequence[EndpointRecord]],
         picker: Picker,
         *,

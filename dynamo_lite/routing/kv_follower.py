@@ -151,7 +151,6 @@ class KvFollower:
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
         self._on_load: Callable[[int], None] = lambda lease_id: None
-        self._open = False
         self._stack = contextlib.AsyncExitStack()
         self._metrics = _Metrics(registry, self)
 
@@ -180,23 +179,18 @@ class KvFollower:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self._close)
+            stack.push_async_callback(self._tasks.end)
             subject = names.kv_subject(self._namespace, self._component)
             handler = counted(self._on_notice, "kv_notice", self._on_drop)
             await stack.enter_async_context(self._messaging.serve(subject, handler))
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
-            self._open = True
-            self._roster.on_change(self._on_roster)
+            stack.enter_context(self._roster.on_change(self._on_roster))
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    async def _close(self) -> None:
-        self._open = False
-        await self._tasks.end()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -224,8 +218,6 @@ class KvFollower:
         self._on_load(peer.lease_id)
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
-        if not self._open:
-            return
         for lease_id in left:
             peer = self._peers.pop(lease_id, None)
             if (task := self._repairs.pop(lease_id, None)) is not None:

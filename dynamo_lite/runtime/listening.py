@@ -161,8 +161,7 @@ class TcpServer:
             try:
                 connection, peer = await loop.sock_accept(sock)
             except OSError as exc:
-                if self._log_limit.allow() is not None:
-                    logger.warning("cannot accept connections, trying again: %s", exc)
+                self._log_limit.log(logger, "cannot accept connections, trying again: %s", exc)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             protocol = self._make()

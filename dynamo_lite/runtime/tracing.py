@@ -154,9 +154,9 @@ def _load(options: TracingOptions, source: dict[str, str]) -> "tuple[Resource, S
 
         def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
             result = super().export(spans)
-            if result is not SpanExportResult.SUCCESS and self._limit.allow() is not None:
+            if result is not SpanExportResult.SUCCESS:
                 text = "%d spans are lost: the OTLP collector does not accept them"
-                logger.warning(text, len(spans))
+                self._limit.log(logger, text, len(spans))
             return result
 
     parts = urlsplit(options.endpoint)

@@ -33,7 +33,8 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
-from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.client import MakeTransport, RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.runtime.etcd.lease import EtcdLease
@@ -297,7 +298,7 @@ class _LeaseFromAnswer(EtcdStore):
 def _waiting_for_broker(make: MakeTransport, messaging: Messaging) -> MakeTransport:
     """A request to a decode worker waits while NATS is away."""
 
-    def make_waiting(on_deltas: OnDeltas, on_lost: OnLost) -> GenerateClient:
+    def make_waiting(on_deltas: OnDeltas, on_lost: OnLost) -> RemoteGenerateClient:
         client = make(on_deltas, on_lost)
         submit = client.submit
 

@@ -12,7 +12,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission, limits
-from dynamo_lite.request_plane.base import GenerateClient, OnDeltas
+from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.routing.kv_routing import KvPicker
@@ -49,7 +49,9 @@ NONE_REGISTERED = WorkerCheck(
 )
 
 
-def check_workers(roster: Roster, health: HealthMonitor, transport: GenerateClient) -> WorkerCheck:
+def check_workers(
+    roster: Roster, health: HealthMonitor, transport: RemoteGenerateClient
+) -> WorkerCheck:
     """Whether requests can be sent to a decode worker, for `/ready`.
 
     With NATS, heartbeats show which workers respond. Without it, an open TCP connection does,
