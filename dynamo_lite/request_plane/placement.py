@@ -1,7 +1,6 @@
 """Submits a request to one worker after another until one accepts it or its time is up."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence, Set
 
@@ -17,6 +16,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.runtime.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,7 @@ class Placement:
                 raise failure
             # `wake` is set when a worker is back; other causes need a retry.
             is_woken = isinstance(failure, NoWorkers)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s if is_woken else min(left_s, pause_s)):
-                    await flight.wake.wait()
+            await all_of([flight.wake], left_s if is_woken else min(left_s, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:

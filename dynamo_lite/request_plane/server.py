@@ -27,7 +27,7 @@ from dynamo_lite.request_plane.listener import Listener
 from dynamo_lite.request_plane.session import AdmittedRequests, Session
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +126,8 @@ class GenerateServer:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is in flight. Returns False after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        await all_of([self._idle], timeout_s)
+        return self._idle.is_set()
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Sends the output of one engine step. Drops deltas of unknown or cancelled requests."""

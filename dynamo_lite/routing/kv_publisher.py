@@ -23,6 +23,7 @@ from dynamo_lite.protocol.kv import (
 )
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +97,7 @@ class KvPublisher:
         try:
             with self._messaging.watch_connection(lambda _: self._wake.set()):
                 while True:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(IDLE_PERIOD_S):
-                            await self._wake.wait()
+                    await all_of([self._wake], IDLE_PERIOD_S)
                     self._wake.clear()
                     await self._publish()
         finally:

@@ -30,6 +30,7 @@ from dynamo_lite.runtime.address import ServerAddress
 from dynamo_lite.runtime.etcd.backend import EtcdBackend, Portal
 from dynamo_lite.runtime.etcd.client import EtcdClient, details, is_future_revision, status
 from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +164,7 @@ class EtcdLease:
             refreshed = await self._refresh()
             # Never sleep past the deadline: it must be detected at once.
             wait_s = min(pause_s if refreshed else _RETRY_S, pause_s, self._left_s())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._ended.wait()
+            await all_of([self._ended], wait_s)
 
     def _left_s(self) -> float:
         left_s = self.deadline - self._boottime()
