@@ -107,7 +107,7 @@ class Ours:
             if isinstance(change, self._kv.KvStored):
                 self._index.stored(worker, change.hashes)
             else:
-                self._index.removed(worker, change.hashes, change.cut)
+                self._index.removed(worker, change.hashes)
 
     def match(self, hashes: list[int]) -> dict[int, int]:
         return self._index.match(hashes)

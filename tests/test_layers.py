@@ -34,9 +34,9 @@ HOMES = {
     "triton": ("vllm",),
     "nats": ("runtime/nats", "disagg/queue"),
     "aetcd": ("runtime/etcd",),
-    "aiohttp": ("forward", "runtime/kubernetes.py", "serve"),
+    "aiohttp": ("forward", "runtime", "serve"),
     "zmq": ("vllm",),
-    "opentelemetry": ("runtime/tracing",),
+    "opentelemetry": ("runtime/tracing.py",),
     "pydantic": ("serve", "cli", "vllm/frontend"),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_189,
-    "dynamo_lite/runtime": 6_858,
-    "dynamo_lite/routing": 1_616,
+    "dynamo_lite/protocol": 2_111,
+    "dynamo_lite/runtime": 6_567,
+    "dynamo_lite/routing": 1_481,
     "dynamo_lite/transfer": 1_350,
-    "dynamo_lite/request_plane": 2_212,
+    "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_355,
-    "dynamo_lite/vllm": 6_266,
-    "dynamo_lite/forward": 6_203,
+    "dynamo_lite/vllm": 6_263,
+    "dynamo_lite/forward": 6_135,
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_404,
     "dynamo_lite/cli": 3_158,
-    "tests": 59_104,
-    "tests/simulation": 8_908,
+    "tests": 59_090,
+    "tests/simulation": 8_911,
 }
 SLACK = 50
 
@@ -245,7 +245,7 @@ def test_no_two_folders_import_each_other():
 
 def test_no_files_import_each_other_in_a_circle():
     graph = loads(FILES)
-    assert "runtime/tracing/tracer.py" in graph["runtime/tracing/otlp.py"]
+    assert "runtime/log_limit.py" in graph["runtime/tracing.py"]
     assert circle(graph) == ""
 
 

@@ -11,9 +11,9 @@ from benchmarks.capacity.queue import Job, JobQueue
 from benchmarks.capacity.timing import Timing
 from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, Local, decide
 from dynamo_lite.protocol.decisions import DecisionInputs
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.request_plane.admission import Admission, Limits
-from dynamo_lite.routing.kv_routing import LoadReport
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 
 _LIMITS = Limits(
@@ -58,7 +58,7 @@ class DecodeWorkerModel:
         self._on_answered, self._on_ended = on_answered, on_ended
         self._admission = Admission(_LIMITS)
         self.network_free_at = 0.0
-        self.report = LoadReport(0, 0, 0.0)
+        self.report = Load()
         self.engine = EngineModel(
             timing,
             events,
@@ -99,7 +99,7 @@ class DecodeWorkerModel:
         return self._timing.max_num_seqs
 
     def make_report(self) -> None:
-        self.report = LoadReport(self.busy, self._admission.waiting_tokens, self.kv_usage)
+        self.report = Load(self.busy, 0, self.kv_usage, self._admission.waiting_tokens)
 
     def submit(self, number: int, request: Request) -> bool:
         """Returns whether the worker took the request."""

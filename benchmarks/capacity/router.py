@@ -10,9 +10,10 @@ from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.events import Events
 from benchmarks.capacity.load import Request
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.routing.kv_routing import KvPicker, LoadReport
+from dynamo_lite.routing.kv_routing import KvPicker
 
 #: Time between two load reports of a worker.
 _REPORT_S = 1.0
@@ -29,7 +30,7 @@ class Router:
         #: One tuple until the members change: the picker looks at all of another one.
         self._members: tuple[EndpointRecord, ...] = ()
 
-    def load(self, lease_id: int) -> LoadReport | None:
+    def load(self, lease_id: int) -> Load | None:
         worker = self._workers.get(lease_id)
         return None if worker is None else worker.report
 

@@ -5,7 +5,7 @@ The engine's processes have no tracing library. A note is a short list among the
 
 from dynamo_lite.disagg.counters import SPAN, Counters
 from dynamo_lite.protocol.trace import TraceContext
-from dynamo_lite.runtime.tracing.tracer import Attributes
+from dynamo_lite.runtime.tracing import Attributes
 
 
 def note_span(
@@ -31,5 +31,5 @@ def note_child(
     end: float,
     attributes: Attributes | None = None,
 ) -> None:
-    """As `record_child`."""
+    """As `Tracer.record_child`."""
     note_span(stats, name, parent.child(), parent.span_id, start, end, attributes=attributes)

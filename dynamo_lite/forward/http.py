@@ -1,15 +1,10 @@
-"""The Forwarder's HTTP server.
-
-aiohttp's low-level server: its parser is in C, and its handlers are cancelled when their client
-disconnects. No web framework lies between a socket and the workflow.
-"""
+"""The Forwarder's HTTP server."""
 
 import asyncio
 import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +19,17 @@ from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.pending_connections import PendingConnections
-from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
 from dynamo_lite.runtime.tls import server_context
-from dynamo_lite.runtime.tls_acceptor import HANDSHAKE_S, TlsAcceptor
+from dynamo_lite.runtime.web_server import WebServer
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _MAX_FIELD_BYTES = 16 << 10
 _MAX_HEADERS = 128
 #: How long a refused body is still read, so that its client reads the answer.
 _LINGER_S = 2.0
-_NO_GRACE_S = 0.001
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 #: How long a request's body may take to arrive.
 BODY_S = 60.0
@@ -79,63 +69,24 @@ class ForwardServer:
         on_drop: OnDrop = uncounted,
     ):
         self._forwarding, self._config, self._own = forwarding, config, own
-        self._sock, self._tls = sock, tls
-        self._pending = PendingConnections(most_pending(), lambda: on_drop("http"))
-        self._listener: asyncio.Server | None = None
-        self._acceptor: TlsAcceptor | None = None
-        self._web: web.Server | None = None
-
-    async def start(self) -> None:
-        """Raises StartupError when the socket cannot listen."""
-        loop = asyncio.get_running_loop()
-        self._web = server = web.Server(self._handle, handler_cancellation=True)
-        connection = partial(
-            _Connection,
-            server,
-            pending=self._pending,
-            loop=loop,
-            access_log=None,  # pyright: ignore[reportArgumentType]
-            logger=_parser_logger(),
-            auto_decompress=False,
+        self._web = WebServer(
+            self._handle,
+            sock,
+            None if tls is None else lambda: tls,
+            on_refused=lambda: on_drop("http"),
             lingering_time=_LINGER_S,
             max_line_size=_MAX_FIELD_BYTES,
             max_field_size=_MAX_FIELD_BYTES,
             max_headers=_MAX_HEADERS,
         )
-        try:
-            if (tls := self._tls) is None:
-                self._listener = await loop.create_server(
-                    connection, sock=self._sock, backlog=_BACKLOG
-                )
-            else:
-                self._acceptor = TlsAcceptor(
-                    self._sock,
-                    connection,
-                    lambda: tls,
-                    self._pending,
-                    handshake_s=HANDSHAKE_S,
-                    backlog=_BACKLOG,
-                )
-                self._acceptor.start()
-        except OSError as exc:
-            where = self._sock.getsockname()
-            raise StartupError(f"cannot listen on {where}: {exc.strerror}") from exc
+
+    async def start(self) -> None:
+        """Raises StartupError when the socket cannot listen."""
+        await self._web.start()
 
     async def stop(self, grace_s: float) -> None:
         """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""
-        listener, self._listener = self._listener, None
-        acceptor, self._acceptor = self._acceptor, None
-        if self._web is None:
-            return
-        if listener is not None:
-            listener.close()
-        if acceptor is not None:
-            await acceptor.close()
-        if listener is not None or acceptor is not None:
-            self._web.pre_shutdown()
-        # Runs even if an earlier call was cancelled and has left connections open. For aiohttp a
-        # timeout of 0 means no limit.
-        await self._web.shutdown(max(grace_s, _NO_GRACE_S))
+        await self._web.stop(grace_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client = Client(request, self._config.idle_timeout_s)
@@ -209,25 +160,6 @@ class ForwardServer:
             " limit here (the Forwarder's `max-body-bytes`)"
         )
         return error(413, "RequestEntityTooLarge", text, _CLOSE)
-
-
-def _parser_logger() -> logging.Logger:
-    """aiohttp logs every malformed request as an error, with a traceback: anybody could fill the
-    log. Its answers of 400 are enough."""
-    quiet = logging.getLogger(f"{__name__}.parser")
-    quiet.setLevel(logging.CRITICAL)
-    return quiet
-
-
-class _Connection(RequestHeadDeadline, web.RequestHandler):
-    """aiohttp's own, with limits."""
-
-    def __init__(self, server: web.Server, *, pending: PendingConnections, **options: Any):
-        super().__init__(server, **options)
-        self.pending = pending
-
-    def in_request(self) -> bool:
-        return self._current_request is not None or bool(self._messages)
 
 
 async def _continue(request: web.BaseRequest) -> None:

@@ -32,8 +32,6 @@ class KvRemoved(msgspec.Struct, frozen=True, array_like=True, tag="r", gc=False)
     """The worker no longer holds these blocks."""
 
     hashes: list[BlockHash]
-    #: Blocks that are not held either, but some of their descendants are.
-    cut: list[BlockHash] = []
 
 
 class KvCleared(msgspec.Struct, frozen=True, array_like=True, tag="c", gc=False):
@@ -88,8 +86,6 @@ class KvSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: Count
     load: Load
     held: list[BlockHash]
-    #: Blocks that are not held, although some of their descendants are.
-    cut: list[BlockHash] = []
     wire_version: int = WIRE_VERSION
 
 

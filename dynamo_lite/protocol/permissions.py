@@ -35,161 +35,93 @@ def inbox_of(user: str) -> str:
 
 def all_permissions(namespace: str) -> dict[str, Permissions]:
     """By component. `Operator` is who uses the commands of `dynamo-lite`."""
-    found = (
-        _frontend(namespace),
-        _router(namespace),
-        _decode_worker(namespace),
-        _prefill_worker(namespace),
-        _planner(namespace),
-        _forwarder(namespace),
-        *(
-            _joined(namespace, component)
-            for component in ("Engine", "PrefillEngine", "DecodeEngine")
-        ),
-        _operator(namespace),
-    )
+    found = (*_workers(namespace), *_others(namespace))
     return {permissions.component: permissions for permissions in found}
 
 
-def _frontend(namespace: str) -> Permissions:
-    return Permissions(
-        "Frontend",
-        publish=(
-            _endpoints(namespace, "Router"),
-            _of_any(names.fates_subject, namespace),
-            _snapshots(namespace),
+def _others(namespace: str) -> tuple[Permissions, ...]:
+    members, links = names.components_prefix(namespace), names.links_prefix(namespace)
+    notices, health = names.kv_subject(namespace, _DECODE), names.health_subject(namespace, _DECODE)
+    explain = (names.explain_subject, names.forward_explain_subject)
+    outcomes, routers = _of_any(namespace, names.fates_subject), _endpoints(namespace, "Router")
+    metadata, planner = names.nixl_metadata_prefix(namespace), names.planner_prefix(namespace)
+
+    def own(component: str) -> str:
+        return f"{members}{component}/"
+
+    def options(component: str) -> str:
+        return names.live_options_key(namespace, component)
+
+    return (
+        Permissions(
+            "Frontend",
+            publish=(routers, *outcomes, _snapshots(namespace)),
+            subscribe=(_endpoints(namespace, "Processor"), health, notices),
+            read=(members, links, options("Frontend")),  # the dashboard shows failed links
+            write=(own("Frontend"), own("Processor")),
         ),
-        subscribe=(
-            _endpoints(namespace, "Processor"),
-            names.health_subject(namespace, _DECODE),
-            names.kv_subject(namespace, _DECODE),
+        Permissions(
+            "Router",
+            publish=(_snapshots(namespace),),
+            subscribe=(routers, *outcomes, notices),
+            read=(members, options("Router")),
+            write=(own("Router"),),
         ),
-        # The dashboard shows all members and failed links.
-        read=(
-            names.components_prefix(namespace),
-            names.links_prefix(namespace),
-            names.live_options_key(namespace, "Frontend"),
+        Permissions(
+            "Planner",
+            read=(options("Planner"),),
+            # It revokes leases, for which etcd demands that it may delete their keys.
+            write=(planner, members, metadata, links),
         ),
-        write=(_own_keys(namespace, "Frontend"), _own_keys(namespace, "Processor")),
+        Permissions(
+            "Forwarder",
+            subscribe=_of_any(namespace, names.forward_explain_subject),
+            read=(members,),
+            write=(own("Forwarder"),),
+        ),
+        # Of `dynamo-lite join`, which sends no messages.
+        *(
+            Permissions(component, read=(members,), write=(own(component),))
+            for component in ("Engine", "PrefillEngine", "DecodeEngine")
+        ),
+        Permissions(OPERATOR, publish=_of_any(namespace, *explain), write=(f"{namespace}/",)),
     )
 
 
-def _router(namespace: str) -> Permissions:
-    return Permissions(
-        "Router",
-        publish=(_snapshots(namespace),),
-        subscribe=(
-            _endpoints(namespace, "Router"),
-            _of_any(names.fates_subject, namespace),
-            names.kv_subject(namespace, _DECODE),
+def _workers(namespace: str) -> tuple[Permissions, ...]:
+    members, links = names.components_prefix(namespace), names.links_prefix(namespace)
+    decode, prefill = (names.health_subject(namespace, one) for one in (_DECODE, _PREFILL))
+    stream, jobs = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    metadata, depth = names.nixl_metadata_prefix(namespace), names.depth_subject(namespace)
+    describe = _of_any(namespace, names.describe_subject)
+    own_engine = (*_of_any(namespace, names.leave_subject), *describe)
+    from_prefill = (names.claim_subject, names.done_subject, names.first_token_subject)
+    to_decode = _of_any(namespace, *from_prefill)
+    queue = _queue_api(stream)
+    return (
+        Permissions(
+            _DECODE,
+            publish=(
+                *(decode, names.kv_subject(namespace, _DECODE), *own_engine, depth),
+                *(jobs, f"{jobs}.*", *queue, f"$JS.API.STREAM.MSG.DELETE.{stream}"),
+            ),
+            subscribe=(
+                *(_endpoints(namespace, _DECODE), _snapshots(namespace), prefill, depth),
+                *(*own_engine, *to_decode, *_of_any(namespace, names.explain_subject)),
+            ),
+            read=(members, links, names.live_options_key(namespace, _DECODE)),
+            write=(f"{members}{_DECODE}/", metadata),
         ),
-        read=(names.components_prefix(namespace), names.live_options_key(namespace, "Router")),
-        write=(_own_keys(namespace, "Router"),),
-    )
-
-
-def _decode_worker(namespace: str) -> Permissions:
-    stream = names.prefill_stream(namespace)
-    depth = names.depth_subject(namespace)
-    own_engine = (names.leave_subject, names.describe_subject)
-    from_others = (
-        names.claim_subject,
-        names.done_subject,
-        names.explain_subject,
-        names.first_token_subject,
-    )
-    return Permissions(
-        _DECODE,
-        publish=(
-            names.health_subject(namespace, _DECODE),
-            names.kv_subject(namespace, _DECODE),
-            *(_of_any(name, namespace) for name in own_engine),
-            depth,
-            names.prefill_jobs_subject(namespace),
-            f"{names.prefill_jobs_subject(namespace)}.*",
-            *_queue_api(stream),
-            f"$JS.API.STREAM.MSG.DELETE.{stream}",
+        Permissions(
+            _PREFILL,
+            publish=(
+                *(prefill, *describe, *to_decode, *queue),
+                *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*", f"$JS.ACK.{stream}.>"),
+            ),
+            subscribe=describe,
+            read=(members, metadata),
+            write=(f"{members}{_PREFILL}/", links),
         ),
-        subscribe=(
-            _endpoints(namespace, _DECODE),
-            _snapshots(namespace),
-            *(_of_any(name, namespace) for name in (*own_engine, *from_others)),
-            names.health_subject(namespace, _PREFILL),
-            depth,
-        ),
-        read=(
-            names.components_prefix(namespace),
-            names.links_prefix(namespace),
-            names.live_options_key(namespace, _DECODE),
-        ),
-        write=(_own_keys(namespace, _DECODE), names.nixl_metadata_prefix(namespace)),
-    )
-
-
-def _prefill_worker(namespace: str) -> Permissions:
-    stream = names.prefill_stream(namespace)
-    describe = _of_any(names.describe_subject, namespace)
-    to_others = (
-        names.claim_subject,
-        names.done_subject,
-        names.first_token_subject,
-    )
-    return Permissions(
-        _PREFILL,
-        publish=(
-            names.health_subject(namespace, _PREFILL),
-            describe,
-            *(_of_any(name, namespace) for name in to_others),
-            *_queue_api(stream),
-            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
-            f"$JS.ACK.{stream}.>",
-        ),
-        subscribe=(describe,),
-        read=(names.components_prefix(namespace), names.nixl_metadata_prefix(namespace)),
-        write=(_own_keys(namespace, _PREFILL), names.links_prefix(namespace)),
-    )
-
-
-def _planner(namespace: str) -> Permissions:
-    return Permissions(
-        "Planner",
-        read=(names.live_options_key(namespace, "Planner"),),
-        # It revokes leases, for which etcd demands that it may delete their keys.
-        write=(
-            names.planner_prefix(namespace),
-            names.components_prefix(namespace),
-            names.nixl_metadata_prefix(namespace),
-            names.links_prefix(namespace),
-        ),
-    )
-
-
-def _forwarder(namespace: str) -> Permissions:
-    return Permissions(
-        "Forwarder",
-        subscribe=(_of_any(names.forward_explain_subject, namespace),),
-        read=(names.components_prefix(namespace),),
-        write=(_own_keys(namespace, "Forwarder"),),
-    )
-
-
-def _joined(namespace: str, component: str) -> Permissions:
-    """Of `dynamo-lite join`, which sends no messages."""
-    return Permissions(
-        component,
-        read=(names.components_prefix(namespace),),
-        write=(_own_keys(namespace, component),),
-    )
-
-
-def _operator(namespace: str) -> Permissions:
-    return Permissions(
-        OPERATOR,
-        publish=(
-            _of_any(names.explain_subject, namespace),
-            _of_any(names.forward_explain_subject, namespace),
-        ),
-        write=(f"{namespace}/",),
     )
 
 
@@ -198,19 +130,13 @@ def _endpoints(namespace: str, component: str) -> str:
     return names.endpoint_subject(namespace, component, "any", 0).rpartition(".")[0] + ".*"
 
 
-def _own_keys(namespace: str, component: str) -> str:
-    return f"{names.components_prefix(namespace)}{component}/"
-
-
 def _snapshots(namespace: str) -> str:
     return names.kv_snapshot_subject(namespace, _DECODE, 0).replace(".0.", ".*.")
 
 
-def _of_any(name: Callable[[str, Any], str], namespace: str) -> str:
-    """The subject of all engines, or of all processes."""
-    subject = name(namespace, 0)
-    head, _, last = subject.rpartition(".0.")
-    return f"{head}.*.{last}"
+def _of_any(namespace: str, *subjects: Callable[[str, Any], str]) -> tuple[str, ...]:
+    """The subjects of all engines, or of all processes."""
+    return tuple(subject(namespace, 0).replace(".0.", ".*.") for subject in subjects)
 
 
 def _queue_api(stream: str) -> tuple[str, ...]:

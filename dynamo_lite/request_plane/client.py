@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from dynamo_lite.protocol.errors import Refused, Unavailable
@@ -21,7 +21,11 @@ _CONNECT_TIMEOUT_S = 2.0
 
 
 class RemoteGenerateClient:
-    """GenerateClient of workers in other processes.
+    """An async context manager. Leaving it aborts running requests, without `on_lost`.
+
+    After `submit` has returned, a request ends in exactly one way: a delta with a
+    finish_reason, `abort`, or `on_lost`. If `submit` raises, the request runs on no worker.
+    Deltas may arrive before `submit` returns.
 
     client_id: at most 100 characters, unique among the worker's clients. Each connection gets
         an id of its own, derived from this one.
@@ -67,6 +71,11 @@ class RemoteGenerateClient:
             await asyncio.wait(closed)
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
+        """Submits `request` to `member`, with this client's own `client_id`.
+
+        Raises DeadlineExceeded, Unavailable or Refused. If it raises or is cancelled, no delta of
+        the request is passed on, before or after.
+        """
         address = member.transport.stream
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
@@ -76,10 +85,13 @@ class RemoteGenerateClient:
         await connection.submit(request, self._request_timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """Cancels requests; no delta of them follows. Unknown and finished ids are ignored."""
         for connection in list(self._connections.values()):
             connection.cancel(request_ids)
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
+        """Sets the live members, and connects to them. Connections to other workers are closed
+        when they are idle."""
         live = {
             member.transport.stream: member.transport
             for member in members
@@ -92,10 +104,12 @@ class RemoteGenerateClient:
                 self._open_connection(live[address])
 
     def is_connected(self, member: EndpointRecord) -> bool:
+        """Whether requests can be sent to it without connecting first."""
         connection = self._connections.get(member.transport.stream or "")
         return connection is not None and connection.is_open
 
     def drop(self, member: EndpointRecord, why: str) -> None:
+        """Disconnects an unresponsive member. `on_lost` reports its requests a little later."""
         connection = self._connections.get(member.transport.stream or "")
         if connection is not None:
             connection.drop(why)
@@ -160,3 +174,7 @@ class RemoteGenerateClient:
     def _forget(self, address: str, connection: Connection) -> None:
         if self._connections.get(address) is connection:
             del self._connections[address]
+
+
+#: Makes the transport of one owner. The owner gets the callbacks and enters the context.
+MakeTransport = Callable[[OnDeltas, OnLost], RemoteGenerateClient]

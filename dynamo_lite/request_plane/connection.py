@@ -159,7 +159,7 @@ class Connection:
         return why
 
     async def submit(self, request: GenerateRequest, timeout_s: float) -> None:
-        """See GenerateClient.submit. timeout_s: includes the wait for room in the write buffer."""
+        """As `RemoteGenerateClient.submit`. timeout_s: with the wait for room in the buffer."""
         request_id = request.request_id
         data = self._frame_of(request)
         if self.closed.done():

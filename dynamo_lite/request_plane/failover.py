@@ -22,10 +22,11 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.client import MakeTransport
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.migration import MigrationPlan
-from dynamo_lite.request_plane.placement import LocalSelector, Placement, WorkerSelector
+from dynamo_lite.request_plane.placement import Placement
 from dynamo_lite.routing.pickers import Picker
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -70,7 +71,7 @@ class FailoverClient:
         make_transport: MakeTransport,
         *,
         members: Callable[[], Sequence[EndpointRecord]],
-        picker: Picker | WorkerSelector,
+        picker: Picker,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
         move_wait_s: float = 15.0,
@@ -79,8 +80,8 @@ class FailoverClient:
         self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
         self._on_ended = on_ended
-        self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
-        self._placer = Placement(self.transport, members, self._chooser, move_wait_s=move_wait_s)
+        self._picker = picker
+        self._placer = Placement(self.transport, members, picker, move_wait_s=move_wait_s)
         self._attempts = self._placer.attempts
         self._flights: dict[str, MigratingRequest] = {}
         self._tasks = OwnedTasks()
@@ -189,7 +190,7 @@ class FailoverClient:
             if mine is not None:
                 taken.append(mine)
             if delta.prefill is not None:
-                self._chooser.answered(flight.request_id)
+                self._picker.answered(flight.request_id)
             if delta.finish_reason is not None:
                 self._forget(flight)
         if taken:
@@ -264,7 +265,7 @@ class FailoverClient:
         flight.over = True
         flight.wake.set()
         del self._flights[flight.request_id]
-        self._chooser.released(flight.request_id)
+        self._picker.released(flight.request_id)
         self._attempts.pop(flight.wire_id, None)
         flight.wire_id = ""
         if flight.timer is not None:

@@ -208,11 +208,8 @@ class FrameConnection(asyncio.Protocol):
                 if self._transport is None or self._transport.is_closing():
                     return
         except ProtocolError as exc:
-            if (held_back := self._log_limit.allow()) is not None:
-                more = f" ({held_back} similar lines were suppressed)" if held_back else ""
-                logger.warning(
-                    "stream with %s: malformed frame, disconnecting: %s%s", self.peer, exc, more
-                )
+            text = "stream with %s: malformed frame, disconnecting: %s"
+            self._log_limit.log(logger, text, self.peer, exc)
             self._on_drop("stream")
             self.abort(str(exc))
 

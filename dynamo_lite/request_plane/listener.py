@@ -1,25 +1,21 @@
-"""The worker's TCP listener. It turns connections into sessions, and deltas into frames."""
+"""The worker's TCP listener. It turns connections into sessions."""
 
 import asyncio
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import (
-    MAX_DELTA_BYTES,
     Accepted,
     Cancel,
-    Deltas,
     Hello,
     RequestRefused,
     Submit,
     SubmitReply,
-    TokenDelta,
     Welcome,
     decode_client_frame,
-    halves,
 )
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.framing import (
@@ -31,10 +27,8 @@ from dynamo_lite.request_plane.framing import (
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import bind
+from dynamo_lite.runtime.listening import PendingConnections, TcpServer
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.pending_connections import PendingConnections
-from dynamo_lite.runtime.tls_acceptor import TlsAcceptor
 
 if TYPE_CHECKING:
     from dynamo_lite.request_plane.server import GenerateServer
@@ -49,36 +43,6 @@ MAX_UNGREETED = 512
 MAX_HELLO_BYTES = 1 << 16
 #: The component whose processes are clients.
 _CLIENT = "Frontend"
-
-
-class _ConnectionSink:
-    """Sends a session's deltas over its connection, in one frame where they fit."""
-
-    def __init__(self, connection: FrameConnection):
-        self._connection = connection
-
-    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
-        payload = encode(Deltas(deltas=deltas))
-        if len(payload) <= MAX_MESSAGE_BYTES:
-            self._connection.send(frame(payload))
-            return []
-        if len(deltas) > 1:
-            half = len(deltas) // 2
-            return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
-        fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes * 3 // 4)
-        if fits and (parts := halves(deltas[0])) is not None:
-            # The second half is sent only if the first half could be sent.
-            return self.deliver([parts[0]]) or self.deliver([parts[1]])
-        request_id = deltas[0].request_id
-        logger.error(
-            "request %s: ended, a delta of %d bytes is too large to send", request_id, len(payload)
-        )
-        failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
-        self._connection.send(frame(encode(Deltas(deltas=[failed]))))
-        return [request_id]
-
-    def closed(self, request_ids: list[str], why: str) -> None:
-        self._connection.close(why)
 
 
 class Listener:
@@ -99,8 +63,7 @@ class Listener:
         #: Of all connections: a stranger may open many.
         self._log_limit = LogLimit()
         self._bind_host = bind_host
-        self._server: asyncio.Server | None = None
-        self._acceptor: TlsAcceptor | None = None
+        self._server: TcpServer | None = None
         self._pending = PendingConnections(MAX_UNGREETED, lambda: on_drop("stream"))
         self._connections: dict[FrameConnection, Session | None] = {}
         self._all_closed = asyncio.Event()
@@ -108,37 +71,24 @@ class Listener:
 
     async def open(self) -> None:
         """Raises StartupError when it cannot listen on the host."""
-        if self._certificates is None:
-            loop = asyncio.get_running_loop()
-            try:
-                self._server = await loop.create_server(self._connection, self._bind_host, 0)
-            except OSError as exc:
-                raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
-            sock = self._server.sockets[0]
-        else:
-            sock = bind(self._bind_host, 0)
-            self._acceptor = TlsAcceptor(
-                sock,
-                self._connection,
-                self._certificates.server,
-                self._pending,
-                handshake_s=FIRST_FRAME_TIMEOUT_S,
-                shutdown_s=STALL_TIMEOUT_S,
-                on_failed=self._handshake_failed,
-            )
-            self._acceptor.start()
-        port = sock.getsockname()[1]
-        self.address = advertised_address(self._bind_host, port)
+        self._server = TcpServer(
+            self._bind_host,
+            self._connection,
+            self._pending,
+            None if self._certificates is None else self._certificates.server,
+            handshake_s=FIRST_FRAME_TIMEOUT_S,
+            shutdown_s=STALL_TIMEOUT_S,
+            on_failed=self._handshake_failed,
+        )
+        self.address = advertised_address(self._bind_host, await self._server.start())
 
     async def close(self) -> None:
         """Waits up to 1 s for connections to send what is queued, then aborts them."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self._connections):
-            connection.close("the worker closed the stream")
         try:
-            if self._acceptor is not None:
-                await self._acceptor.close()
+            if self._server is not None:
+                await self._server.close()
+            for connection in list(self._connections):
+                connection.close("the worker closed the stream")
             async with asyncio.timeout(1.0):
                 while self._connections:
                     self._all_closed.clear()
@@ -175,9 +125,7 @@ class Listener:
 
     def _refused(self, peer: str, why: str) -> None:
         self._on_drop("certificate")
-        if (held_back := self._log_limit.allow()) is not None:
-            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
-            logger.warning("stream with %s: the client is refused: %s%s", peer, why, more)
+        self._log_limit.log(logger, "stream with %s: the client is refused: %s", peer, why)
 
     # FrameReceiver
 
@@ -188,9 +136,7 @@ class Listener:
                     raise ProtocolError(unsupported(version))
                 if self._connections.get(connection) is not None:
                     raise ProtocolError("a second Hello on one connection")
-                self._connections[connection] = self._sessions.open_session(
-                    client_id, _ConnectionSink(connection)
-                )
+                self._connections[connection] = self._sessions.open_session(client_id, connection)
                 self._pending.discard(connection)
                 connection.send(frame(encode(Welcome())))
             case Submit(request_id=request_id, request=request):

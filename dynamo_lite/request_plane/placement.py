@@ -1,9 +1,7 @@
 """Submits a request to one worker after another until one accepts it or its time is up."""
 
 import asyncio
-import contextlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 
 from dynamo_lite.protocol.errors import (
@@ -14,54 +12,16 @@ from dynamo_lite.protocol.errors import (
     Refused,
     Unavailable,
 )
-from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import GenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.runtime.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
-
-
-class WorkerSelector(ABC):
-    """The asynchronous form of `Picker`; the client of a Router process implements it. A
-    cancelled `choose` books nothing."""
-
-    @abstractmethod
-    async def choose(
-        self,
-        members: Sequence[EndpointRecord],
-        request: GenerateRequest,
-        without: Set[int] = frozenset(),
-    ) -> Selection: ...
-
-    @abstractmethod
-    def answered(self, request_id: str) -> None: ...
-
-    @abstractmethod
-    def released(self, request_id: str) -> None: ...
-
-
-class LocalSelector(WorkerSelector):
-    def __init__(self, picker: Picker):
-        self._picker = picker
-
-    async def choose(
-        self,
-        members: Sequence[EndpointRecord],
-        request: GenerateRequest,
-        without: Set[int] = frozenset(),
-    ) -> Selection:
-        return self._picker.pick(members, request, without)
-
-    def answered(self, request_id: str) -> None:
-        self._picker.answered(request_id)
-
-    def released(self, request_id: str) -> None:
-        self._picker.released(request_id)
 
 
 class Placement:
@@ -72,9 +32,9 @@ class Placement:
 
     def __init__(
         self,
-        transport: GenerateClient,
+        transport: RemoteGenerateClient,
         members: Callable[[], Sequence[EndpointRecord]],
-        chooser: WorkerSelector,
+        picker: Picker,
         *,
         move_wait_s: float,
     ):
@@ -82,7 +42,7 @@ class Placement:
         self.attempts: dict[str, MigratingRequest] = {}
         self._transport = transport
         self._members = members
-        self._chooser = chooser
+        self._picker = picker
         self._move_wait_s = move_wait_s
         self._sends = 0
 
@@ -106,9 +66,7 @@ class Placement:
                 raise failure
             # `wake` is set when a worker is back; other causes need a retry.
             is_woken = isinstance(failure, NoWorkers)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s if is_woken else min(left_s, pause_s)):
-                    await flight.wake.wait()
+            await all_of([flight.wake], left_s if is_woken else min(left_s, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
@@ -136,7 +94,7 @@ class Placement:
                 failure = exc
             else:
                 return None
-            self._chooser.released(flight.request_id)
+            self._picker.released(flight.request_id)
             logger.info(
                 "request %s: worker %x (%s) did not accept it: %s",
                 flight.request_id,
@@ -161,9 +119,11 @@ class Placement:
             without = tried
             if not _any_besides(without, members):
                 return None
-        picked = await self._chooser.choose(members, flight.request, without)
+        picked = self._picker.pick(members, flight.request, without)
+        if not isinstance(picked, Selection):
+            picked = await picked
         if not flight.is_at(turn):
-            self._chooser.released(flight.request_id)
+            self._picker.released(flight.request_id)
             return None
         logger.debug(
             "request %s: selected worker %x: %s",

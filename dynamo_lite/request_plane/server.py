@@ -22,11 +22,12 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.admission import Limits
 from dynamo_lite.request_plane.base import GenerateHandler
+from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.listener import Listener
-from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
+from dynamo_lite.request_plane.session import AdmittedRequests, Session
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +126,8 @@ class GenerateServer:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is in flight. Returns False after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        await all_of([self._idle], timeout_s)
+        return self._idle.is_set()
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Sends the output of one engine step. Drops deltas of unknown or cancelled requests."""
@@ -150,14 +147,14 @@ class GenerateServer:
             elif delta.token_ids:
                 admission.answered(delta.request_id)
         for session, mine in by_session.items():
-            undeliverable = session.outlet.deliver(mine)
+            undeliverable = session.deliver(mine)
             if undeliverable:
                 self.cancel(session, [i for i in undeliverable if owners.get(i) is session])
         self._update_idle()
 
     # Sessions
 
-    def open_session(self, client_id: str, outlet: DeltaSink) -> Session:
+    def open_session(self, client_id: str, connection: FrameConnection) -> Session:
         """Raises ProtocolError when the client has an open session already.
 
         Each connection of a client has an id of its own. So a repeated `Hello` comes from
@@ -165,7 +162,7 @@ class GenerateServer:
         """
         if client_id in self._sessions:
             raise ProtocolError(f"client {client_id!r} is already connected")
-        session = self._sessions[client_id] = Session(client_id, outlet)
+        session = self._sessions[client_id] = Session(client_id, connection)
         return session
 
     def close_session(self, session: Session) -> None:
@@ -177,9 +174,8 @@ class GenerateServer:
                 task.cancel()
 
     def _disconnect(self, session: Session, why: str) -> None:
-        running = sorted(session.request_ids)
         self.close_session(session)
-        session.outlet.closed(running, why)
+        session.connection.close(why)
 
     def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
         """Ends these requests; no delta of them is sent after this."""
@@ -273,9 +269,7 @@ class GenerateServer:
         """Ends a request after its timeout. Its client does the same, unless it is stuck."""
         session = self._owners[request_id]
         self.cancel(session, [request_id])
-        session.outlet.deliver(
-            [TokenDelta(request_id=request_id, token_ids=[], finish_reason="abort")]
-        )
+        session.deliver([TokenDelta(request_id=request_id, token_ids=[], finish_reason="abort")])
 
     # Bookkeeping
 

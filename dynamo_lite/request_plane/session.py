@@ -1,40 +1,60 @@
 """The clients of a worker, and the requests of each."""
 
 import asyncio
+import logging
 from collections.abc import Callable
-from typing import Protocol
 
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.generate import (
+    MAX_DELTA_BYTES,
+    Deltas,
+    GenerateRequest,
+    TokenDelta,
+    halves,
+)
 from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.framing import FrameConnection, frame
+
+logger = logging.getLogger(__name__)
 
 #: Upper limit of a request's timeout.
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 
 
-class DeltaSink(Protocol):
-    """Takes the deltas of one session."""
-
-    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
-        """Returns the ids of requests whose deltas could not be delivered; these must end."""
-        ...
-
-    def closed(self, request_ids: list[str], why: str) -> None:
-        """Called when the server has ended the session while these requests were running."""
-        ...
-
-
 class Session:
-    """One client of the server. Only GenerateServer changes it."""
+    """One client of the server, on its connection. Only GenerateServer changes it."""
 
-    def __init__(self, client_id: str, outlet: DeltaSink):
+    def __init__(self, client_id: str, connection: FrameConnection):
         self.client_id = client_id
-        self.outlet = outlet
+        self.connection = connection
         #: Requests in flight.
         self.request_ids: set[str] = set()
         #: Tasks that hand requests of this session's connection to the engine, in the order of
         #: their start.
         self.handing_over: dict[asyncio.Task[Exception | None], None] = {}
+
+    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
+        """Sends deltas, in one frame where they fit. Returns the ids of requests whose deltas could
+        not be delivered; these must end."""
+        payload = encode(Deltas(deltas=deltas))
+        if len(payload) <= MAX_MESSAGE_BYTES:
+            self.connection.send(frame(payload))
+            return []
+        if len(deltas) > 1:
+            half = len(deltas) // 2
+            return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
+        fits = len(payload) <= min(MAX_DELTA_BYTES, self.connection.room_bytes * 3 // 4)
+        if fits and (parts := halves(deltas[0])) is not None:
+            # The second half is sent only if the first half could be sent.
+            return self.deliver([parts[0]]) or self.deliver([parts[1]])
+        request_id = deltas[0].request_id
+        logger.error(
+            "request %s: ended, a delta of %d bytes is too large to send", request_id, len(payload)
+        )
+        failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
+        self.connection.send(frame(encode(Deltas(deltas=[failed]))))
+        return [request_id]
 
 
 class AdmittedRequests:

@@ -79,14 +79,10 @@ class EngineCache:
         self._hashes = BlockHashes()
 
     def __len__(self) -> int:
-        """Number of blocks and cuts."""
         return len(self._hashes)
 
     def held(self) -> Sequence[int]:
         return self._hashes.held()
-
-    def cuts(self) -> Sequence[int]:
-        return self._hashes.cuts()
 
     def clear(self) -> list[KvChange]:
         self._hashes.clear()
@@ -110,8 +106,8 @@ class EngineCache:
                 chain = self._stored(event)
                 return KvStored(hashes=chain) if chain else None
             case BlockRemoved() if _is_followed(event):
-                gone, cut = self._hashes.removed(event.block_hashes)
-                return KvRemoved(hashes=gone, cut=cut) if gone or cut else None
+                gone = self._hashes.removed(event.block_hashes)
+                return KvRemoved(hashes=gone) if gone else None
             case AllBlocksCleared():
                 return self.clear()[0]
             case _:

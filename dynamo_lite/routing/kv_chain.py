@@ -7,8 +7,7 @@ a cache hit, never a wrong token.
 """
 
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -62,38 +61,22 @@ def extend(parent: ChainHash, token_ids: Sequence[int], block_size: int) -> list
     return made
 
 
-@dataclass(eq=False, slots=True)
-class _Block:
-    """A block of one engine."""
-
-    chain: ChainHash
-    parent: Hashable
-    #: How often it is held.
-    count: int = 0
-    #: Number of known blocks whose parent it is.
-    behind: int = 0
-
-
 class BlockHashes:
     """Which blocks one engine holds: the engine's names for them, and their hashes.
 
     An engine may hold a block twice, and reports it each time; the block is gone when it was
-    removed as often. A block that is removed before its descendants leaves a cut.
+    removed as often.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Block] = {}
+        #: The hash, and how often it is held.
+        self._known: dict[Hashable, tuple[ChainHash, int]] = {}
 
     def __len__(self) -> int:
-        """Blocks and cuts."""
         return len(self._known)
 
     def held(self) -> list[ChainHash]:
-        return [block.chain for block in self._known.values() if block.count]
-
-    def cuts(self) -> list[ChainHash]:
-        """Blocks that are not held, although some of their descendants are."""
-        return [block.chain for block in self._known.values() if not block.count]
+        return [chain for chain, _ in self._known.values()]
 
     def stored(
         self,
@@ -111,50 +94,26 @@ class BlockHashes:
         """
         if block_size < 1 or len(token_ids) != len(names) * block_size:
             raise ValueError(f"{len(token_ids)} tokens in {len(names)} blocks of {block_size}")
-        before = None if parent is None else self._known.get(parent)
-        if parent is not None and before is None:
-            return []
-        chain = extend(root if before is None else before.chain, token_ids, block_size)
+        if parent is not None:
+            if parent not in self._known:
+                return []
+            root = self._known[parent][0]
+        chain = extend(root, token_ids, block_size)
         for name, made in zip(names, chain, strict=True):
-            block = self._known.get(name)
-            if block is None:
-                block = self._known[name] = _Block(made, parent)
-                if before is not None:
-                    before.behind += 1
-            block.count += 1
-            parent, before = name, block
+            self._known[name] = made, self._known.get(name, (made, 0))[1] + 1
         return chain
 
-    def removed(self, names: Iterable[Hashable]) -> tuple[list[ChainHash], list[ChainHash]]:
-        """Returns the blocks, or cuts, that are now gone, and the new cuts. Unknown names are
-        ignored."""
+    def removed(self, names: Iterable[Hashable]) -> list[ChainHash]:
+        """Returns the blocks that are now gone. Unknown names are ignored."""
         gone: list[ChainHash] = []
-        cut: list[ChainHash] = []
         for name in names:
-            block = self._known.get(name)
-            if block is None or not block.count:
-                continue
-            block.count -= 1
-            if block.count:
-                continue
-            if block.behind:
-                cut.append(block.chain)
-            else:
-                gone += self._forget(name)
-        return gone, cut
+            chain, count = self._known.get(name, (0, 0))
+            if count > 1:
+                self._known[name] = chain, count - 1
+            elif count:
+                del self._known[name]
+                gone.append(chain)
+        return gone
 
     def clear(self) -> None:
         self._known.clear()
-
-    def _forget(self, name: Hashable) -> Iterator[ChainHash]:
-        """Removes a block that is neither held nor a parent, and the cuts before it that are not
-        parents any more."""
-        while name is not None:
-            block = self._known[name]
-            if block.count or block.behind:
-                return
-            del self._known[name]
-            yield block.chain
-            name = block.parent
-            if name is not None:
-                self._known[name].behind -= 1

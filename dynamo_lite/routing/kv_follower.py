@@ -29,7 +29,7 @@ from dynamo_lite.protocol.kv import (
 )
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.routing.kv_index import KvIndex
-from dynamo_lite.routing.kv_routing import LoadReport, Shard
+from dynamo_lite.routing.worker_loads import Shard
 from dynamo_lite.runtime.drops import OnDrop, counted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -96,7 +96,7 @@ class WorkerView:
         """
         if self.index is not None:
             held = {key for part in parts for key in part.held}
-            self.index.replace(self.lease_id, held, [key for part in parts for key in part.cut])
+            self.index.replace(self.lease_id, held)
         self.number = parts[0].number
         aside, self._aside = self._aside, []
         if "gap" in [self.receive(notice) for notice in aside]:
@@ -119,8 +119,8 @@ class WorkerView:
         match change:
             case KvStored(hashes):
                 index.stored(self.lease_id, hashes)
-            case KvRemoved(hashes, cut):
-                index.removed(self.lease_id, hashes, cut)
+            case KvRemoved(hashes):
+                index.removed(self.lease_id, hashes)
             case _:
                 index.replace(self.lease_id, set())
 
@@ -151,7 +151,6 @@ class KvFollower:
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
         self._on_load: Callable[[int], None] = lambda lease_id: None
-        self._open = False
         self._stack = contextlib.AsyncExitStack()
         self._metrics = _Metrics(registry, self)
 
@@ -166,18 +165,11 @@ class KvFollower:
         """Sets the callback that takes the lease id of each worker that has reported its load."""
         self._on_load = callback
 
-    def load(self, lease_id: int) -> LoadReport | None:
+    def load(self, lease_id: int) -> Load | None:
         peer = self._peers.get(lease_id)
-        if peer is None or peer.load is None:
+        if peer is None or peer.heard_at + LOAD_AGE_S < self._now():
             return None
-        if peer.heard_at + LOAD_AGE_S < self._now():
-            return None
-        load = peer.load
-        return LoadReport(
-            requests=load.running + load.waiting,
-            prompt_tokens=load.prefill_tokens,
-            kv_usage=load.kv_usage,
-        )
+        return peer.load
 
     def shard(self, lease_id: int) -> Shard | None:
         peer = self._peers.get(lease_id)
@@ -187,23 +179,18 @@ class KvFollower:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self._close)
+            stack.push_async_callback(self._tasks.end)
             subject = names.kv_subject(self._namespace, self._component)
             handler = counted(self._on_notice, "kv_notice", self._on_drop)
             await stack.enter_async_context(self._messaging.serve(subject, handler))
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
-            self._open = True
-            self._roster.on_change(self._on_roster)
+            stack.enter_context(self._roster.on_change(self._on_roster))
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    async def _close(self) -> None:
-        self._open = False
-        await self._tasks.end()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -231,8 +218,6 @@ class KvFollower:
         self._on_load(peer.lease_id)
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
-        if not self._open:
-            return
         for lease_id in left:
             peer = self._peers.pop(lease_id, None)
             if (task := self._repairs.pop(lease_id, None)) is not None:

@@ -1,9 +1,9 @@
 """Which workers hold which KV blocks, and how much of a prompt each one has.
 
 A dictionary from a block's chain hash (`kv_chain.py`) to a bit set of workers. There is no tree: a
-hash stands for its whole prefix, and a worker that holds a block holds all blocks before it, except
-where it reported a cut. So the longest prefixes are found by bisection, with a few look-ups for a
-prompt of any length; each is a miss of the processor's cache.
+hash stands for its whole prefix, and a worker that holds a block holds all blocks before it, since
+engines evict the end of a prompt first. So the longest prefixes are found by bisection, with a few
+look-ups for a prompt of any length; each is a miss of the processor's cache.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -21,38 +21,6 @@ _MAX_NAMED = 4096
 _NOTED_PART = 8
 
 
-class _Sets:
-    """Hash to the workers that hold it. A worker is its bit.
-
-    There is no index from a worker to its hashes: all hashes are scanned when it leaves, which is
-    rare, and takes some tens of milliseconds with a million hashes.
-    """
-
-    def __init__(self) -> None:
-        self.workers: dict[ChainHash, int] = {}
-
-    def of(self, bit: int) -> set[ChainHash]:
-        return {key for key, workers in self.workers.items() if workers & bit}
-
-    def add(self, bit: int, hashes: Iterable[ChainHash]) -> None:
-        workers = self.workers
-        if workers.keys().isdisjoint(hashes):
-            workers.update(dict.fromkeys(hashes, bit))
-            return
-        for key in hashes:
-            others = workers.get(key)
-            workers[key] = bit if others is None else others | bit
-
-    def discard(self, bit: int, hashes: Iterable[ChainHash]) -> None:
-        workers = self.workers
-        for key in hashes:
-            others = workers.get(key, 0)
-            if others == bit:
-                del workers[key]
-            elif others & bit:
-                workers[key] = others ^ bit
-
-
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
@@ -65,7 +33,10 @@ class KvIndex:
             raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
         self.evicted = 0
         self._max_blocks = max_blocks
-        self._held, self._cut = _Sets(), _Sets()
+        #: Hash to the workers that hold it. A worker is its bit. There is no index from a worker to
+        #: its hashes: all are scanned when it leaves, which is rare, and takes some tens of
+        #: milliseconds with a million hashes.
+        self._held: dict[ChainHash, int] = {}
         self._bits: dict[int, int] = {}
         self._slots: list[int | None] = []
         #: The workers of bit sets that were matched; loads have few different ones.
@@ -75,14 +46,15 @@ class KvIndex:
 
     def __len__(self) -> int:
         """Different blocks."""
-        return len(self._held.workers)
+        return len(self._held)
 
     def __repr__(self) -> str:
         return f"<KvIndex blocks={len(self)} workers={len(self._bits)}>"
 
     def held(self, worker: int) -> Set[ChainHash]:
         """The blocks of one worker; scans all blocks."""
-        return self._held.of(self._bits.get(worker, 0))
+        bit = self._bits.get(worker, 0)
+        return {key for key, workers in self._held.items() if workers & bit}
 
     def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
         """How many of the first blocks each worker holds, without a gap. Workers with none are left
@@ -90,18 +62,10 @@ class KvIndex:
 
         hashes: of a prompt's blocks, from the first on.
         """
-        found = self._find(hashes)
         counts: dict[int, int] = {}
-        for count, bits in found:
+        for count, bits in self._find(hashes):
             counts.update(dict.fromkeys(self._named.get(bits) or self._name(bits), count))
-        cuts = self._cut.workers
-        if not counts or not cuts or cuts.keys().isdisjoint(hashes):
-            return counts
-        # Only the blocks before a worker's first cut count.
-        for count, key in enumerate(hashes):
-            for worker in self._workers(cuts.get(key, 0)):
-                counts[worker] = min(counts.get(worker, 0), count)
-        return {worker: count for worker, count in counts.items() if count}
+        return counts
 
     def _name(self, bits: int) -> tuple[int, ...]:
         if len(self._named) >= _MAX_NAMED:
@@ -119,11 +83,11 @@ class KvIndex:
 
     def _find(self, hashes: Sequence[ChainHash]) -> list[tuple[int, int]]:
         """How many of the first blocks, and the bit set of the workers that hold exactly these;
-        the longest first. Without regard to cuts."""
+        the longest first."""
         found: list[tuple[int, int]] = []
         if not hashes:
             return found
-        get, end = self._held.workers.get, len(hashes)
+        get, end = self._held.get, len(hashes)
         # Workers whose last block is not found yet. All of them hold the first one.
         left = get(hashes[0], 0)
         while left:
@@ -145,47 +109,39 @@ class KvIndex:
         return found
 
     def stored(self, worker: int, hashes: Sequence[ChainHash]) -> None:
-        """The worker holds these blocks, and those before them except cuts that it reported."""
-        bit = self._bits.get(worker) or self._join(worker)
-        self._held.add(bit, hashes)
-        if self._cut.workers:
-            self._cut.discard(bit, hashes)
+        """The worker holds these blocks, and those before them."""
+        bit, held = self._bits.get(worker) or self._join(worker), self._held
+        if held.keys().isdisjoint(hashes):
+            held.update(dict.fromkeys(hashes, bit))
+        else:
+            for key in hashes:
+                held[key] = held.get(key, 0) | bit
         if len(self) > self._max_blocks:
             self._evict()
 
-    def removed(
-        self, worker: int, hashes: Iterable[ChainHash], cut: Sequence[ChainHash] = ()
-    ) -> None:
-        """The worker no longer holds these blocks. cut: not held either, but some of their
-        descendants are."""
-        bit = self._bits.get(worker)
-        if bit is None:
-            return
-        self._held.discard(bit, hashes)
-        if self._cut.workers:
-            self._cut.discard(bit, hashes)
-        if cut:
-            self._held.discard(bit, cut)
-            self._cut.add(bit, cut)
+    def removed(self, worker: int, hashes: Iterable[ChainHash]) -> None:
+        """The worker no longer holds these blocks."""
+        bit, held = self._bits.get(worker, 0), self._held
+        for key in hashes:
+            others = held.get(key, 0)
+            if others & bit:
+                if others == bit:
+                    del held[key]
+                else:
+                    held[key] = others ^ bit
 
-    def replace(self, worker: int, hashes: Set[ChainHash], cut: Sequence[ChainHash] = ()) -> None:
+    def replace(self, worker: int, hashes: Set[ChainHash]) -> None:
         """The worker holds exactly these blocks."""
         held = self.held(worker)
         self.removed(worker, held - hashes)
-        if bit := self._bits.get(worker):
-            self._cut.discard(bit, self._cut.of(bit))
         self.stored(worker, list(hashes - held))
-        self.removed(worker, (), cut)
 
     def leave(self, worker: int) -> None:
         """The worker is gone, and all its blocks."""
-        bit = self._bits.pop(worker, None)
-        if bit is None:
-            return
-        self._held.discard(bit, self._held.of(bit))
-        self._cut.discard(bit, self._cut.of(bit))
-        self._slots[bit.bit_length() - 1] = None
-        self._named.clear()
+        self.removed(worker, self.held(worker))
+        if (bit := self._bits.pop(worker, None)) is not None:
+            self._slots[bit.bit_length() - 1] = None
+            self._named.clear()
 
     def _join(self, worker: int) -> int:
         if None in self._slots:
@@ -208,7 +164,7 @@ class KvIndex:
     def _evict(self) -> None:
         """A dictionary keeps its order, so the oldest come first. Blocks that were matched since
         the last eviction are moved to the end once."""
-        held = self._held.workers
+        held = self._held
         room = self._max_blocks // _EVICTED_PART
         excess = len(held) - self._max_blocks + room
         going: list[ChainHash] = []

@@ -23,6 +23,7 @@ from dynamo_lite.protocol.kv import (
 )
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,6 @@ class Holdings(Protocol):
     def block_size_tokens(self) -> int: ...
 
     def held(self) -> Sequence[int]: ...
-
-    def cuts(self) -> Sequence[int]:
-        """Evicted blocks that are followed by blocks that are still held."""
-        ...
 
 
 class KvPublisher:
@@ -100,9 +97,7 @@ class KvPublisher:
         try:
             with self._messaging.watch_connection(lambda _: self._wake.set()):
                 while True:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(IDLE_PERIOD_S):
-                            await self._wake.wait()
+                    await all_of([self._wake], IDLE_PERIOD_S)
                     self._wake.clear()
                     await self._publish()
         finally:
@@ -143,8 +138,7 @@ class KvPublisher:
     async def _on_request(self, payload: bytes) -> bytes:
         request = decode_kv_snapshot_request(payload)
         held = self._holdings.held() if self._holdings else ()
-        cut = self._holdings.cuts() if self._holdings else ()
-        parts = request.parts or min(MAX_PARTS, 1 + (len(held) + len(cut)) // HASHES_PER_MESSAGE)
+        parts = request.parts or min(MAX_PARTS, 1 + len(held) // HASHES_PER_MESSAGE)
         if request.part >= parts:
             raise ProtocolError(f"no part {request.part} in a snapshot of {parts} parts")
         return encode(
@@ -156,7 +150,6 @@ class KvPublisher:
                 block_size_tokens=self._holdings.block_size_tokens if self._holdings else 0,
                 load=self._load(),
                 held=[key for key in held if key % parts == request.part],
-                cut=[key for key in cut if key % parts == request.part],
                 wire_version=WIRE_VERSION,
             )
         )
@@ -167,10 +160,8 @@ def _fitting(changes: Sequence[KvChange]) -> int:
     room = HASHES_PER_MESSAGE
     for count, change in enumerate(changes):
         match change:
-            case KvStored(hashes):
+            case KvStored(hashes) | KvRemoved(hashes):
                 room -= len(hashes)
-            case KvRemoved(hashes, cut):
-                room -= len(hashes) + len(cut)
             case KvCleared():
                 pass
         if room < 0:

@@ -12,10 +12,8 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.routing.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.routing.pickers import Selection
-from dynamo_lite.routing.worker_loads import KvView, LoadReport, Shard, WorkerLoads
-
-__all__ = ("REASONS", "KvPicker", "KvView", "LoadReport", "Shard", "WorkerChoice")
+from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.routing.worker_loads import KvView, WorkerLoads
 
 #: Why a worker was chosen, in this order: it was the only one; it had the session's last request;
 #: no other worker holds more of the prompt; no worker holds any of it; workers that hold more are
@@ -55,8 +53,8 @@ class WorkerChoice:
     candidates: int
 
 
-class KvPicker:
-    """A Picker. now: monotonic seconds."""
+class KvPicker(Picker):
+    """now: monotonic seconds."""
 
     def __init__(self, view: KvView, options: KvRoutingOptions, *, now: Callable[[], float]):
         #: Placed requests by reason.

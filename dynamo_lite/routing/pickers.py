@@ -4,10 +4,10 @@ A picker keeps no membership: it gets the members with each call, and those of t
 already.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
 
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -22,42 +22,31 @@ class Selection:
     reason: str
 
 
-class Picker(Protocol):
+class Picker(ABC):
     """Its callers report what happens to the requests that it has placed, by their own ids."""
 
+    @abstractmethod
     def pick(
         self,
         members: Sequence[EndpointRecord],
         request: GenerateRequest,
         without: Set[int] = frozenset(),
-    ) -> Selection:
-        """Places the request. Raises NoWorkers when there is no candidate.
+    ) -> Selection | Awaitable[Selection]:
+        """Places the request; a cancelled wait places nothing. Raises NoWorkers when there is no
+        candidate.
 
         members: as long as none joins or leaves, the same tuple in each call, so that a picker
         may keep what it has made of them. without: lease ids of members that are no candidates.
         """
-        ...
 
-    def answered(self, request_id: str) -> None:
+    def answered(self, request_id: str) -> None:  # noqa: B027
         """The request's first token has arrived."""
-        ...
 
-    def released(self, request_id: str) -> None:
+    def released(self, request_id: str) -> None:  # noqa: B027
         """The request has ended, or was not accepted. Unknown ids are ignored."""
-        ...
 
 
-class _Forgetful(Picker):
-    """Ignores what happens to requests."""
-
-    def answered(self, request_id: str) -> None:
-        pass
-
-    def released(self, request_id: str) -> None:
-        pass
-
-
-class RoundRobin(_Forgetful):
+class RoundRobin(Picker):
     """Takes members in the order of their lease ids.
 
     It remembers the last lease id, not a position: members that join or leave
@@ -87,7 +76,7 @@ class RoundRobin(_Forgetful):
         raise NoWorkers("no live worker")
 
 
-class Random(_Forgetful):
+class Random(Picker):
     """Takes any member with equal probability.
 
     below: `below(n)` is uniform in 0..n-1 (`random.Random.randrange`).

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.pending_requests import PendingRequests
@@ -12,16 +13,6 @@ from dynamo_lite.routing.pending_requests import PendingRequests
 REQUEST_LOAD_TOKENS = 32
 #: From this share of its KV cache in use on, a worker gets nothing while another one has room.
 MAX_KV_USAGE = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a worker reported of its load."""
-
-    requests: int
-    #: Prompt tokens of requests without a first token.
-    prompt_tokens: int
-    kv_usage: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +27,7 @@ class Shard:
 class KvView(Protocol):
     """What is known of the workers, by lease id."""
 
-    def load(self, lease_id: int) -> LoadReport | None:
+    def load(self, lease_id: int) -> Load | None:
         """None without a recent report."""
         ...
 
@@ -84,8 +75,8 @@ class WorkerLoads:
         if (report := self._view.load(lease_id)) is not None:
             ours = self.pending.of(lease_id)
             self._others[lease_id] = (
-                max(0, report.requests - ours.requests),
-                max(0, report.prompt_tokens - ours.prompt_tokens),
+                max(0, report.running + report.waiting - ours.requests),
+                max(0, report.prefill_tokens - ours.prompt_tokens),
             )
 
     def forget_others(self, members: Sequence[EndpointRecord]) -> None:

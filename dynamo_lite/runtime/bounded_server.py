@@ -1,13 +1,23 @@
-"""A uvicorn that limits its TLS handshakes."""
+"""A uvicorn that limits its connections without a request's head."""
 
 import asyncio
 import socket
-import ssl
+from typing import Any
 
 import uvicorn
 
-from dynamo_lite.runtime.pending_connections import PendingConnections
-from dynamo_lite.runtime.tls_acceptor import HANDSHAKE_S, TlsAcceptor
+from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.request_head import RequestHeadDeadline
+
+
+class UvicornHeadDeadline(RequestHeadDeadline):
+    """In front of either of uvicorn's protocols."""
+
+    #: Request and response that are under way, or the last ones.
+    cycle: Any
+
+    def in_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
 
 class BoundedServer(uvicorn.Server):
@@ -16,37 +26,21 @@ class BoundedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, pending: PendingConnections):
         super().__init__(config)
         self._pending = pending
-        self._acceptors: list[TlsAcceptor] = []
+        self._listening: list[TcpServer] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if (context := self.context()) is None:
-            await super().startup(sockets=sockets)
-            return
         await super().startup(sockets=[])  # everything but the listening
+        context, backlog = self.config.ssl, self.config.backlog
+        tls = None if context is None else lambda: context
         for sock in sockets or []:
-            acceptor = TlsAcceptor(
-                sock,
-                self._connection,
-                lambda: self.context() or context,
-                self._pending,
-                handshake_s=HANDSHAKE_S,
-                backlog=self.config.backlog,
-            )
-            acceptor.start()
-            self._acceptors.append(acceptor)
-
-    def context(self) -> ssl.SSLContext | None:
-        """For a new connection; None for plain TCP."""
-        return self.config.ssl
+            server = TcpServer(sock, self._connection, self._pending, tls, backlog=backlog)
+            self._listening.append(server)
+            await server.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.stop_accepting()
+        for server in self._listening:
+            await server.close()
         await super().shutdown(sockets=sockets)
-
-    async def stop_accepting(self) -> None:
-        """With TLS. For who ends it without `shutdown`."""
-        for acceptor in self._acceptors:
-            await acceptor.close()
 
     def _connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(

@@ -9,8 +9,9 @@ import datetime
 import logging
 import os
 import ssl
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 from cryptography import x509
@@ -18,9 +19,11 @@ from cryptography.exceptions import InvalidSignature
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.credentials import open_to_others
-from dynamo_lite.runtime.tls import TlsFiles
+from dynamo_lite.runtime.tls import TlsFiles, load_pair
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SCHEME = "dynamo-lite://"
 #: OpenSSL's names of what is wrong with a certificate contain one of these.
@@ -51,14 +54,6 @@ def with_files(url: str, folder: Path | None, component: str) -> str:
     return f"{base}?{'&'.join(given)}"
 
 
-@dataclass(frozen=True)
-class _Contexts:
-    client: ssl.SSLContext
-    #: Of a server that demands a certificate, and of one that takes clients without.
-    server: ssl.SSLContext
-    open_server: ssl.SSLContext
-
-
 class Certificates:
     """One component's certificate and key, and the authority of its graph.
 
@@ -75,16 +70,16 @@ class Certificates:
 
     def client(self) -> ssl.SSLContext:
         """The context for a new connection to a server, which is to be checked by `refusal`."""
-        return self._current().client
+        return self._current()[0]
 
     def server(self) -> ssl.SSLContext:
         """The context for a connection that was accepted. The client must have a certificate of the
         authority, and is to be checked by `refusal`."""
-        return self._current().server
+        return self._current()[1]
 
     def open_server(self) -> ssl.SSLContext:
         """As `server`, but a client may have no certificate."""
-        return self._current().open_server
+        return self._current()[2]
 
     def refusal(self, connection: ssl.SSLObject | None, *components: str) -> str:
         """Why the peer of this connection is none of these components of the graph; empty if it is
@@ -114,7 +109,7 @@ class Certificates:
             return f"it does not accept {self.files.cert}: {failure}"
         return ""
 
-    def _current(self) -> _Contexts:
+    def _current(self) -> list[ssl.SSLContext]:
         if (stamp := self._stamp()) != self._read_at:
             self._read_at = stamp
             try:
@@ -126,16 +121,10 @@ class Certificates:
 
     def _stamp(self) -> list[tuple[int, int] | None]:
         """Changes when a file or its mode does, or the link that Kubernetes makes of it."""
-        found: list[tuple[int, int] | None] = []
-        for path in (self.files.ca, self.files.cert, self.files.key):
-            try:
-                status = os.stat(path or "")
-                found.append((status.st_ctime_ns, status.st_ino))
-            except OSError:
-                found.append(None)
-        return found
+        return [_version(path) for path in (self.files.ca, self.files.cert, self.files.key)]
 
-    def _load(self) -> _Contexts:
+    def _load(self) -> list[ssl.SSLContext]:
+        """For a client, a server that demands a certificate, and one that takes clients without."""
         check(self.files, identity(self.namespace, self.component))
         made: list[ssl.SSLContext] = []
         for side, demand in (
@@ -148,9 +137,17 @@ class Certificates:
             context.check_hostname, context.verify_mode = False, demand
             _load_into(context, self.files)
             made.append(context)
-        client, server, open_server = made
-        open_server.set_alpn_protocols(["http/1.1"])
-        return _Contexts(client, server, open_server)
+        made[2].set_alpn_protocols(["http/1.1"])
+        return made
+
+
+def _version(path: Path | None) -> tuple[int, int] | None:
+    """None: missing."""
+    try:
+        status = os.stat(path or "")
+    except OSError:
+        return None
+    return status.st_ctime_ns, status.st_ino
 
 
 def check(files: TlsFiles, uri: str) -> None:
@@ -158,7 +155,8 @@ def check(files: TlsFiles, uri: str) -> None:
     from the authority."""
     assert files.ca is not None and files.cert is not None and files.key is not None
     authorities, chain = _certificates(files.ca), _certificates(files.cert)
-    _check_private(files.key)
+    if open_to_others(_found(files.key, files.key.stat)):
+        raise _mistake(files.key, f"it is open to other users: chmod 600 {files.key}")
     if uri not in (names := _uris(chain[0])):
         raise _mistake(files.cert, f"it is of {', '.join(names) or 'no component'}, not of {uri}")
     _check_dates(files.cert, chain[0])
@@ -166,7 +164,6 @@ def check(files: TlsFiles, uri: str) -> None:
     if len(above) < len(chain) or not all(map(_issued, chain[:-1], above)):
         raise _mistake(files.cert, f"it does not come from the authority in {files.ca}")
     _check_dates(files.ca, above[-1])
-    _load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files)
 
 
 def _load_into(context: ssl.SSLContext, files: TlsFiles) -> None:
@@ -177,9 +174,8 @@ def _load_into(context: ssl.SSLContext, files: TlsFiles) -> None:
         assert files.ca is not None
         raise _mistake(files.ca, "it is not a PEM file of authorities") from exc
     try:
-        # An encrypted key must fail: its password cannot be entered.
-        context.load_cert_chain(files.cert, files.key, password=lambda: "")
-    except (OSError, ssl.SSLError) as exc:
+        load_pair(context, files.cert, files.key, "cert", "key")
+    except ConfigError as exc:
         raise _mistake(files.key, f"it is not the unencrypted key of {files.cert}") from exc
 
 
@@ -194,20 +190,16 @@ def _check_dates(path: Path, certificate: x509.Certificate) -> None:
 
 def _certificates(path: Path) -> list[x509.Certificate]:
     try:
-        return x509.load_pem_x509_certificates(path.read_bytes())
-    except OSError as exc:
-        raise _mistake(path, f"it cannot be read ({exc.strerror})") from exc
+        return x509.load_pem_x509_certificates(_found(path, path.read_bytes))
     except ValueError as exc:
         raise _mistake(path, "it is not a PEM file of certificates") from exc
 
 
-def _check_private(key: Path) -> None:
+def _found(path: Path, read: Callable[[], T]) -> T:
     try:
-        status = key.stat()
+        return read()
     except OSError as exc:
-        raise _mistake(key, f"it cannot be read ({exc.strerror})") from exc
-    if open_to_others(status):
-        raise _mistake(key, f"it is open to other users: chmod 600 {key}")
+        raise _mistake(path, f"it cannot be read ({exc.strerror})") from exc
 
 
 def _uris(certificate: x509.Certificate) -> list[str]:

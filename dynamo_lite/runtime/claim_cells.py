@@ -12,23 +12,12 @@ import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self
 
 import msgspec
 
 #: Numbers of eight bytes: until when, in nanoseconds, and the claim.
 _PER_CELL = 2
 _NUMBER_BYTES = 8
-
-
-class Numbers(Protocol):
-    """64-bit numbers, each of which is read and stored at once."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> int: ...
-
-    def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -67,16 +56,25 @@ class OpenCell:
 
 
 class ClaimCells:
-    """The component's side. numbers: two for each claim that is held at a time."""
+    """The component's side.
 
-    def __init__(self, numbers: Numbers):
-        self._numbers: Numbers | None = numbers
-        self._free = list(range(0, len(numbers), _PER_CELL))
+    claims: how many may be held at a time. path: of the file, which it creates; None: in memory,
+    for an engine in the same process.
+    """
 
-    @classmethod
-    def for_claims(cls, claims: int) -> Self:
-        """In memory, for an engine in the same process."""
-        return cls([0] * (_PER_CELL * claims))
+    def __init__(self, claims: int, path: Path | None = None):
+        self.path = path
+        size = _NUMBER_BYTES * _PER_CELL * claims
+        if path is None:
+            self._map = mmap.mmap(-1, size)
+        else:
+            path.write_bytes(bytes(size))
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+        #: Each is read and stored at once.
+        self._numbers = memoryview(self._map).cast("Q")
+        self._free = list(range(0, _PER_CELL * claims, _PER_CELL))
+        self._closed = False
 
     def open(self, claim: int) -> OpenCell:
         """claim: its id, above 0. Raises RuntimeError if as many are open as there are cells."""
@@ -85,41 +83,29 @@ class ClaimCells:
         return OpenCell(Cell(self._free.pop(), claim), self)
 
     def close(self) -> None:
-        """Closes all cells for good."""
-        for index in range(len(self._numbers or ())):
+        """Closes all cells for good, and removes the file."""
+        if self._closed:
+            return
+        for index in range(len(self._numbers)):
             self.store(index, 0)
-        self._numbers = None
+        self._closed = True
+        self._numbers.release()
+        self._map.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     def read(self, cell: Cell) -> float:
         """See `CellReader.until`."""
-        return 0.0 if self._numbers is None else until_of(self._numbers, cell)
+        return 0.0 if self._closed else _until_of(self._numbers, cell)
 
     def store(self, index: int, value: int) -> None:
         """For `OpenCell`."""
-        if self._numbers is not None:
+        if not self._closed:
             self._numbers[index] = value
 
     def give_back(self, index: int) -> None:
         """For `OpenCell`."""
         self._free.append(index)
-
-
-class MappedClaimCells(ClaimCells):
-    """In a file, which it creates. claims: how many may be held at a time."""
-
-    def __init__(self, path: Path, claims: int):
-        self.path = path
-        path.write_bytes(bytes(_NUMBER_BYTES * _PER_CELL * claims))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
-        self._view = memoryview(self._map).cast("Q")
-        super().__init__(self._view)
-
-    def close(self) -> None:
-        super().close()
-        self._view.release()
-        self._map.close()
-        self.path.unlink(missing_ok=True)
 
 
 class CellReader:
@@ -128,14 +114,14 @@ class CellReader:
     def __init__(self, path: Path):
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self._view = memoryview(self._map).cast("Q")
+        self._numbers = memoryview(self._map).cast("Q")
 
     def until(self, cell: Cell) -> float:
         """Until when the claim of this cell holds, in seconds of CLOCK_BOOTTIME; 0: it does not."""
-        return until_of(self._view, cell)
+        return _until_of(self._numbers, cell)
 
     def close(self) -> None:
-        self._view.release()
+        self._numbers.release()
         self._map.close()
 
 
@@ -143,7 +129,7 @@ class CellReader:
 Until = Callable[[Cell], float]
 
 
-def until_of(numbers: Numbers, cell: Cell) -> float:
+def _until_of(numbers: "memoryview[int]", cell: Cell) -> float:
     if cell.claim == 0 or cell.index + 1 >= len(numbers):
         return 0.0
     until = numbers[cell.index]  # before the claim, see `OpenCell`

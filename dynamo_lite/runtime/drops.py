@@ -15,19 +15,15 @@ def uncounted(where: str) -> None:
     """The OnDrop of users without a registry: does nothing."""
 
 
-class DropCounter:
-    """An OnDrop: one process's counter of dropped messages."""
-
-    def __init__(self, registry: CollectorRegistry):
-        self._counter = Counter(
-            "dynamo_lite_dropped_messages",
-            "Messages that were dropped as malformed or unexpected, by where they arrived",
-            ["where"],
-            registry=registry,
-        )
-
-    def __call__(self, where: str) -> None:
-        self._counter.labels(where).inc()
+def drop_counter(registry: CollectorRegistry) -> OnDrop:
+    """One process's counter of dropped messages."""
+    counter = Counter(
+        "dynamo_lite_dropped_messages",
+        "Messages that were dropped as malformed or unexpected, by where they arrived",
+        ["where"],
+        registry=registry,
+    )
+    return lambda where: counter.labels(where).inc()
 
 
 def counted(handler: Handler, where: str, on_drop: OnDrop) -> Handler:

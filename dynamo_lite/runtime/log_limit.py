@@ -1,6 +1,7 @@
 """Rate limit for log lines, so that one bad peer cannot fill the log."""
 
 import asyncio
+import logging
 import time
 
 
@@ -21,6 +22,14 @@ class LogLimit:
         self._next = now + self._every_s
         held_back, self._held_back = self._held_back, 0
         return held_back
+
+    def log(
+        self, logger: logging.Logger, text: str, *args: object, level: int = logging.WARNING
+    ) -> None:
+        """Logs the line unless it is suppressed, with the number of those before it."""
+        if (held_back := self.allow()) is not None:
+            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
+            logger.log(level, text + "%s", *args, more)
 
 
 def _now() -> float:

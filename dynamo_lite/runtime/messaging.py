@@ -144,18 +144,12 @@ class Dispatcher:
             answer = await self._handler(payload)
             if answer is not None and reply is not None:
                 await reply(answer)
-        except ProtocolError as exc:
-            self._log(logging.WARNING, f"dropped a message: {exc}", None)
         except DynamoLiteError as exc:
-            self._log(logging.WARNING, f"the handler failed: {type(exc).__name__}: {exc}", None)
-        except Exception as exc:
-            self._log(logging.ERROR, "the handler failed", exc)
-
-    def _log(self, level: int, text: str, exc: Exception | None) -> None:
-        held_back = self._log_limit.allow()
-        if held_back is not None:
-            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
-            logger.log(level, "%s: %s%s", self._subject, text, more, exc_info=exc)
+            said = "dropped a message" if isinstance(exc, ProtocolError) else "the handler failed"
+            self._log_limit.log(logger, "%s: %s: %s", self._subject, said, exc)
+        except Exception:
+            if self._log_limit.allow() is not None:
+                logger.exception("%s: the handler failed", self._subject)
 
 
 class NoBroker:

@@ -5,9 +5,9 @@ The servers' libraries have none.
 
 import asyncio
 import resource
-from typing import Any, cast
+from typing import cast
 
-from dynamo_lite.runtime.pending_connections import PendingConnections
+from dynamo_lite.runtime.listening import PendingConnections
 
 #: Clients that open connections in advance use them sooner, or open others in their place. Without
 #: a limit connections that no client uses would hold the process's file descriptors for good.
@@ -29,7 +29,7 @@ class RequestHeadDeadline(asyncio.Protocol):
     It disconnects a client whose new connection has no whole head within `HEAD_S`, or that has
     begun another request and does not finish its head. `pending` limits how many such clients
     there are. Connections that wait for another request are the library's. With TLS the handshake
-    comes before, in `TlsAcceptor`.
+    comes before, in `TcpServer`.
     """
 
     pending: PendingConnections
@@ -70,13 +70,3 @@ class RequestHeadDeadline(asyncio.Protocol):
             self._head_timer.cancel()
             self._head_timer = None
             self.pending.discard(self)
-
-
-class UvicornHeadDeadline(RequestHeadDeadline):
-    """In front of either of uvicorn's protocols."""
-
-    #: Request and response that are under way, or the last ones.
-    cycle: Any
-
-    def in_request(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete

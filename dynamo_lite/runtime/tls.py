@@ -30,13 +30,8 @@ class TlsFiles:
         except ssl.SSLError as exc:
             message = f"ca={self.ca} is not a PEM file of certificates; name the authority's."
             raise ConfigError([message]) from exc
-        if self.cert is not None:
-            try:
-                # An encrypted key must fail: its password cannot be entered.
-                context.load_cert_chain(self.cert, self.key, password=lambda: "")
-            except ssl.SSLError as exc:
-                message = f"cert={self.cert} and key={self.key} are not a matching PEM pair"
-                raise ConfigError([f"{message} with an unencrypted key."]) from exc
+        if self.cert is not None and self.key is not None:
+            load_pair(context, self.cert, self.key, "cert", "key")
         return context
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
@@ -51,13 +46,20 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     for name, path in (("tls-cert", cert), ("tls-key", key)):
         _read(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except ssl.SSLError as exc:
-        message = f"tls-cert={cert} and tls-key={key} are not a matching PEM pair"
-        raise ConfigError([f"{message} with an unencrypted key."]) from exc
+    load_pair(context, cert, key, "tls-cert", "tls-key")
     context.set_alpn_protocols(["http/1.1"])
     return context
+
+
+def load_pair(context: ssl.SSLContext, cert: Path, key: Path, *names: str) -> None:
+    """names: of both files, for the error. Raises ConfigError."""
+    try:
+        # An encrypted key must fail: its password cannot be entered.
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ssl.SSLError) as exc:
+        pair = " and ".join(f"{n}={path}" for n, path in zip(names, (cert, key), strict=True))
+        message = f"{pair} are not a matching PEM pair with an unencrypted key."
+        raise ConfigError([message]) from exc
 
 
 def _read(name: str, path: Path | str | None) -> bytes | None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import annotated_types as at
 
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.tracing.tracer import TracingOptions, check_endpoint
+from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option

@@ -10,7 +10,6 @@ from typing import Any
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
 from tests.builders import endpoint_record
@@ -81,7 +80,7 @@ class Setup:
     engine: FakeEngine
     server: GenerateServer
     outputs: Outputs
-    client: GenerateClient
+    client: RemoteGenerateClient
     member: EndpointRecord
     stop_server: Callable[[], Awaitable[None]]
     #: The graph's certificates.

@@ -1,4 +1,4 @@
-"""GenerateClient and GenerateServer: over TCP, with and without TLS, and in one process."""
+"""RemoteGenerateClient and GenerateServer: over TCP, with and without TLS, and in one process."""
 
 import asyncio
 import contextlib

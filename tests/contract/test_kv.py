@@ -108,9 +108,6 @@ class Worker:
     def held(self) -> list[int]:
         return self.book.held()
 
-    def cuts(self) -> list[int]:
-        return self.book.cuts()
-
     def compute(self, prompt: list[int]) -> None:
         """Stores what of the prompt it does not hold yet."""
         prefixes = [bytes(prompt[: BLOCK * (i + 1)]) for i in range(len(prompt) // BLOCK)]
@@ -127,9 +124,10 @@ class Worker:
 
     def evict(self, rng: random.Random) -> None:
         if self._held:
-            name = self._held.pop(rng.randrange(len(self._held)))
-            gone, cut = self.book.removed([name])
-            self.publisher.changed([KvRemoved(hashes=gone, cut=cut)])
+            # As vLLM: the end of a prompt goes first.
+            ends = [a for a in self._held if not any(b.startswith(a) for b in self._held if b != a)]
+            self._held.remove(name := rng.choice(ends))
+            self.publisher.changed([KvRemoved(hashes=self.book.removed([name]))])
 
     def clear(self) -> None:
         self._held.clear()

@@ -105,7 +105,7 @@ class Cluster:
 
     async def choose(self, prompt: list[int], request_id: str, **fields: Any) -> int:
         request = generate_request(request_id, prompt_token_ids=[*prompt, 1], **fields)
-        picked = await self.remote.choose(self.roster.members, request)
+        picked = await self.remote.pick(self.roster.members, request)
         return picked.member.lease_id
 
     @property

@@ -5,15 +5,16 @@ import ctypes
 import time
 from collections.abc import AsyncIterator
 from itertools import groupby
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.clock import Clock, boottime
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
-from dynamo_lite.runtime.etcd.lease import grant_lease
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from tests.builders import eventually
 from tests.store_outages import put_when_back, take
 
@@ -247,7 +248,7 @@ async def test_a_hung_event_loop_does_not_keep_its_lease(
     etcd_server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process sees the member go, and the hung one knows it when it runs again."""
-    monkeypatch.setattr("dynamo_lite.runtime.etcd.lease_thread.HUNG_S", 0.5)
+    monkeypatch.setattr("dynamo_lite.runtime.etcd.lease.HUNG_S", 0.5)
     store = EtcdStore(etcd_server.url)
     async with store, store.lease(2) as lease, EtcdStore(etcd_server.url) as other:
         await store.put("n/own", b"1", lease=lease)
@@ -277,7 +278,8 @@ async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
     holder = await EtcdStore(etcd_server.url).__aenter__()
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
-        lease = await grant_lease(holder._client, 2, boottime)  # it is not kept alive
+        granted = await holder._client.lease(2)  # it is not kept alive
+        lease = cast("Lease", SimpleNamespace(id=granted.id, loss=None))
         await holder.put("n/own", b"1", lease=lease)
         assert await take(events) == Put("n/own", b"1")
         await holder.__aexit__()

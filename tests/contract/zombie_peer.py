@@ -22,7 +22,7 @@ from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
-from dynamo_lite.runtime.claim_cells import Cell, CellReader, MappedClaimCells
+from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells
 from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.transfer.nixl import NixlMover
 from tests.builders import always_held
@@ -119,7 +119,7 @@ def _writes(order: Order, cell: Cell) -> Iterable[BlockWrite]:
         )
 
 
-def carry_out(order: Order, rank: PrefillRank, cells: MappedClaimCells) -> Ended:
+def carry_out(order: Order, rank: PrefillRank, cells: ClaimCells) -> Ended:
     opened = cells.open(order.claim)
     first, *others = _writes(order, opened.cell)
     opened.hold_until(boottime() + order.claim_s)
@@ -147,8 +147,8 @@ def carry_out(order: Order, rank: PrefillRank, cells: MappedClaimCells) -> Ended
 
 
 def main() -> None:
-    cells = MappedClaimCells(Path(sys.argv[1]), 1)
-    reader = CellReader(cells.path)
+    cells = ClaimCells(1, Path(sys.argv[1]))
+    reader = CellReader(Path(sys.argv[1]))
     memory = source_memory()
     mover = NixlMover("zombie")
     own = register_memory(mover, memory)

@@ -11,7 +11,7 @@ from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells, MappedClaimCells
+from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells
 from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
@@ -34,7 +34,8 @@ class NullPrefillEngine:
     load = EngineLoad(gave_tokens=True)
     metadata = None
 
-    def __init__(self, cells: MappedClaimCells, write_s: float):
+    def __init__(self, cells: ClaimCells, write_s: float):
+        assert cells.path is not None
         self._cells, self._write_s = CellReader(cells.path), write_s
 
     async def __aenter__(self) -> Self:
@@ -89,7 +90,7 @@ class NullPrefillBackend(VllmBackend):
     def open_prefill_engine(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
     ) -> AbstractAsyncContextManager[NullPrefillEngine]:
-        assert isinstance(cells, MappedClaimCells)
+        assert cells.path is not None
         return NullPrefillEngine(cells, self._write_s)
 
 

@@ -87,7 +87,7 @@ class Pair:
         self.broken: list[tuple[str, str]] = []
         self.claims_hold = True
         # One more, for a job that a test runs itself.
-        self.cells = ClaimCells.for_claims(self.runners + 1)
+        self.cells = ClaimCells(self.runners + 1)
 
     def start_engine(
         self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]

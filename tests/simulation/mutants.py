@@ -33,10 +33,11 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
-from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.client import MakeTransport, RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
+from dynamo_lite.runtime.etcd.lease import EtcdLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.messaging import Messaging
@@ -280,25 +281,24 @@ class _LeaseFromAnswer(EtcdStore):
     @contextlib.asynccontextmanager
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
         async with super().lease(ttl_s) as lease:
-            assert isinstance(lease, ThreadedLease)
-            inner = lease._inner
-            refresh = inner._refresh
+            assert isinstance(lease, EtcdLease)
+            own, refresh = lease, lease._refresh
 
             async def refresh_from_answer() -> bool:
-                deadline = inner.deadline
+                deadline = own.deadline
                 settled = await refresh()
-                if inner.deadline > deadline:
-                    inner._deadline = inner._boottime() + inner.ttl_s
+                if own.deadline > deadline:
+                    own.deadline = own._boottime() + own.ttl_s
                 return settled
 
-            inner._refresh = refresh_from_answer
+            lease._refresh = refresh_from_answer
             yield lease
 
 
 def _waiting_for_broker(make: MakeTransport, messaging: Messaging) -> MakeTransport:
     """A request to a decode worker waits while NATS is away."""
 
-    def make_waiting(on_deltas: OnDeltas, on_lost: OnLost) -> GenerateClient:
+    def make_waiting(on_deltas: OnDeltas, on_lost: OnLost) -> RemoteGenerateClient:
         client = make(on_deltas, on_lost)
         submit = client.submit
 

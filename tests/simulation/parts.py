@@ -160,7 +160,7 @@ class SimParts:
         await asyncio.sleep(_IMPORTS_S)
 
     def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
-        return ClaimCells.for_claims(config.most_jobs)
+        return ClaimCells(config.most_jobs)
 
     def open_queue(
         self, host: Host, options: QueueOptions

@@ -11,7 +11,7 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.planner.planner import Planner
-from dynamo_lite.request_plane.base import MakeTransport
+from dynamo_lite.request_plane.client import MakeTransport
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging

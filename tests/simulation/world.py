@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
+from dynamo_lite.runtime.etcd.lease import EtcdLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
@@ -302,7 +302,7 @@ class World:
         for slot in self.slots.values():
             if slot.host is not None and slot.host.lease.id == lease_id and slot.processes():
                 lease = slot.host.lease
-                assert isinstance(lease, ThreadedLease)
+                assert isinstance(lease, EtcdLease)
                 self.judge.lease_expired(slot.name, lease_id, lease.deadline)
 
     def _changed(self, name: str, state: SimState) -> None:

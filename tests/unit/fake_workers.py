@@ -1,4 +1,4 @@
-"""Decode workers that exist in the test only, as a GenerateClient would reach them.
+"""Decode workers that exist in the test only, as a RemoteGenerateClient would reach them.
 
 Every request gets a token per step. A token tells its prompt, its position in the
 answer and, where `own_tokens` is set, the worker that made it.
@@ -80,7 +80,7 @@ class Worker:
 
 
 class FakeWorkers:
-    """A GenerateClient. ends: (request id, how), as the client under test reported them."""
+    """A RemoteGenerateClient. ends: (request id, how), as the client under test reported them."""
 
     def __init__(self, count: int):
         self.workers = {i: Worker(i) for i in range(1, count + 1)}
@@ -121,7 +121,7 @@ class FakeWorkers:
     def tokens(self, request_id: str) -> list[int]:
         return [i for delta in self.deltas.get(request_id, []) for i in delta.token_ids]
 
-    # GenerateClient
+    # RemoteGenerateClient
 
     def connected(self, on_deltas: OnDeltas, on_lost: OnLost) -> Self:
         """The MakeTransport of the client under test."""

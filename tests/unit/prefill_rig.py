@@ -27,7 +27,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata, encode_engine
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     ENGINE,
@@ -137,7 +137,7 @@ class Rig:
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
         #: How far the host's clock is ahead of the loop's, as if the process had stood still.
         self.stalled_s = 0.0
-        self.cells = ClaimCells.for_claims(16)
+        self.cells = ClaimCells(16)
         self.engine, self.registry = ScriptedEngine(self.cells, self.boottime), CollectorRegistry()
         self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs")
         self.queue.acked, self.queue.kept = [], []

@@ -1,9 +1,10 @@
 """A Tracer that keeps all spans."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.tracing import SpanKindName, Tracer
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,9 @@ class Told:
     error: str
 
 
-class Recorder:
+class Recorder(Tracer):
     def __init__(self) -> None:
+        super().__init__(1.0, cast("Any", None), lambda _: None)
         self.spans: list[Told] = []
 
     def begin(self, incoming: TraceContext | None) -> TraceContext | None:
@@ -33,7 +35,7 @@ class Recorder:
         start: float,
         end: float,
         *,
-        kind: str = "internal",
+        kind: SpanKindName = "internal",
         attributes: Any = None,
         error: str = "",
     ) -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells, MappedClaimCells
+from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells
 
 NOW = 5000.0
 
 
 def test_a_cell_is_shut_until_its_claim_is_held_and_holds_until_the_last_answer_says():
-    cells = ClaimCells.for_claims(2)
+    cells = ClaimCells(2)
     opened = cells.open(7)
     assert cells.read(opened.cell) == 0.0
     for until in (NOW, NOW + 2.0, NOW + 1.0):
@@ -21,14 +21,14 @@ def test_a_cell_is_shut_until_its_claim_is_held_and_holds_until_the_last_answer_
 
 
 def test_a_time_is_never_rounded_up():
-    cells = ClaimCells.for_claims(1)
+    cells = ClaimCells(1)
     opened = cells.open(7)
     opened.hold_until(NOW + 0.1 + 1e-10)
     assert cells.read(opened.cell) <= NOW + 0.1 + 1e-10
 
 
 def test_a_cell_that_is_used_again_does_not_open_for_the_claim_before():
-    cells = ClaimCells.for_claims(1)
+    cells = ClaimCells(1)
     first = cells.open(7)
     first.hold_until(NOW)
     first.free()
@@ -47,7 +47,7 @@ def test_a_cell_that_is_used_again_does_not_open_for_the_claim_before():
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(0, 8), Cell(2, 7), Cell(1000, 7), Cell(0, 0)])
 def test_a_cell_that_was_not_opened_is_shut(cell: Cell):
-    cells = ClaimCells.for_claims(2)
+    cells = ClaimCells(2)
     others = [cells.open(7), cells.open(9)]
     [mine] = [each for each in others if each.cell.index == 0]
     mine.hold_until(NOW)
@@ -55,15 +55,15 @@ def test_a_cell_that_was_not_opened_is_shut(cell: Cell):
 
 
 def test_no_cell_is_used_twice_at_a_time():
-    cells = ClaimCells.for_claims(2)
+    cells = ClaimCells(2)
     assert len({cells.open(claim).cell.index for claim in (1, 2)}) == 2
     with pytest.raises(RuntimeError, match="more claims than cells"):
         cells.open(3)
 
 
 def test_another_process_reads_them_in_the_file(tmp_path: Path):
-    cells = MappedClaimCells(tmp_path / "claims", 3)
-    reader = CellReader(cells.path)
+    cells = ClaimCells(3, tmp_path / "claims")
+    reader = CellReader(tmp_path / "claims")
     opened = [cells.open(claim) for claim in (7, 8, (1 << 63) - 1)]
     assert [reader.until(each.cell) for each in opened] == [0.0] * 3
     for number, each in enumerate(opened):
@@ -76,13 +76,13 @@ def test_another_process_reads_them_in_the_file(tmp_path: Path):
 
 
 def test_closing_shuts_all_cells_for_readers_that_still_look_and_removes_the_file(tmp_path: Path):
-    cells = MappedClaimCells(tmp_path / "claims", 1)
-    reader = CellReader(cells.path)
+    cells = ClaimCells(1, tmp_path / "claims")
+    reader = CellReader(tmp_path / "claims")
     opened = cells.open(7)
     opened.hold_until(NOW)
     cells.close()
     assert reader.until(opened.cell) == cells.read(opened.cell) == 0.0
-    assert not cells.path.exists()
+    assert not (tmp_path / "claims").exists()
     # A job may end after that.
     opened.hold_until(NOW)
     opened.free()

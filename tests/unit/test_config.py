@@ -14,7 +14,7 @@ from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback
-from dynamo_lite.runtime.tracing.tracer import TracingOptions
+from dynamo_lite.runtime.tracing import TracingOptions
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, describe, resolve
 from dynamo_lite.serve.document import read_document

@@ -9,10 +9,12 @@ import pytest
 
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
-from dynamo_lite.routing.kv_routing import REASONS, KvPicker, KvRoutingOptions, LoadReport, Shard
+from dynamo_lite.routing.kv_routing import REASONS, KvPicker, KvRoutingOptions
 from dynamo_lite.routing.pending_requests import LINGER_S, PendingRequests
+from dynamo_lite.routing.worker_loads import Shard
 from tests.builders import endpoint_record
 
 BLOCK = 4
@@ -21,10 +23,10 @@ PROMPT = list(range(100, 141))  # ten full blocks, and one token
 
 class View:
     def __init__(self) -> None:
-        self.loads: dict[int, LoadReport] = {}
+        self.loads: dict[int, Load] = {}
         self.shards: dict[int, Shard] = {}
 
-    def load(self, lease_id: int) -> LoadReport | None:
+    def load(self, lease_id: int) -> Load | None:
         return self.loads.get(lease_id)
 
     def shard(self, lease_id: int) -> Shard | None:
@@ -46,7 +48,7 @@ class Router:
         self.index.stored(lease_id, chain_hashes(prompt, BLOCK, **keys))
 
     def load(self, lease_id: int, requests: int = 0, tokens: int = 0, usage: float = 0.0) -> None:
-        self.view.loads[lease_id] = LoadReport(requests, tokens, usage)
+        self.view.loads[lease_id] = Load(requests, 0, usage, tokens)
         self.picker.reported(lease_id)
 
     def pick(self, prompt: list[int] = PROMPT, **fields: Any) -> int:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.runtime.pending_connections import PendingConnections
+from dynamo_lite.runtime.listening import PendingConnections
 
 
 class Closed(list[object]):

@@ -237,7 +237,7 @@ MESSAGES = [
             load=LOAD,
             changes=[
                 kv.KvStored(hashes=[(1 << 56) - 1]),
-                kv.KvRemoved(hashes=[1], cut=[2]),
+                kv.KvRemoved(hashes=[1]),
                 kv.KvCleared(),
             ],
         ),
@@ -267,7 +267,6 @@ MESSAGES = [
             block_size_tokens=32,
             load=LOAD,
             held=[1],
-            cut=[3],
         ),
         kv.decode_kv_snapshot,
     ),

@@ -112,7 +112,7 @@ class Prefill:
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.broken = dict[str, str]()
-        self.cells = ClaimCells.for_claims(8)
+        self.cells = ClaimCells(8)
         self.now = 5000.0
         #: Until when the claim holds that a write is made under unless it names another one.
         self.held_until = math.inf

@@ -12,7 +12,6 @@ from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
-from dynamo_lite.runtime.tracing.tracer import record_notes
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
 from tests.builders import CLAIM, ManualClock, eventually, prefill_job
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
@@ -29,7 +28,7 @@ HOSTILE = {"traceparent": "00-" + "0" * 32 + "-00f067aa0ba902b7-01"}
 def noted(half: Any) -> Recorder:
     """The half's notes as its component passes them on."""
     recorder = Recorder()
-    record_notes(recorder, half.stats.data.get(SPAN, []))
+    recorder.record_notes(half.stats.data.get(SPAN, []))
     return recorder
 
 

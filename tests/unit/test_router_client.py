@@ -64,7 +64,7 @@ class Scene:
     async def end_while_away(self) -> None:
         """One request is answered and ended, one only answered."""
         for name in ("a", "b"):
-            await self.remote.choose((WORKER,), generate_request(name))
+            await self.remote.pick((WORKER,), generate_request(name))
         self.broker.away = True
         self.remote.answered("a")
         self.remote.released("a")
@@ -86,7 +86,7 @@ async def test_a_router_that_many_requests_wait_for_fails_once(
 ):
     scene.broker.frozen = True
     async with scene.remote:
-        asked = [scene.remote.choose((WORKER,), generate_request(name)) for name in "abc"]
+        asked = [scene.remote.pick((WORKER,), generate_request(name)) for name in "abc"]
         chosen = await asyncio.gather(*asked)
     assert [one.member for one in chosen] == [WORKER] * 3
     assert len(caplog.messages) == 1

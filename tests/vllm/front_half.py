@@ -92,7 +92,7 @@ def flags(model: Path) -> list[str]:
 
 
 class Workers:
-    """A `GenerateClient` whose workers answer "abcd..." one token per step.
+    """A `RemoteGenerateClient` whose workers answer "abcd..." one token per step.
 
     refusals: lease id to what `submit` raises there. hold: no token after the
     first one, silent: none at all, until `release`. gate: the second token waits

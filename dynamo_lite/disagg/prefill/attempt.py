@@ -44,7 +44,7 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class _JobTrace:
     pulled: float
 
     def claimed(self, now: float) -> None:
-        record_child(self.tracer, "claim", self.context, self.pulled, now)
+        self.tracer.record_child("claim", self.context, self.pulled, now)
 
     def ended(self, outcome: str, now: float) -> None:
         job = self.request

@@ -21,7 +21,7 @@ from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)

@@ -120,8 +120,7 @@ class EtcdClient(aetcd.Client):
             if self._address.tls is not None:
                 self._address.tls.context()  # a pair that does not match would end all connections
         except ConfigError as exc:
-            if self._log_limit.allow() is not None:
-                logger.warning("%s What was read before stays in use.", exc)
+            self._log_limit.log(logger, "%s What was read before stays in use.", exc)
             return
         self._files = files
         self._replaced += self._channels

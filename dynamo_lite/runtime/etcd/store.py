@@ -14,7 +14,7 @@ from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StartupError, St
 from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
-from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease, lease_in_thread
+from dynamo_lite.runtime.etcd.lease import EtcdLease, open_lease
 from dynamo_lite.runtime.etcd.watch import EtcdWatch, open_watch
 from dynamo_lite.runtime.store import Lease
 from dynamo_lite.runtime.tls import tls_refusal
@@ -93,30 +93,27 @@ class EtcdStore:
         _note(lease, raw, reply.header)
 
     async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
+        return await self._put_if(lambda steps, raw: steps.create(raw) == 0, key, value, lease)
+
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if old is None:
+            return await self.create(key, new)
+        return await self._put_if(lambda steps, raw: steps.value(raw) == old, key, new)
+
+    async def _put_if(
+        self, holds: Callable[[Any, bytes], Any], key: str, value: bytes, lease: Lease | None = None
+    ) -> bool:
         raw = key.encode()
 
         def send(client: Any) -> Awaitable[tuple[bool, Any]]:
             steps = client.transactions
             put = steps.put(raw, value, lease=lease.id if lease else None)
-            return client.transaction(compare=[steps.create(raw) == 0], success=[put], failure=[])
+            return client.transaction(compare=[holds(steps, raw)], success=[put], failure=[])
 
-        created, replies = await self._call(send, lease)
-        if created:
+        done, replies = await self._call(send, lease)
+        if done:
             _note(lease, raw, replies[0].response_put.header)
-        return created
-
-    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
-        if old is None:
-            return await self.create(key, new)
-        raw = key.encode()
-
-        def send(client: Any) -> Awaitable[tuple[bool, Any]]:
-            steps = client.transactions
-            is_old, put = steps.value(raw) == old, steps.put(raw, new)
-            return client.transaction(compare=[is_old], success=[put], failure=[])
-
-        swapped, _ = await self._call(send)
-        return swapped
+        return done
 
     async def delete(self, key: str) -> bool:
         return await self._call(lambda client: client.delete(key.encode())) is not None
@@ -134,9 +131,8 @@ class EtcdStore:
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
         async with contextlib.AsyncExitStack() as stack:
             with self._errors():
-                lease = await stack.enter_async_context(
-                    lease_in_thread(self._address, ttl_s, self._backend)
-                )
+                opening = open_lease(self._address, ttl_s, self._backend)
+                lease = await stack.enter_async_context(opening)
             yield lease
 
     @contextlib.asynccontextmanager
@@ -214,7 +210,7 @@ def _meaning(text: str) -> str:
 
 
 def _note(lease: Lease | None, key: bytes, header: Any) -> None:
-    if isinstance(lease, ThreadedLease):
+    if isinstance(lease, EtcdLease):
         lease.holds(key, header.revision)
 
 

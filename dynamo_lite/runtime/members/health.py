@@ -89,7 +89,6 @@ class HealthMonitor:
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
         self._timer: asyncio.TimerHandle | None = None
         self._stack = contextlib.AsyncExitStack()
-        self._open = False
         self._dropped: Counter | None = None
         if registry is not None:
             self._dropped = Counter(
@@ -154,9 +153,8 @@ class HealthMonitor:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._close)
-            self._open = True
-            self._roster.on_change(self._on_roster)
+            stack.callback(self._disarm)
+            stack.enter_context(self._roster.on_change(self._on_roster))
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
             on_heartbeat = counted(self._on_heartbeat, "beat", self._on_drop)
@@ -166,10 +164,6 @@ class HealthMonitor:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    def _close(self) -> None:
-        self._open = False
-        self._disarm()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -222,8 +216,6 @@ class HealthMonitor:
             self._listeners.notify(frozenset(), frozenset({lease_id}))
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
-        if not self._open:
-            return
         self._known = None
         for lease_id in left:
             self._members.pop(lease_id, None)

@@ -9,6 +9,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import all_of
 
 HEARTBEAT_PERIOD_S = 1.0
 
@@ -44,9 +45,7 @@ class HeartbeatPublisher:
             # Without a broker no process expects heartbeats.
             with contextlib.suppress(Unavailable):
                 await self._messaging.publish(self._subject, encode(heartbeat))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_PERIOD_S):
-                    await self._stopped.wait()
+            await all_of([self._stopped], HEARTBEAT_PERIOD_S)
 
     def stop(self) -> None:
         """Stops heartbeats. From now on only the worker's registration counts."""

@@ -4,7 +4,6 @@ Owns the values that are in effect in this process: those of the last valid reco
 store. A record that is invalid is refused as a whole, and the values before stay in effect.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -15,7 +14,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import Values, decode_live_options
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, until_listed
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
@@ -39,35 +38,37 @@ class LiveOptions:
         self._log_limit = LogLimit()
         #: Those of the last valid record.
         self.values: Values = {}
-        self._listed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._key!r}, {self.values})"
 
     @contextlib.asynccontextmanager
     async def following(self, on_failure: OnFailure = log_failure) -> AsyncIterator[None]:
-        """Entering waits for the first listing of the store. Raises DeadlineExceeded or
-        StoreUnavailable."""
-        name = f"options {self._key}"
-        async with (
-            self._store.watch(self._key) as events,
-            running(self._follow(events), name=name, on_failure=on_failure),
-        ):
-            await until_listed(self._listed, name)
-            yield
+        """Entering waits for the first listing of the store. Raises StoreUnavailable."""
+        async with self._store.watch(self._key) as events:
+            self._take(await first_event(events, self._key))
+            self._log()
+            name = f"options {self._key}"
+            async with running(self._follow(events), name=name, on_failure=on_failure):
+                yield
 
     async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
         async for event in events:
-            match event:
-                case Snapshot(entries):
-                    self._apply(entries.get(self._key))
-                case Put(key, value) if key == self._key:
-                    self._apply(value)
-                case Delete(key) if key == self._key:
-                    self._apply(None)
-                case _:  # a component whose name begins with this one's
-                    pass
-            self._listed.set()
+            before = self.values
+            self._take(event)
+            if self.values != before:
+                self._log()
+
+    def _take(self, event: WatchEvent) -> None:
+        match event:
+            case Snapshot(entries):
+                self._apply(entries.get(self._key))
+            case Put(key, value) if key == self._key:
+                self._apply(value)
+            case Delete(key) if key == self._key:
+                self._apply(None)
+            case _:  # a component whose name begins with this one's
+                pass
 
     def _apply(self, data: bytes | None) -> None:
         values: Values = {}
@@ -76,13 +77,13 @@ class LiveOptions:
                 values = decode_live_options(data, self._component)
             except ProtocolError as exc:
                 self._on_drop("config")
-                if (more := self._log_limit.allow()) is not None:
-                    refused = f"options refused (and {more} before), nothing changes"
-                    logger.warning("%s: %s: %s", self._key, refused, exc)
+                text = "%s: options refused, nothing changes: %s"
+                self._log_limit.log(logger, text, self._key, exc)
                 return
         before, self.values = self.values, values
-        if values != before or not self._listed.is_set():
-            # Tests and benchmarks read this line: it says when an engine follows, too.
-            logger.info("%s: in effect: %s", self._key, json.dumps(values))
         if values != before:
             self._on_change(values)
+
+    def _log(self) -> None:
+        # Tests and benchmarks read this line: it says when an engine follows, too.
+        logger.info("%s: in effect: %s", self._key, json.dumps(self.values))

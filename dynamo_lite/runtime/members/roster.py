@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Set
+from contextlib import AbstractContextManager
 from typing import Self
 
 from dynamo_lite.protocol.codec import decode_json
@@ -73,9 +74,10 @@ class Roster:
     def get(self, lease_id: int) -> EndpointRecord | None:
         return self._by_lease.get(lease_id)
 
-    def on_change(self, callback: OnChange) -> None:
-        """Calls `callback` in the event loop after each join or leave, with `members` updated."""
-        self._listeners.add(callback)
+    def on_change(self, callback: OnChange) -> AbstractContextManager[None]:
+        """Calls `callback` in the event loop after each join or leave, with `members` updated,
+        until the returned context is left."""
+        return self._listeners.add(callback)
 
     async def wait(self, accept: Callable[[Members], bool], timeout_s: float) -> Members:
         """Returns the members once `accept(members)`. Raises DeadlineExceeded."""

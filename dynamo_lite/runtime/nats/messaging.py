@@ -32,7 +32,7 @@ from dynamo_lite.runtime.messaging import (
 from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
-from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class NatsMessaging:
         try:
             # With endless reconnects the first connect never gives up either.
             async with asyncio.timeout(self._connect_timeout_s):
-                await self._connect(client)
+                await first_of(self._open(client), self._all_refuse())
         except (errors.Error, OSError, TimeoutError, ValueError) as exc:
             await _close(client)
             reason = _reason(client.last_error or exc) or "timeout, no server has answered"
@@ -176,25 +176,12 @@ class NatsMessaging:
 
         return reply
 
-    async def _connect(self, client: Client) -> None:
+    async def _all_refuse(self) -> None:
         """Raises the last server's reason when all servers have refused."""
-        connecting = asyncio.create_task(self._open(client), name="connect to NATS")
-        refused = asyncio.create_task(self._all_refuse(), name="refused by NATS")
-        try:
-            await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
-            if not connecting.done():
-                raise errors.Error(refused.result())
-        finally:
-            await end_tasks(connecting, refused)
-            if not connecting.cancelled():
-                connecting.exception()  # retrieved, also where the refusal is raised
-        connecting.result()
-
-    async def _all_refuse(self) -> str:
         refusal = ""
         for _ in self._address.hosts:
             refusal = await self._refusals.get()
-        return refusal
+        raise errors.Error(refusal)
 
     async def _open(self, client: Client) -> None:
         address = self._address
@@ -249,8 +236,7 @@ class NatsMessaging:
         # While the server is unavailable every reconnect attempt ends here.
         if self._outage and not _is_refusal(exc):
             return
-        held_back = self._log_limit.allow()
-        if held_back is not None:
+        if self._log_limit.allow() is not None:
             logger.warning("NATS at %s: %s", self._url, redact(_reason(exc)) or repr(exc))
 
     async def _on_disconnected(self) -> None:

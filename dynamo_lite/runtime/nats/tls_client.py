@@ -36,8 +36,7 @@ class TlsClient(PersistentClient):
         try:
             self.options["tls"] = self._files.context()
         except ConfigError as exc:
-            if self._log_limit.allow() is not None:
-                logger.warning("%s What was read before stays in use.", exc)
+            self._log_limit.log(logger, "%s What was read before stays in use.", exc)
         return _TlsTransport()
 
     def _connect_command(self) -> bytes:

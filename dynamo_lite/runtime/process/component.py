@@ -25,7 +25,7 @@ from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import OwnedTasks
-from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
+from dynamo_lite.runtime.tracing import Tracer, TracingOptions
 
 logger = logging.getLogger(__name__)
 

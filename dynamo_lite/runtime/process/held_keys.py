@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
@@ -18,101 +17,74 @@ _RETRY_S = 0.2
 Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
 
-@dataclass
-class _Key:
-    #: None: the store may have it, and is not to.
-    value: bytes | None = None
-    #: Held while the store is asked to change it, so that no older value comes last.
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class HeldKeys:
     """lease: all keys are put under it. spawn: runs the tasks."""
 
     def __init__(self, store: Store, lease: Lease, spawn: Spawn):
         self._store, self._lease, self._spawn = store, lease, spawn
-        self._keys: dict[str, _Key] = {}
+        #: None: the store may have the key, and is not to.
+        self._keys: dict[str, bytes | None] = {}
+        #: Held while the store is asked to change a key, so that no older value comes last.
+        self._changing = asyncio.Lock()
         self._guard: asyncio.Task[None] | None = None
         self._deleter: asyncio.Task[None] | None = None
 
     def held(self) -> list[str]:
         """Oldest first."""
-        return [key for key, one in self._keys.items() if one.value is not None]
+        return [key for key, value in self._keys.items() if value is not None]
 
     async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
         """Puts `key` under the lease, and again whenever the store loses it while the lease is
         alive. Raises LeaseLost, or StoreUnavailable after `within_s`."""
 
         async def put() -> None:
-            one = self._keys.setdefault(key, _Key())
-            async with one.changing:
+            async with self._changing:
                 await self._store.put(key, value, lease=self._lease)
-                one.value = value
-                self._keys[key] = one  # if it was deleted just before
+                self._keys[key] = value
 
         await retry_while_unavailable(put, within_s=within_s)
         if self._guard is None or self._guard.done():
-            self._guard = self._spawn(self._watch_own(key), f"guard {key}")
+            self._guard = self._spawn(self._guard_keys(), f"guard {key}")
 
     async def release(self, *keys: str) -> bool:
         """Deletes keys. Returns whether they are gone: if the store is unavailable, they are
         deleted when it is back, or expire with the lease."""
-        for key in keys:
-            self._keys.setdefault(key, _Key()).value = None
-        if self._lease.loss is not None:
+        self._keys.update(dict.fromkeys(keys))
+        if self._lease.loss is not None or await self._delete_released():
             return True
-        left = [key for key in keys if not await self._delete(key)]
-        if left:
-            logger.warning("not deleted, retrying until the lease ends: %s", ", ".join(left))
-            if self._deleter is None or self._deleter.done():
-                self._deleter = self._spawn(self._delete_again(), "delete keys")
-        return not left
+        logger.warning("not deleted, retrying until the lease ends: %s", ", ".join(keys))
+        if self._deleter is None or self._deleter.done():
+            self._deleter = self._spawn(self._delete_again(), "delete keys")
+        return False
 
-    async def _delete(self, key: str) -> bool:
+    async def _delete_released(self) -> bool:
         """Returns False if a retry is needed."""
-        one = self._keys.get(key)
-        if one is None:
-            return True
-        async with one.changing:
-            if one.value is not None:  # it is held again
-                return True
-            try:
-                await self._store.delete(key)
-            except StoreUnavailable as exc:
-                logger.debug("%s was not deleted: %s", key, exc)
-                return False
-            self._keys.pop(key, None)
+        async with self._changing:
+            for key in [key for key, value in self._keys.items() if value is None]:
+                try:
+                    await self._store.delete(key)
+                except StoreUnavailable as exc:
+                    logger.debug("%s was not deleted: %s", key, exc)
+                    return False
+                del self._keys[key]
         return True
 
     async def _delete_again(self) -> None:
         while self._lease.loss is None:
-            left = [key for key, one in self._keys.items() if one.value is None]
-            if not left:
-                return
             await asyncio.sleep(_RETRY_S)
-            for key in left:
-                await self._delete(key)
-
-    async def _watch_own(self, key: str) -> None:
-        """Watches one held key: its deletion is the first sign of a revoked lease.
-
-        When that key is released, another held key is watched.
-        """
-        watched: str | None = key
-        while watched is not None:
-            if not await self._watch_one(watched):
+            if await self._delete_released():
                 return
-            watched = next(iter(self.held()), None)
 
-    async def _watch_one(self, key: str) -> bool:
-        """Returns True when the key was released, False when the lease is gone."""
-        async with self._store.watch(key) as events:
-            async for event in events:
-                if (one := self._keys.get(key)) is None or one.value is None:
-                    return True
-                if _shows_absent(event, key) and not await self._restore():
-                    return False
-        return False
+    async def _guard_keys(self) -> None:
+        """Watches one held key, and another one when that is released: its deletion is the first
+        sign of a revoked lease."""
+        while held := self.held():
+            async with self._store.watch(held[0]) as events:
+                async for event in events:
+                    if self._keys.get(held[0]) is None:
+                        break
+                    if _shows_absent(event, held[0]) and not await self._restore():
+                        return
 
     async def _restore(self) -> bool:
         """Puts lost keys back while the lease is alive. Returns False when the lease is lost."""
@@ -133,10 +105,10 @@ class HeldKeys:
         return False
 
     async def _put_back(self) -> None:
-        for key, one in list(self._keys.items()):
-            async with one.changing:
-                if one.value is not None:
-                    await self._store.put(key, one.value, lease=self._lease)
+        async with self._changing:
+            for key in self.held():
+                if (value := self._keys[key]) is not None:
+                    await self._store.put(key, value, lease=self._lease)
 
 
 def _shows_absent(event: WatchEvent, key: str) -> bool:

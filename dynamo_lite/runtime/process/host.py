@@ -22,7 +22,7 @@ from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.drops import DropCounter, OnDrop
+from dynamo_lite.runtime.drops import OnDrop, drop_counter
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging, NoBroker
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -41,7 +41,7 @@ from dynamo_lite.runtime.process.stop import (
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
+from dynamo_lite.runtime.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class _Process:
         self._report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        environment, drops = self._environment, DropCounter(registry)
+        environment, drops = self._environment, drop_counter(registry)
         # Closed last: sending the last spans may take seconds, and must delay nothing.
         tracer = await self._open_tracer(stack)
         store = await stack.enter_async_context(environment.open_store(self._spec))

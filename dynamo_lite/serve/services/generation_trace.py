@@ -9,7 +9,7 @@ import msgspec
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.request_plane.base import GenerateHandler
-from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
+from dynamo_lite.runtime.tracing import Tracer
 
 
 @dataclass
@@ -65,7 +65,7 @@ class TracedGeneration:
             if delta.prefill is not None:
                 now = time.monotonic()
                 began = max(entry.arrived, now - delta.prefill.prefill_s)
-                record_child(self._tracer, "first token", entry.context, began, now)
+                self._tracer.record_child("first token", entry.context, began, now)
             if delta.finish_reason is not None:
                 self._end(delta.request_id, delta.finish_reason)
 

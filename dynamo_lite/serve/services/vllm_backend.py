@@ -12,7 +12,7 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol.options import DisaggOptions, subset
-from dynamo_lite.runtime.claim_cells import ClaimCells, MappedClaimCells
+from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.imports import import_in_thread
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
@@ -35,8 +35,8 @@ class VllmBackend:
     async def prepare(self) -> None:
         await import_in_thread("dynamo_lite.vllm.engine.core")
 
-    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> MappedClaimCells:
-        return MappedClaimCells(_engine_file(self._spec, "claims"), config.most_jobs)
+    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
+        return ClaimCells(config.most_jobs, _engine_file(self._spec, "claims"))
 
     def open_queue(self, host: Host, options: QueueOptions) -> PrefillQueue:
         spec, config = self._spec, QueueConfig.of(options)
@@ -60,7 +60,7 @@ class VllmBackend:
     ) -> "VllmPrefillEngine":
         from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 
-        assert isinstance(cells, MappedClaimCells)
+        assert cells.path is not None
         role = prefill_role(config, cells_path=str(cells.path))
         return VllmPrefillEngine(self._context(host, self._engine_config(host, role)))
 

@@ -37,7 +37,7 @@ from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
 from dynamo_lite.vllm.engine.kv_events import followed
@@ -168,7 +168,7 @@ class VllmEngine:
         """counts: the counters of the connector's halves, of one step."""
         self._metrics.apply(counts)
         if (tracer := self._context.tracer) is not None:
-            record_notes(tracer, counts.get(SPAN, ()))
+            tracer.record_notes(counts.get(SPAN, ()))
 
     def _fingerprinted(self, described: EngineMetadata, lease_ttl_s: float) -> EngineMetadata:
         """Completes the fingerprint; the engine's process has only set what its ranks know."""

@@ -60,9 +60,6 @@ class VllmKvEvents:
     def held(self) -> Sequence[int]:
         return self._cache.held()
 
-    def cuts(self) -> Sequence[int]:
-        return self._cache.cuts()
-
     async def changes(self) -> AsyncIterator[list[KvChange]]:
         """Yields one list per engine step that changed anything. The engine must be up."""
         context = zmq.asyncio.Context()

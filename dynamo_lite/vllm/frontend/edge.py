@@ -23,7 +23,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import EngineError
 from dynamo_lite.protocol.trace import TRACEPARENT, TraceContext, trace_of
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.refusal import header, json_head, refuse
 from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
 

@@ -22,7 +22,7 @@ from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.request_context import RequestContext
 from dynamo_lite.vllm.frontend.request_trace import RequestTraces
 from dynamo_lite.vllm.requests import generate_request

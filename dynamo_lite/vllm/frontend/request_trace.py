@@ -9,7 +9,7 @@ from vllm.tracing import SpanAttributes
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.trace import TraceContext
-from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.request_context import RequestContext
 
 
@@ -55,7 +55,7 @@ class RequestTraces:
     def placed(self, request_id: str) -> None:
         """A worker has accepted the sequence."""
         if (entry := self._open.get(request_id)) is not None:
-            record_child(self._tracer, "route", entry.context, entry.began, time.monotonic())
+            self._tracer.record_child("route", entry.context, entry.began, time.monotonic())
 
     def delivered(self, delta: TokenDelta) -> None:
         if (entry := self._open.get(delta.request_id)) is None:

@@ -26,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, bytestr
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.runtime.tasks import OwnedTasks
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
 from dynamo_lite.vllm.wire import error_output, output_or_error

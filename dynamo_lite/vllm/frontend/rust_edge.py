@@ -22,7 +22,7 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
 from dynamo_lite.vllm.frontend.intake import Intake

@@ -149,6 +149,9 @@ class StreamServer(asyncio.AbstractServer):
         self._serving = False
         self._listener.close()
 
+    async def start_serving(self) -> None:
+        """It has begun already."""
+
     async def wait_closed(self) -> None:
         return
 

@@ -71,9 +71,9 @@ def test_stored_removed_and_cleared(engine: Engine):
     assert sorted(engine.events.held()) == sorted(CHAIN)
     assert engine(removed(102), removed(100)) == [
         KvRemoved(hashes=[CHAIN[2]]),
-        KvRemoved(hashes=[], cut=[CHAIN[0]]),
+        KvRemoved(hashes=[CHAIN[0]]),
     ]
-    assert engine.events.cuts() == [CHAIN[0]]
+    assert engine.events.held() == [CHAIN[1]]
     assert engine(AllBlocksCleared()) == [KvCleared()]
     assert engine.events.held() == []
     assert engine.drops == []

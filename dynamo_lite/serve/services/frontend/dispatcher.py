@@ -12,10 +12,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission, limits
-from dynamo_lite.request_plane.base import GenerateClient, OnDeltas
+from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
-from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
@@ -50,7 +49,9 @@ NONE_REGISTERED = WorkerCheck(
 )
 
 
-def check_workers(roster: Roster, health: HealthMonitor, transport: GenerateClient) -> WorkerCheck:
+def check_workers(
+    roster: Roster, health: HealthMonitor, transport: RemoteGenerateClient
+) -> WorkerCheck:
     """Whether requests can be sent to a decode worker, for `/ready`.
 
     With NATS, heartbeats show which workers respond. Without it, an open TCP connection does,
@@ -87,7 +88,7 @@ class RequestDispatcher:
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
         self._failover: FailoverClient | None = None
-        self._picker: Picker | WorkerSelector = RoundRobin()
+        self._picker: Picker = RoundRobin()
         self._options: ComponentOptions | None = None
 
     async def watch_workers(self, host: Host) -> None:
@@ -182,7 +183,7 @@ class RequestDispatcher:
 
 async def open_picker(
     stack: AsyncExitStack, host: Host, config: FrontendConfig, namespace: str, roster: Roster
-) -> Picker | WorkerSelector:
+) -> Picker:
     """Opens the picker in `stack`. roster: of the decode workers."""
     match config.router:
         case "random":

@@ -20,11 +20,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
-from dynamo_lite.runtime.bounded_server import BoundedServer
+from dynamo_lite.runtime.bounded_server import BoundedServer, UvicornHeadDeadline
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.pending_connections import PendingConnections
+from dynamo_lite.runtime.listening import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
-from dynamo_lite.runtime.request_head import UvicornHeadDeadline, most_pending
+from dynamo_lite.runtime.request_head import most_pending
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
 
@@ -173,10 +173,10 @@ class HttpServer(BoundedServer):
         self.lifespan = self.config.lifespan_class(self.config)
         try:
             await self.startup(sockets=[self._sock])
-        except OSError as exc:
+        except StartupError:
             await self.lifespan.shutdown()
             await self._stack.aclose()
-            raise StartupError(f"cannot listen on {url_of(self._sock)}: {exc.strerror}") from exc
+            raise
         except SystemExit as exc:
             # uvicorn would end the process at once: the app's own startup has failed.
             await self._stack.aclose()

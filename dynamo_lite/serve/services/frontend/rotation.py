@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import GenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 
@@ -29,7 +29,7 @@ class Rotation:
         self,
         roster: Roster,
         health: HealthMonitor,
-        transport: GenerateClient,
+        transport: RemoteGenerateClient,
         changed: Callable[[], None],
     ):
         self._roster, self._health = roster, health

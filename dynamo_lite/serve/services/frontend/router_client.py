@@ -13,8 +13,7 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, ProtocolErr
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, PickRequest, RequestOutcomes, decode_pick_reply
-from dynamo_lite.request_plane.placement import WorkerSelector
-from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.routing.pickers import Picker, RoundRobin, Selection
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -30,7 +29,7 @@ ALONE_S = 5.0
 _AGAIN_S = 1.0
 
 
-class RemoteRouter(WorkerSelector):
+class RemoteRouter(Picker):
     """Sends pick requests to the first router of the roster that responds.
 
     All Frontends use the same order, so one router knows all requests. While NATS is disconnected
@@ -49,7 +48,7 @@ class RemoteRouter(WorkerSelector):
         *,
         namespace: str,
         lease_id: int,
-        fallback: Picker,
+        fallback: RoundRobin,
         again_s: float = _AGAIN_S,
         registry: CollectorRegistry | None = None,
         on_drop: OnDrop = uncounted,
@@ -81,7 +80,7 @@ class RemoteRouter(WorkerSelector):
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.end()
 
-    async def choose(
+    async def pick(
         self,
         members: Sequence[EndpointRecord],
         request: GenerateRequest,
