@@ -66,8 +66,8 @@ BUDGET = {
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_959,
     "dynamo_lite/cli": 3_195,
-    "tests": 58_749,
-    "tests/simulation": 8_908,
+    "tests": 58_605,
+    "tests/simulation": 8_842,
 }
 SLACK = 50
 
