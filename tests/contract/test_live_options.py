@@ -67,7 +67,7 @@ BAD = [
     b'{"values":{"max-local-prefill-length":1.5}}',
     b'{"values":{"remote-prefill-timeout-s":null}}',
     b'{"values":{"what-is-this":1}}',
-    b'{"seal":"00","record":{"values":{}}}',
+    b'{"record":{"values":{}}}',
 ]
 
 

@@ -43,7 +43,7 @@ from tests.twins.servers import MemoryMessaging, MemoryStore
 LEASE = 0xBEEF
 BLOCK, POOL = 4, 16
 TARGET = engine_metadata(lease_id=7, num_blocks=POOL, ranks=(rank_metadata(),))
-#: For how long the decode engine grants claims.
+#: For how long the decode engine holds a claim.
 CLAIM_S = 3.0
 
 

@@ -182,7 +182,7 @@ async def test_a_job_of_another_version_is_told_to_its_engine():
 
 
 async def test_a_job_that_is_there_twice_is_written_by_one_claim():
-    """A decode engine grants one claim, whoever asks for another one."""
+    """A decode engine holds one claim, whoever asks for another one."""
     async with working(runners=2) as rig:
         await rig.begin(prefill_job())
         rig.answers = [ClaimRefused(reason="claimed by another writer")]

@@ -80,17 +80,19 @@ class Decode:
         self.memory = Memory(self.mover, lambda _: 0, layer)
         self.rank = DecodeRank(self.mover, self.memory.rank if checks else None)
 
-    def metadata(self, ranks: int = 1) -> bytes:
-        return encode(
-            EngineMetadata(
-                engine_id=self.engine_id,
-                lease_id=1,
-                fingerprint={},
-                block_size_tokens=32,
-                num_blocks=BLOCKS,
-                ranks=(self.memory.rank,) * ranks,
-            )
+    def known(self, ranks: int = 1) -> EngineMetadata:
+        """As others know it."""
+        return EngineMetadata(
+            engine_id=self.engine_id,
+            lease_id=1,
+            fingerprint={},
+            block_size_tokens=32,
+            num_blocks=BLOCKS,
+            ranks=(self.memory.rank,) * ranks,
         )
+
+    def metadata(self, ranks: int = 1) -> bytes:
+        return encode(self.known(ranks))
 
     def settle(self, **step) -> tuple[set[str], set[str]]:
         """One engine step: (received, failed)."""
