@@ -16,12 +16,6 @@ def same(pair: Pair) -> bool:
     return all(first_wrong(PROMPT, GREEDY, pair.got[name]) is None for name in pair.ended)
 
 
-async def idle(pair: Pair) -> None:
-    await pair.until(lambda: not any(e.core.scheduler.has_work for e in pair.engines.values()))
-    await pair.until(lambda: not pair.jobs.working)
-    pair.check_idle()
-
-
 def test_four_siblings_are_prefilled_and_transferred_once():
     async def script(pair: Pair) -> None:
         for name in NAMES:
@@ -32,7 +26,7 @@ def test_four_siblings_are_prefilled_and_transferred_once():
         assert decided == {"decision/remote/long": 1, "decision/local/single_flight": 3}
         assert pair.counts["remote/committed"] == 1
         assert pair.counts["single_flight/hit"] == 3
-        await idle(pair)
+        await pair.idle()
 
     play(script)
 
@@ -59,7 +53,7 @@ def test_aborts_leave_the_others_whole(after_s: float, gone: list[str]):
         await pair.decode.abort(gone)
         await pair.until(lambda: not {*NAMES} - {*gone} - {*pair.ended})
         assert same(pair)
-        await idle(pair)
+        await pair.idle()
 
     play(script, wire=Wire(slowest_s=0.3), num_blocks=96)
 
@@ -73,6 +67,6 @@ def test_when_no_write_succeeds_the_prompt_is_computed_once_for_all():
         assert same(pair)
         # The leader goes first, and what it computes in the first step is in the cache.
         assert pair.counts["remote/writer_abandoned"] <= 3
-        await idle(pair)
+        await pair.idle()
 
     play(script, num_blocks=160)
