@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_959,
     "dynamo_lite/cli": 3_195,
-    "tests": 58_480,
+    "tests": 58_425,
     "tests/simulation": 8_842,
 }
 SLACK = 50

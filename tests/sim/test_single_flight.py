@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.sim.pair import GREEDY, Pair, play, tokens
-from tests.simulation.engine.model import Sampling, first_wrong
+from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 
 PROMPT = tokens(1, 100)
@@ -29,18 +29,6 @@ def test_four_siblings_are_prefilled_and_transferred_once():
         await pair.idle()
 
     play(script)
-
-
-def test_others_do_not_wait_behind_those_that_are_deferred():
-    async def script(pair: Pair) -> None:
-        for name in NAMES:
-            await pair.submit(name, PROMPT, GREEDY)
-        await pair.submit("other", tokens(2, 8), Sampling(max_tokens=1))
-        await pair.until(lambda: "other" in pair.ended)
-        assert not any(name in pair.got for name in NAMES)
-        await pair.until(lambda: len(pair.ended) == 5)
-
-    play(script, wire=Wire(fastest_s=0.5, slowest_s=0.6))
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.3])

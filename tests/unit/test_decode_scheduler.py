@@ -206,23 +206,6 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     decode.assert_clean()
 
 
-async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
-    attempt = await decode.ask("r1")
-    decode.pass_s(TIMEOUT_S - 0.1)
-    assert decode.half.build_step().give_up == []
-    decode.pass_s(0.2)
-    step = decode.half.build_step()
-    assert step.give_up == [(attempt, "r1")]
-    assert decode.half.prefills.held() == {}
-    await decode.network()
-    assert (await decode.queue.depth()).total == 0
-    assert decode.counted("remote/deadline") == 1
-    assert await decode.claim(attempt) == ClaimRefused(reason="unknown or ended attempt")
-    decode.output(failed=["r1"])
-    decode.finish_last("r1")
-    assert decode.counted("remote/committed") == 0
-
-
 @pytest.mark.parametrize("how", ["its word", "died, and its claim runs out"])
 async def test_a_claimed_job_keeps_its_blocks_until_its_writer_cannot_write(
     decode: Decode, how: str
