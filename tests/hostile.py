@@ -43,9 +43,6 @@ class Spoiler:
         """Perhaps still a message; perhaps even the same."""
         return self._rng.choice((self._noise, self._bits, self._cut, self._fields))(message)
 
-    def replay(self) -> bytes:
-        return self._rng.choice(self._pool) if self._pool else b""
-
     def _noise(self, _message: bytes) -> bytes:
         return self._rng.randbytes(self._rng.choice((0, 1, 4, 30, 300)))
 

@@ -66,8 +66,8 @@ BUDGET = {
     "dynamo_lite/planner": 3_260,
     "dynamo_lite/serve": 6_404,
     "dynamo_lite/cli": 3_158,
-    "tests": 59_090,
-    "tests/simulation": 8_911,
+    "tests": 58_766,
+    "tests/simulation": 8_845,
 }
 SLACK = 50
 

@@ -24,28 +24,18 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.refusal: Exception | None = None
         self.gate: asyncio.Event | None = None
-        self.changed = asyncio.Event()
 
     async def submit(self, request: GenerateRequest) -> None:
-        self.changed.set()
         if self.gate is not None:
             await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
         self.running[request.request_id] = request
-        self.changed.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
         for request_id in request_ids:
             self.running.pop(request_id, None)
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
 
 
 class Outputs:
@@ -54,25 +44,16 @@ class Outputs:
     def __init__(self) -> None:
         self.batches: list[list[TokenDelta]] = []
         self.lost: list[tuple[list[str], str]] = []
-        self.changed = asyncio.Event()
 
     def on_deltas(self, deltas: list[TokenDelta]) -> None:
         self.batches.append(deltas)
-        self.changed.set()
 
     def on_lost(self, request_ids: list[str], why: str) -> None:
         self.lost.append((request_ids, why))
-        self.changed.set()
 
     @property
     def deltas(self) -> list[TokenDelta]:
         return [delta for batch in self.batches for delta in batch]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
 
 
 @dataclass

@@ -1,36 +1,27 @@
-"""Invalid records in the store, how a writer handles them, and the status server."""
+"""Invalid records in the store, and how a writer handles them."""
 
 import asyncio
 import contextlib
 from collections import Counter
 from random import Random
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.disagg.messages import PrefillStep
-from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.records import (
-    EngineMetadata,
-    KvRegion,
-    RankMetadata,
-    decode_engine,
-    encode_engine,
-)
+from dynamo_lite.protocol.records import EngineMetadata, decode_engine, encode_engine
 from dynamo_lite.runtime.members.roster import Roster
-from tests.builders import always_held, block_write, endpoint_record, engine_metadata, key_of
+from tests.builders import endpoint_record, key_of
 from tests.hostile import Spoiler
-from tests.twins.mover import MemoryFabric, MemoryMover
+from tests.twins.mover import MemoryFabric
 from tests.twins.servers import MemoryStore
+from tests.unit.test_ranks import Decode, Prefill, blocks
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=100)
 RNG = st.integers(0, (1 << 32) - 1).map(Random)
 PREFIX = names.endpoint_prefix("t", "VllmWorker", "generate")
-BLOCKS, BLOCK_BYTES = 16, 64
 
 
 @FUZZ
@@ -65,49 +56,6 @@ def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
     asyncio.run(main())
 
 
-def engine_of(mover: MemoryMover, pool: np.ndarray, layer: str = "0") -> EngineMetadata:
-    base = pool.__array_interface__["data"][0]
-    region = KvRegion(
-        layer=layer, plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
-    )
-    rank = RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
-    return engine_metadata(lease_id=7, fingerprint={"model": "m"}, num_blocks=BLOCKS, ranks=(rank,))
-
-
-class Engines:
-    """A decode engine's pool, all zeros, between two guards of ones; and a writer's."""
-
-    def __init__(self) -> None:
-        fabric = MemoryFabric()
-        self.memory = np.ones((3, BLOCKS, BLOCK_BYTES), np.uint8)
-        self.pool = self.memory[1]
-        self.pool[:] = 0
-        target = MemoryMover(fabric, "decode")
-        target.register([(self.pool.__array_interface__["data"][0], self.pool.nbytes)], "DRAM", 0)
-        self.metadata = engine_of(target, self.pool)
-        self.source = np.full((BLOCKS, BLOCK_BYTES), 9, np.uint8)
-        mover = MemoryMover(fabric, "prefill")
-        mover.register(
-            [(self.source.__array_interface__["data"][0], self.source.nbytes)], "DRAM", 0
-        )
-        own = engine_of(mover, self.source).ranks[0]
-        self.rank = PrefillRank(mover, own, 0, always_held)
-
-    def write(self, target: EngineMetadata) -> bool:
-        """Lets the writer write blocks 3 and 4. Returns whether the writer reports them as
-        written."""
-        engine_id = target.engine_id
-        write = block_write("a", [0, 1], [3, 4], target_engine=engine_id, last=True, num_blocks=2)
-        ended = [("p-a", True)]
-        step = PrefillStep(writes=[write], targets={engine_id: encode(target)}, ended=ended)
-        self.rank.step(step, lambda: True)
-        assert self.rank.results().sent == {"p-a"}
-        return self.rank.report() is None
-
-    def check_guards(self) -> None:
-        assert (self.memory[0] == 1).all() and (self.memory[2] == 1).all()
-
-
 def impossible(rng: Random, true: EngineMetadata) -> EngineMetadata | None:
     """Metadata of the right types that may be wrong in anything; None where that is unlikely."""
     spoiler = Spoiler(rng)
@@ -121,11 +69,24 @@ def impossible(rng: Random, true: EngineMetadata) -> EngineMetadata | None:
 @FUZZ
 @given(rng=RNG)
 def test_impossible_metadata_fails_the_attempt_and_touches_nothing_else(rng: Random):
-    engines = Engines()
-    target = impossible(rng, engines.metadata)
+    fabric = MemoryFabric()
+    prefill, decode = Prefill(fabric), Decode(fabric, "e1")
+    own = prefill.memory.written()
+
+    def write(attempt: str, target: EngineMetadata) -> dict[str, str]:
+        """Blocks 3 and 4. Returns the failures."""
+        engine = target.engine_id
+        asked = blocks([1, 2], [3, 4], attempt=attempt, engine=engine, last=True, num_blocks=2)
+        ended = [(f"p-{attempt}", True)]
+        prefill.step(asked, targets={engine: encode(target)}, ended=ended)
+        sent, failures = prefill.ended()
+        assert sent == {f"p-{attempt}"}
+        return failures
+
+    target = impossible(rng, decode_engine(encode_engine(decode.known())))
     if target is not None:
-        engines.write(target)
-    engines.check_guards()
-    fresh = Engines()
-    assert fresh.write(fresh.metadata)
-    assert (fresh.pool[3:5] == 9).all() and fresh.pool.sum() == 2 * 9 * BLOCK_BYTES
+        write("a1", target)
+    assert prefill.memory.written() == own
+    other = Decode(fabric, "e2")
+    assert write("a2", other.known()) == {}
+    assert other.memory.written() == {3: 101, 4: 102}

@@ -61,7 +61,7 @@ async def test_a_request_gets_its_deltas_one_batch_per_step(setup: Setup):
     ]
     for step in steps:
         setup.server.deliver(step)
-    await setup.outputs.until(lambda: len(setup.outputs.batches) == 3)
+    await eventually(lambda: len(setup.outputs.batches) == 3)
     assert setup.outputs.batches == steps
     assert setup.server.in_flight == 0
     assert setup.outputs.lost == []
@@ -75,7 +75,7 @@ async def test_deltas_of_unknown_and_ended_requests_are_dropped(setup: Setup):
         for _ in range(2):
             await setup.client.submit(setup.member, generate_request("b"))
     setup.server.deliver([tokens("b", 4, finish="stop")])
-    await setup.outputs.until(lambda: len(setup.outputs.batches) == 2)
+    await eventually(lambda: len(setup.outputs.batches) == 2)
     assert setup.outputs.deltas == [tokens("a", 2, finish="stop"), tokens("b", 4, finish="stop")]
     await setup.client.submit(setup.member, generate_request("b"))
 
@@ -85,8 +85,8 @@ async def test_an_aborted_request_ends_at_once_and_in_the_engine(setup: Setup):
         await setup.client.submit(setup.member, generate_request(request_id))
     await setup.client.abort(["a", "unknown"])
     setup.server.deliver([tokens("a", 1), tokens("b", 1)])
-    await setup.engine.until(lambda: "a" in setup.engine.aborted)
-    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    await eventually(lambda: "a" in setup.engine.aborted)
+    await eventually(lambda: bool(setup.outputs.deltas))
     assert setup.outputs.deltas == [tokens("b", 1)]
     assert setup.server.in_flight == 1
     assert setup.outputs.lost == []
@@ -121,7 +121,7 @@ async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
     assert not await setup.server.wait_idle(0.01)
     setup.server.deliver([tokens("a", 1, finish="stop")])
     assert await setup.server.wait_idle(5)
-    await setup.outputs.until(lambda: setup.outputs.deltas == [tokens("a", 1, finish="stop")])
+    await eventually(lambda: setup.outputs.deltas == [tokens("a", 1, finish="stop")])
 
 
 @pytest.mark.parametrize("how", ["aborted", "cancelled"])
@@ -130,7 +130,7 @@ async def test_what_is_given_up_while_the_engine_is_taking_it_leaves_nothing_run
 ):
     setup.engine.gate = asyncio.Event()
     submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
-    await setup.engine.until(lambda: setup.server.in_flight == 1)
+    await eventually(lambda: setup.server.in_flight == 1)
     if how == "aborted":
         await setup.client.abort(["a"])
     else:
@@ -140,7 +140,7 @@ async def test_what_is_given_up_while_the_engine_is_taking_it_leaves_nothing_run
     setup.engine.gate.set()
     await asyncio.wait([submitting])
     assert submitting.cancelled() or submitting.exception() is None
-    await setup.engine.until(lambda: "a" in setup.engine.aborted)
+    await eventually(lambda: "a" in setup.engine.aborted)
     assert await setup.server.wait_idle(5)
     assert setup.engine.running == {}
     assert setup.outputs.batches == [] and setup.outputs.lost == []
@@ -150,9 +150,9 @@ async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup
     for request_id in ("a", "b", "c"):
         await setup.client.submit(setup.member, generate_request(request_id))
     setup.server.deliver([tokens("c", 1, finish="stop")])
-    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    await eventually(lambda: bool(setup.outputs.deltas))
     await setup.stop_server()
-    await setup.outputs.until(lambda: bool(setup.outputs.lost))
+    await eventually(lambda: bool(setup.outputs.lost))
     assert sorted(i for ids, _ in setup.outputs.lost for i in ids) == ["a", "b"]
     assert sorted(setup.engine.aborted) == ["a", "b"]
     with pytest.raises(Unavailable):
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
     for request_id in ("a", "b"):
         await setup.client.submit(setup.member, generate_request(request_id))
     await setup.client.__aexit__(None, None, None)
-    await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "b"])
+    await eventually(lambda: sorted(setup.engine.aborted) == ["a", "b"])
     assert await setup.server.wait_idle(5)
     assert setup.outputs.lost == []
 
@@ -209,19 +209,19 @@ async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):
         with pytest.raises(DeadlineExceeded):
             await client.submit(remote.member, generate_request("a"))
         remote.engine.gate.set()
-        await remote.engine.until(lambda: "a" in remote.engine.aborted)
+        await eventually(lambda: "a" in remote.engine.aborted)
         assert await remote.server.wait_idle(5)
 
 
 async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):
     remote.engine.gate = asyncio.Event()
     submitting = asyncio.create_task(remote.client.submit(remote.member, generate_request("a")))
-    await remote.engine.until(lambda: remote.server.in_flight == 1)
+    await eventually(lambda: remote.server.in_flight == 1)
     remote.server.deliver([tokens("a", 1)])
-    await remote.outputs.until(lambda: bool(remote.outputs.deltas))
+    await eventually(lambda: bool(remote.outputs.deltas))
     closing = asyncio.create_task(remote.server.__aexit__(None, None, None))
     await submitting
-    await remote.outputs.until(lambda: bool(remote.outputs.lost))
+    await eventually(lambda: bool(remote.outputs.lost))
     assert [ids for ids, _ in remote.outputs.lost] == [["a"]]
     remote.engine.gate.set()
     await closing
@@ -230,7 +230,7 @@ async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):
 async def test_a_worker_that_dies_before_the_answer_fails_the_submit_at_once(remote: Setup):
     remote.engine.gate = asyncio.Event()
     submitting = asyncio.create_task(remote.client.submit(remote.member, generate_request("a")))
-    await remote.engine.until(lambda: remote.server.in_flight == 1)
+    await eventually(lambda: remote.server.in_flight == 1)
     closing = asyncio.create_task(remote.server.__aexit__(None, None, None))
     async with asyncio.timeout(1):
         with pytest.raises(Unavailable, match="broke"):
@@ -257,11 +257,11 @@ async def test_a_step_is_split_and_a_delta_that_cannot_be_sent_fails_only_its_re
         ]
     )
     remote.server.deliver([tokens("b", 2)])
-    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 5)
+    await eventually(lambda: len(remote.outputs.deltas) == 5)
     assert [delta.token_ids for delta in remote.outputs.deltas[:2]] == [[1], [1]]
     failed = [tokens(request_id, finish="error") for request_id in ("c", "d")]
     assert remote.outputs.deltas[2:] == [*failed, tokens("b", 2)]
-    await remote.engine.until(lambda: sorted(remote.engine.aborted) == ["c", "d"])
+    await eventually(lambda: sorted(remote.engine.aborted) == ["c", "d"])
     assert remote.server.in_flight == 2 and remote.outputs.lost == []
 
 
@@ -282,9 +282,7 @@ async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
     await remote.client.submit(remote.member, generate_request("a"))
     remote.server.deliver([first, tokens("b", 1)])
     remote.server.deliver([tokens("a", 8, finish="stop")])
-    await remote.outputs.until(
-        lambda: any(d.finish_reason is not None for d in remote.outputs.deltas)
-    )
+    await eventually(lambda: any(d.finish_reason is not None for d in remote.outputs.deltas))
     got = remote.outputs.deltas
     parts = [delta.prompt_logprobs for delta in got if delta.prompt_logprobs is not None]
     assert len(parts) > 1
@@ -301,11 +299,11 @@ async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     await remote.client.submit(remote.member, generate_request("a"))
     remote.client.retain([])
     remote.server.deliver([tokens("a", 1)])
-    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 1)
+    await eventually(lambda: len(remote.outputs.deltas) == 1)
     remote.client.retain([remote.member])
     remote.client.retain([])
     remote.server.deliver([tokens("a", 2, finish="stop")])
-    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 2)
+    await eventually(lambda: len(remote.outputs.deltas) == 2)
     before = remote.engine.running["a"].client_id
     await eventually(lambda: remote.server.session(before) is None)
     await remote.client.submit(remote.member, generate_request("b"))
@@ -366,11 +364,11 @@ async def test_a_request_that_the_engine_is_slow_to_accept_holds_up_no_other_fra
         writer.write(submit_of("a") + submit_of("b") + frame(encode(Cancel(request_ids=["a"]))))
         session = remote.server.session("raw")
         assert session is not None
-        await remote.engine.until(lambda: session.request_ids == {"b"})
+        await eventually(lambda: session.request_ids == {"b"})
         remote.engine.gate.set()
         replies = [await read_frame(reader), await read_frame(reader)]
         assert replies == [SubmitReply(request_id=i, reply=Accepted()) for i in ("a", "b")]
-        await remote.engine.until(lambda: remote.engine.aborted == ["a"])
+        await eventually(lambda: remote.engine.aborted == ["a"])
         assert list(remote.engine.running) == ["b"]
     writer.close()
 
@@ -385,7 +383,7 @@ async def test_a_connection_that_closes_ends_what_the_engine_is_accepting(
         _, writer = await greet(remote)
         writer.write(submit_of("a"))
         if reached:
-            await remote.engine.until(lambda: remote.server.in_flight == 1)
+            await eventually(lambda: remote.server.in_flight == 1)
         else:  # malformed: disconnects in the turn of the event loop that reads both frames
             writer.write(frame(b"\xc1"))
         writer.close()
@@ -406,7 +404,6 @@ class RawWorker:
         self._welcome = welcome
         self.reads = asyncio.Event()
         self.got: list[Hello | Submit | Cancel] = []
-        self.changed = asyncio.Event()
 
     async def on_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -417,7 +414,6 @@ class RawWorker:
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "big")
                 self.got.append(decode_client_frame(await reader.readexactly(length)))
-                self.changed.set()
         writer.close()
 
     @contextlib.asynccontextmanager
@@ -448,10 +444,7 @@ async def test_a_worker_that_does_not_read_gets_no_second_large_request():
             ]
         assert len(asking) == asks
         worker.reads.set()
-        async with asyncio.timeout(5):
-            while sum(isinstance(message, Cancel) for message in worker.got) < asks:
-                worker.changed.clear()
-                await worker.changed.wait()
+        await eventually(lambda: sum(isinstance(message, Cancel) for message in worker.got) == asks)
         submits = [message for message in worker.got if isinstance(message, Submit)]
         assert len(submits) <= 2
         assert outputs.lost == [] and outputs.batches == []

@@ -10,7 +10,7 @@ from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.server import GenerateServer
-from tests.builders import endpoint_record, generate_request
+from tests.builders import endpoint_record, eventually, generate_request
 from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -30,12 +30,12 @@ async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
     await setup.client.submit(setup.member, generate_request("b", timeout_s=60.0))
     await setup.client.submit(setup.member, generate_request("c"))
     setup.server.deliver([tokens("a", 1)])
-    await setup.engine.until(lambda: setup.engine.aborted == ["a"])
-    await setup.outputs.until(lambda: len(setup.outputs.deltas) == 2)
+    await eventually(lambda: setup.engine.aborted == ["a"])
+    await eventually(lambda: len(setup.outputs.deltas) == 2)
     assert setup.outputs.deltas == [tokens("a", 1), tokens("a", finish="abort")]
     assert setup.server.in_flight == 2
     setup.server.deliver([tokens("a", 2), tokens("b", 3, finish="stop")])
-    await setup.outputs.until(lambda: len(setup.outputs.deltas) == 3)
+    await eventually(lambda: len(setup.outputs.deltas) == 3)
     assert setup.outputs.deltas[2] == tokens("b", 3, finish="stop")
     assert setup.outputs.lost == []
 
@@ -46,10 +46,10 @@ async def test_time_may_be_up_while_the_engine_is_taking_the_request(opened: Ope
     submitting = asyncio.create_task(
         setup.client.submit(setup.member, generate_request("a", timeout_s=0.05))
     )
-    await setup.outputs.until(lambda: setup.outputs.deltas == [tokens("a", finish="abort")])
+    await eventually(lambda: setup.outputs.deltas == [tokens("a", finish="abort")])
     setup.engine.gate.set()
     await submitting
-    await setup.engine.until(lambda: setup.engine.aborted == ["a"])
+    await eventually(lambda: setup.engine.aborted == ["a"])
     assert await setup.server.wait_idle(5)
     assert setup.engine.running == {}
 
@@ -71,7 +71,7 @@ async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
     assert caught.value.busy and caught.value.elsewhere
     await setup.client.submit(setup.member, generate_request("moved", moved=True))
     await setup.client.abort(["a", "moved"])
-    await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "moved"])
+    await eventually(lambda: sorted(setup.engine.aborted) == ["a", "moved"])
     await setup.client.submit(setup.member, generate_request("c"))
     assert setup.server.in_flight == 2
 
@@ -97,15 +97,15 @@ async def test_a_link_that_is_cut_loses_what_runs_on_it(opened: Open):
     for request_id in ("a", "b"):
         await setup.client.submit(setup.member, generate_request(request_id))
     setup.server.deliver([tokens("b", 1, finish="stop")])
-    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    await eventually(lambda: bool(setup.outputs.deltas))
     setup.client.drop(setup.member, "it is silent")
-    await setup.outputs.until(lambda: bool(setup.outputs.lost))
+    await eventually(lambda: bool(setup.outputs.lost))
     assert setup.outputs.lost == [(["a"], "it is silent")]
-    await setup.engine.until(lambda: setup.engine.aborted == ["a"])
+    await eventually(lambda: setup.engine.aborted == ["a"])
     setup.server.deliver([tokens("a", 2)])
     await setup.client.submit(setup.member, generate_request("c"))
     setup.server.deliver([tokens("c", 3, finish="stop")])
-    await setup.outputs.until(lambda: len(setup.outputs.deltas) == 2)
+    await eventually(lambda: len(setup.outputs.deltas) == 2)
     assert setup.outputs.deltas[1] == tokens("c", 3, finish="stop")
 
 

@@ -47,23 +47,6 @@ async def test_a_job_goes_from_a_decode_to_a_prefill_worker(rights: LeastRights)
     assert rights.violations()[seen:] == []
 
 
-async def test_requests_are_answered_on_the_asker_s_own_inbox(rights: LeastRights):
-    claim = names.claim_subject(NAMESPACE, "e1")
-    seen = len(rights.violations())
-
-    async def answer(payload: bytes) -> bytes:
-        return payload
-
-    async with (
-        asyncio.timeout(20),
-        NatsMessaging(rights.nats_url("VllmWorker")) as decode,
-        NatsMessaging(rights.nats_url("PrefillWorker")) as prefill,
-        decode.serve(claim, answer),
-    ):
-        assert await prefill.request(claim, b"x", timeout_s=5) == b"x"
-    assert rights.violations()[seen:] == []
-
-
 @pytest.mark.parametrize(
     ("who", "subject"),
     [

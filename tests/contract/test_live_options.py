@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 from msgspec import UNSET
@@ -14,6 +13,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.live_options import LIVE_OPTIONS, LiveOptionsRecord, Values
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.store import Store
+from tests.builders import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -25,7 +25,6 @@ class Follower:
     def __init__(self, store: Store, namespace: str):
         self.drops: Counter[str] = Counter()
         self.told: list[Values] = []
-        self.news = asyncio.Event()
         self.options = LiveOptions(
             store, namespace, COMPONENT, on_change=self.take, on_drop=self.drop
         )
@@ -36,17 +35,9 @@ class Follower:
 
     def take(self, values: Values) -> None:
         self.told.append(values)
-        self.news.set()
 
     def drop(self, where: str) -> None:
         self.drops[where] += 1
-        self.news.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                self.news.clear()
-                await self.news.wait()
 
 
 async def test_a_follower_has_what_was_set_before_and_hears_what_is_set(
@@ -58,12 +49,12 @@ async def test_a_follower_has_what_was_set_before_and_hears_what_is_set(
         assert follower.values == {LENGTH: 100}
         changes = await live_options.write(store, namespace, COMPONENT, {LENGTH: 200, SIZE: 3})
         assert changes == [(f"{COMPONENT}.{LENGTH}", 100, 200), (f"{COMPONENT}.{SIZE}", UNSET, 3)]
-        await follower.until(lambda: len(follower.told) == 2)
+        await eventually(lambda: len(follower.told) == 2)
         await live_options.write(store, namespace, COMPONENT, {LENGTH: UNSET})
-        await follower.until(lambda: len(follower.told) == 3)
+        await eventually(lambda: len(follower.told) == 3)
         assert await live_options.write(store, namespace, COMPONENT, {SIZE: 3}) == []
         await store.delete(names.live_options_key(namespace, COMPONENT))
-        await follower.until(lambda: len(follower.told) == 4)
+        await eventually(lambda: len(follower.told) == 4)
     assert follower.told == [{LENGTH: 100}, {LENGTH: 200, SIZE: 3}, {SIZE: 3}, {}]
 
 
@@ -76,7 +67,7 @@ BAD = [
     b'{"values":{"max-local-prefill-length":1.5}}',
     b'{"values":{"remote-prefill-timeout-s":null}}',
     b'{"values":{"what-is-this":1}}',
-    b'{"seal":"00","record":{"values":{}}}',
+    b'{"record":{"values":{}}}',
 ]
 
 
@@ -87,7 +78,7 @@ async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store,
     async with follower.options.following():
         for count, data in enumerate(BAD, 1):
             await store.put(key, data)
-            await follower.until(lambda count=count: follower.drops["config"] == count)
+            await eventually(lambda count=count: follower.drops["config"] == count)
             assert follower.values == {LENGTH: 100, SIZE: 3}
             with pytest.raises(StartupError, match=f"{key}: .*config unset {COMPONENT}"):
                 await live_options.read(store, namespace, COMPONENT)
@@ -96,7 +87,7 @@ async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store,
             assert await store.get(key) == data
         edits = live_options.parse_unsets([COMPONENT])
         await live_options.write(store, namespace, COMPONENT, edits[COMPONENT])
-        await follower.until(lambda: len(follower.told) == 2)
+        await eventually(lambda: len(follower.told) == 2)
     assert follower.values == {}
 
 
@@ -114,7 +105,7 @@ async def test_a_component_whose_name_begins_alike_is_another(store: Store, name
     async with follower.options.following():
         await store.put(names.live_options_key(namespace, f"{COMPONENT}2"), other)
         await live_options.write(store, namespace, COMPONENT, {LENGTH: 2})
-        await follower.until(lambda: bool(follower.told))
+        await eventually(lambda: bool(follower.told))
     assert follower.told == [{LENGTH: 2}]
 
 

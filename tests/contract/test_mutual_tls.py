@@ -173,9 +173,9 @@ async def test_new_certificates_are_used_by_new_connections_and_old_ones_go_on(
     graph_folder(worker.folder)
     await worker.client.submit(worker.member, generate_request("b"))
     worker.server.deliver([tokens("a", 1), tokens("b", 2)])
-    await worker.outputs.until(lambda: len(worker.outputs.deltas) == 2)
+    await eventually(lambda: len(worker.outputs.deltas) == 2)
     worker.client.drop(worker.member, "a new connection")
-    await worker.outputs.until(lambda: bool(worker.outputs.lost))
+    await eventually(lambda: bool(worker.outputs.lost))
     await worker.client.submit(worker.member, generate_request("c"))
     assert "were read again" in caplog.text
     # A pair that does not match is not used.
@@ -235,13 +235,13 @@ def test_tls_works_on_the_event_loop_of_the_processes():
             setup = await open_setup("tls", stack, on_drop=lambda where: drops.update([where]))
             await setup.client.submit(setup.member, generate_request("a"))
             setup.server.deliver([tokens("a", *range(1000))])
-            await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+            await eventually(lambda: bool(setup.outputs.deltas))
             setup.server.deliver([tokens("a", finish="stop")])
             assert setup.engine.running.pop("a")
             assert "disconnected" in await refusal(setup, of(setup.folder, "Router"))
             await eventually(lambda: drops["certificate"] == 1)
             await setup.client.submit(setup.member, generate_request("b"))
             await setup.stop_server()
-            await setup.outputs.until(lambda: bool(setup.outputs.lost))
+            await eventually(lambda: bool(setup.outputs.lost))
 
     uvloop.run(asyncio.wait_for(talk(), 20))

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(_PATIENCE_S + 60)]
     ("arguments", "rows"),
     [
         ("router --blocks=50000 --questions=300 --rounds=1", ["prefixes matched"]),
-        ("sealed_frames --frames=200 --rounds=1", ["150 bytes, back to back, sender"]),
+        ("tls_frames --frames=200 --rounds=1", ["150 bytes, back to back, sender"]),
         (
             "runtime --rounds=1 --requests=8 --concurrency=4 --idle-s=1",
             ["Frontend / app alone", "worker, busy", "events per answer"],

@@ -199,11 +199,12 @@ class Pair:
             while not condition():
                 await asyncio.sleep(0.05)
 
-    def check_idle(self) -> None:
-        """Checks that every block of both pools is free, and that nothing is waiting."""
+    async def idle(self) -> None:
+        """Returns when nothing is under way. Every block of both pools is free then."""
+        await self.until(lambda: not any(e.core.scheduler.has_work for e in self.engines.values()))
+        await self.until(lambda: not self.jobs.working)
         for engine in self.engines.values():
             assert engine.core.pool.taken() == []
-            assert not engine.core.scheduler.has_work
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

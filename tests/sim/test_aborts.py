@@ -10,11 +10,6 @@ from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 
 
-async def idle(pair: Pair) -> None:
-    await pair.until(lambda: not any(e.core.scheduler.has_work for e in pair.engines.values()))
-    pair.check_idle()
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.4])
 def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
     async def script(pair: Pair) -> None:
@@ -34,7 +29,7 @@ def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
         await pair.until(lambda: "again" in pair.ended)
         for name, prompt in asked.items():
             assert first_wrong(prompt, GREEDY, pair.got[name]) is None
-        await idle(pair)
+        await pair.idle()
         for engine in pair.engines.values():
             for block, key in engine.core.pool.cached():
                 assert engine.core.memory.ends_with(block, key)

@@ -30,7 +30,6 @@ def test_a_slow_wire_holds_the_computing_back_to_the_jobs_that_are_held():
         await pair.until(lambda: len(pair.ended) == JOBS)
         assert [end[1] for end in pair.counts[ENDED]] == ["written"] * JOBS
         assert pair.counts[DESCRIPTORS] >= JOBS
-        await pair.until(lambda: not pair.jobs.working)
-        pair.check_idle()
+        await pair.idle()
 
     play(script, wire=SLOW, num_blocks=160)

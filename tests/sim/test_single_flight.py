@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.sim.pair import GREEDY, Pair, play, tokens
-from tests.simulation.engine.model import Sampling, first_wrong
+from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 
 PROMPT = tokens(1, 100)
@@ -14,12 +14,6 @@ NAMES = ("r1", "r2", "r3", "r4")
 
 def same(pair: Pair) -> bool:
     return all(first_wrong(PROMPT, GREEDY, pair.got[name]) is None for name in pair.ended)
-
-
-async def idle(pair: Pair) -> None:
-    await pair.until(lambda: not any(e.core.scheduler.has_work for e in pair.engines.values()))
-    await pair.until(lambda: not pair.jobs.working)
-    pair.check_idle()
 
 
 def test_four_siblings_are_prefilled_and_transferred_once():
@@ -32,21 +26,9 @@ def test_four_siblings_are_prefilled_and_transferred_once():
         assert decided == {"decision/remote/long": 1, "decision/local/single_flight": 3}
         assert pair.counts["remote/committed"] == 1
         assert pair.counts["single_flight/hit"] == 3
-        await idle(pair)
+        await pair.idle()
 
     play(script)
-
-
-def test_others_do_not_wait_behind_those_that_are_deferred():
-    async def script(pair: Pair) -> None:
-        for name in NAMES:
-            await pair.submit(name, PROMPT, GREEDY)
-        await pair.submit("other", tokens(2, 8), Sampling(max_tokens=1))
-        await pair.until(lambda: "other" in pair.ended)
-        assert not any(name in pair.got for name in NAMES)
-        await pair.until(lambda: len(pair.ended) == 5)
-
-    play(script, wire=Wire(fastest_s=0.5, slowest_s=0.6))
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.3])
@@ -59,7 +41,7 @@ def test_aborts_leave_the_others_whole(after_s: float, gone: list[str]):
         await pair.decode.abort(gone)
         await pair.until(lambda: not {*NAMES} - {*gone} - {*pair.ended})
         assert same(pair)
-        await idle(pair)
+        await pair.idle()
 
     play(script, wire=Wire(slowest_s=0.3), num_blocks=96)
 
@@ -73,6 +55,6 @@ def test_when_no_write_succeeds_the_prompt_is_computed_once_for_all():
         assert same(pair)
         # The leader goes first, and what it computes in the first step is in the cache.
         assert pair.counts["remote/writer_abandoned"] <= 3
-        await idle(pair)
+        await pair.idle()
 
     play(script, num_blocks=160)

@@ -58,22 +58,6 @@ async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
     assert told(decode) == []
 
 
-async def test_options_that_change_move_the_next_decisions(decode: Decode):
-    decode.admit(prompt("r1", 10))
-    decode.tune(max_local_prefill_length=20)
-    decode.admit(prompt("r2", 10))
-    decode.tune(max_prefill_queue_size=0)
-    decode.admit(prompt("r3", 10))
-    decode.tune()
-    decode.admit(prompt("r4", 10))
-    assert [(d.verdict, d.reason, d.thresholds.max_local_prefill_length) for d in told(decode)] == [
-        ("remote", "long", LIMIT),
-        ("local", "short", 20),
-        ("local", "queue_full", LIMIT),
-        ("remote", "long", LIMIT),
-    ]
-
-
 async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
     decode: Decode, clock: ManualClock
 ):

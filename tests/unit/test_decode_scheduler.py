@@ -4,21 +4,15 @@ The engine is a block pool that counts references; what goes to the bridge is ru
 by the test, over the queue's and the messaging's in-process twins.
 """
 
-import asyncio
-import contextlib
-
 import pytest
 
-from dynamo_lite.disagg.decode import queue_watch
-from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Leave
 from dynamo_lite.protocol.prefill import ClaimRefused, FirstTokenSampling, FirstTokenWanted
-from tests.builders import CLAIM, ENGINE, ManualClock, engine_metadata, eventually
+from tests.builders import CLAIM, ENGINE, ManualClock, engine_metadata
 from tests.unit.decode_engine import (
     DEPTH,
     HELD,
@@ -212,23 +206,6 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     decode.assert_clean()
 
 
-async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
-    attempt = await decode.ask("r1")
-    decode.pass_s(TIMEOUT_S - 0.1)
-    assert decode.half.build_step().give_up == []
-    decode.pass_s(0.2)
-    step = decode.half.build_step()
-    assert step.give_up == [(attempt, "r1")]
-    assert decode.half.prefills.held() == {}
-    await decode.network()
-    assert (await decode.queue.depth()).total == 0
-    assert decode.counted("remote/deadline") == 1
-    assert await decode.claim(attempt) == ClaimRefused(reason="unknown or ended attempt")
-    decode.output(failed=["r1"])
-    decode.finish_last("r1")
-    assert decode.counted("remote/committed") == 0
-
-
 @pytest.mark.parametrize("how", ["its word", "died, and its claim runs out"])
 async def test_a_claimed_job_keeps_its_blocks_until_its_writer_cannot_write(
     decode: Decode, how: str
@@ -355,17 +332,6 @@ async def test_the_word_of_another_claim_is_dropped(decode: Decode):
     assert decode.half.build_step().give_up == [(attempt, "r1")]
 
 
-async def test_a_writer_that_renews_its_claim_is_waited_for_after_its_keys_are_gone(
-    decode: Decode,
-):
-    attempt, other = await decode.ask("r1", claimed=True), await decode.ask("r2", claimed=True)
-    await change(decode, left=WRITER)
-    assert await decode.claim(attempt) == HELD
-    decode.pass_s(0.6)
-    assert decode.half.build_step().give_up == [(other, "r2")]
-    assert decode.counted("remote/writer_lost") == 1
-
-
 async def test_an_engine_that_leaves_asks_for_nothing_more(decode: Decode):
     attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
     for foreign in (b"", encode(Leave(lease_id=2))):
@@ -380,36 +346,6 @@ async def test_an_engine_that_leaves_asks_for_nothing_more(decode: Decode):
     await decode.done(claimed)
     decode.output("r2")
     assert decode.counted("remote/committed") == 1
-
-
-@contextlib.asynccontextmanager
-async def watching_queue(decode: Decode):
-    async with decode.net.queue_watch.running(decode.queue, decode.messaging), asyncio.timeout(10):
-        yield
-
-
-async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(queue_watch, "_PERIOD_S", 0.001)
-    await decode.queue.push(b"", message_id="m")
-    looks, depth = 0, decode.queue.depth
-
-    async def counted() -> QueueDepth:
-        nonlocal looks
-        looks += 1
-        return await depth()
-
-    monkeypatch.setattr(decode.queue, "depth", counted)
-    decode.net.queue_watch.view = None
-    async with watching_queue(decode):
-        await eventually(lambda: decode.net.queue_watch.view is not None)
-        assert decode.net.queue_watch.view == QueueView(1, 0, decode.clock.now, 1, 1)
-        decode.broker.set_connected(False)
-        decode.clock.now += 1.0
-        seen = looks
-        await eventually(lambda: looks > seen + 1)
-        assert decode.net.queue_watch.view.read_at == decode.clock.now - 1.0
-        decode.broker.set_connected(True)
-        await eventually(lambda: decode.net.queue_watch.view.read_at == decode.clock.now)
 
 
 async def test_an_engine_describes_itself(decode: Decode):

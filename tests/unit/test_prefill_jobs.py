@@ -50,19 +50,6 @@ async def test_a_written_job_is_claimed_reported_and_acknowledged():
         assert rig.counted("written") == 1
 
 
-async def test_nothing_is_computed_before_the_claim_holds_or_written_after_the_end():
-    may_answer = asyncio.Event()
-    async with working() as rig:
-        rig.on_claim = may_answer.wait
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.claims)
-        assert rig.engine.attempts == []
-        may_answer.set()
-        await rig.acked()
-        assert rig.engine.written == ["a1"]
-        assert rig.engine.until("a1") == 0.0
-
-
 async def test_each_job_has_a_claim_and_a_cell_of_its_own():
     async with working(runners=2) as rig:
         await rig.begin(prefill_job("a1"))

@@ -17,8 +17,8 @@ from dynamo_lite.protocol.queue import QueueReading
 from tests.builders import NAMESPACE, loop_time
 from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.twins.servers import MemoryMessaging
-from tests.unit.decode_engine import QUEUE_SIZE, WRITER, prompt
-from tests.unit.decode_session import OtherEngine, Scene
+from tests.unit.decode_engine import WRITER, prompt
+from tests.unit.decode_session import Scene
 from tests.unit.virtual import virtual
 
 MAX_AGE_S = DisaggOptions().queue_view_max_age_s
@@ -252,32 +252,6 @@ async def test_an_older_reading_replaces_no_newer_one_and_another_queue_is_looke
         await cluster.messaging.publish(names.depth_subject(NAMESPACE), b"nonsense")
         await asyncio.sleep(0.01)
         assert (len(looks), engine.drops) == (2, ["queue_reading"])
-
-
-@virtual
-async def test_an_engine_that_reads_reads_for_this_one_too():
-    async with Scene().open(WRITER) as scene:
-        reads: list[float] = []
-        queue, other = scene.decode.queue, OtherEngine(scene)
-        depth = queue.depth
-
-        async def counted() -> QueueDepth:
-            reads.append(loop_time())
-            return await depth()
-
-        queue.depth = counted
-        await asyncio.sleep(1.0)
-        assert len(reads) >= 3, "there is no other reader"
-        reads.clear()
-        for _ in range(11):
-            await other.say(jobs=QUEUE_SIZE)
-            await asyncio.sleep(PERIOD_S - 0.01)
-        assert len(reads) <= 1
-        assert scene.decode.admit(prompt("r1", 10)) == 0
-        assert scene.decode.counted("decision/local/queue_full") == 1
-        await asyncio.sleep(1.5)
-        assert reads, "the other one is silent"
-        await scene.ask("r2")
 
 
 @virtual

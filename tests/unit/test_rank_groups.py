@@ -24,9 +24,8 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import decode_written
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Until
-from tests.builders import ManualClock, always_held, block_write, expecting
+from tests.builders import ManualClock, always_held, block_write, engine_metadata, expecting
 from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
@@ -86,15 +85,9 @@ class Group:
         self.own = self.engine.ranks
 
     def metadata(self) -> bytes:
+        ranks = tuple(self.own)
         return encode(
-            EngineMetadata(
-                engine_id=self.name,
-                lease_id=1,
-                fingerprint={},
-                block_size_tokens=8,
-                num_blocks=BLOCKS,
-                ranks=tuple(self.own),
-            )
+            engine_metadata(self.name, block_size_tokens=8, num_blocks=BLOCKS, ranks=ranks)
         )
 
 

@@ -26,7 +26,7 @@ from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells, OpenCell
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.nixl import NixlMover
-from tests.builders import CLAIM, HELD, block_write, expecting
+from tests.builders import CLAIM, HELD, block_write, engine_metadata, expecting
 from tests.twins.mover import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES, WAIT_S = 32, 64, 20.0
@@ -80,17 +80,13 @@ class Decode:
         self.memory = Memory(self.mover, lambda _: 0, layer)
         self.rank = DecodeRank(self.mover, self.memory.rank if checks else None)
 
+    def known(self, ranks: int = 1) -> EngineMetadata:
+        """As others know it."""
+        own = (self.memory.rank,) * ranks
+        return engine_metadata(self.engine_id, num_blocks=BLOCKS, ranks=own)
+
     def metadata(self, ranks: int = 1) -> bytes:
-        return encode(
-            EngineMetadata(
-                engine_id=self.engine_id,
-                lease_id=1,
-                fingerprint={},
-                block_size_tokens=32,
-                num_blocks=BLOCKS,
-                ranks=(self.memory.rank,) * ranks,
-            )
-        )
+        return encode(self.known(ranks))
 
     def settle(self, **step) -> tuple[set[str], set[str]]:
         """One engine step: (received, failed)."""

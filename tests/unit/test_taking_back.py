@@ -66,20 +66,6 @@ async def test_the_limit_may_change_and_holds_for_what_is_asked_after_it(
     assert decode.half.build_step().give_up == [(after, "r2")]
 
 
-async def test_a_claim_that_comes_later_is_refused_and_its_job_is_gone(decode: Decode):
-    attempt = await decode.ask("r1", 100)
-    job = await decode.queue.pull(timeout_s=0)
-    assert job is not None
-    decode.pass_s(LONG_S)
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert isinstance(await decode.claim(attempt), ClaimRefused)
-    await decode.network()
-    await job.ack()
-    assert (await depth(decode)).total == 0
-    decode.output(failed=["r1"])
-    decode.finish_last("r1")
-
-
 async def test_a_job_that_cannot_be_deleted_is_refused_when_it_is_delivered(decode: Decode):
     """The broker is out of reach, and the queue keeps the job."""
     attempt = await decode.ask("r1", 100)

@@ -73,6 +73,11 @@ def eventually(ask: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
         time.sleep(_POLL_S)
 
 
+async def reached(ask: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
+    """`eventually`, while the event loop goes on."""
+    return await asyncio.to_thread(eventually, ask, timeout_s=timeout_s, what=what)
+
+
 class Command:
     """A long-running program with its output in a file. Use as a context manager."""
 
@@ -274,8 +279,7 @@ class Graph(Command):
         return Path(self.process(component, instance).log).read_text(errors="replace")
 
     def health(self, component: str, instance: int = 0) -> dict[str, Any]:
-        url = self.process(component, instance).status_url
-        return httpx.get(f"{url}/health", timeout=10).json()
+        return health_of(self.process(component, instance))
 
     def descendants(self) -> list[int]:
         return descendants_of(self.pid)
@@ -400,6 +404,11 @@ class PlainServer(Command):
             return httpx.get(f"{self._url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
+
+
+def health_of(process: ProcessState) -> dict[str, Any]:
+    """Also of a process that leaves, and answers 503."""
+    return httpx.get(f"{process.status_url}/health", timeout=10).json()
 
 
 def samples(status_url: str) -> list[tuple[str, dict[str, str], float]]:

@@ -11,8 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.vllm.asking import Stream, prompt_ids
-from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together
-from tests.vllm.test_unresponsive import until
+from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, reached, together
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
@@ -86,13 +85,17 @@ async def test_one_that_is_killed_costs_its_own_streams_only(shared: Graph):
     restarted."""
     streams = [stream(number, LONG) for number in range(CONNECTIONS)]
     answers = [asyncio.create_task(tokens(shared.url, one)) for one in streams]
-    await until(lambda: all(one.tokens() for one in streams), 60, "all streams have begun")
+    await reached(
+        lambda: all(one.tokens() for one in streams), timeout_s=60, what="all streams have begun"
+    )
     held = running(shared, 0)
     assert 0 < held < CONNECTIONS and held + running(shared, 1) == CONNECTIONS
     before = shared.process("Frontend", 0)
     os.kill(before.pid, signal.SIGKILL)
     # What the dead one had not accepted yet is reset; a connection that is made now is not.
-    await until(lambda: shared.process("Frontend", 0).pid != before.pid, 10, "it has ended")
+    await reached(
+        lambda: shared.process("Frontend", 0).pid != before.pid, timeout_s=10, what="it has ended"
+    )
     new = await asyncio.gather(*(tokens(shared.url, stream(90 + n, 4)) for n in range(8)))
     assert all(len(each) == 4 for each in new)
     outcomes = await asyncio.gather(*answers, return_exceptions=True)

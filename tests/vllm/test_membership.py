@@ -6,15 +6,21 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually, sample_sum
+from tests.vllm.graph import (
+    PAIR_LEASE,
+    Graph,
+    PlainServer,
+    eventually,
+    health_of,
+    reached,
+    sample_sum,
+)
 from tests.vllm.live import live_options
 from tests.vllm.test_decisions import REMOTE, counting
 
@@ -72,7 +78,9 @@ async def test_a_revoked_decode_worker_finishes_what_it_has(pair: Graph, referen
     leaving, requests = pair.process("VllmWorker", 1), load(seed=500, count=40, tokens=220)
     moved = pair.count("Frontend", MOVED)
     async with under_load(pair, reference, requests):
-        await _until(lambda: _health(leaving)["in_flight"] >= 4)
+        await reached(
+            lambda: health_of(leaving)["in_flight"] >= 4, timeout_s=30, what="it has requests"
+        )
         await revoke(pair, leaving.lease)
     assert pair.count("Frontend", MOVED) == moved
     assert re.search(
@@ -104,14 +112,22 @@ async def test_a_prefill_worker_joins_by_being_started_and_another_leaves(
         free = sum(pool.free_blocks for pool in await pair.pools())
         async with under_load(pair, reference, load(seed=510, count=32, tokens=4)):
             pass
-        await _until(lambda: joined.count("PrefillWorker", JOBS, outcome="written") >= 2)
+        await reached(
+            lambda: joined.count("PrefillWorker", JOBS, outcome="written") >= 2,
+            timeout_s=30,
+            what="the new one has taken jobs",
+        )
         assert sample_sum(leaving.status_url, JOBS, outcome="written") >= 2
 
         in_order, since = _in_order(pair), counting(pair)
         ended = pair.count("VllmWorker", REMOTE)
         async with under_load(pair, reference, load(seed=511, count=48, tokens=4)):
             written = sample_sum(leaving.status_url, JOBS, outcome="written")
-            await _until(lambda: sample_sum(leaving.status_url, JOBS, outcome="written") > written)
+            await reached(
+                lambda: sample_sum(leaving.status_url, JOBS, outcome="written") > written,
+                timeout_s=30,
+                what="it works",
+            )
             await revoke(pair, leaving.lease)
         assert eventually(
             lambda: left_in_order(pair, "PrefillWorker", 0), timeout_s=10, what="exit 0"
@@ -127,14 +143,3 @@ def _in_order(graph: Graph) -> float:
     """Remote prefills that were written or given back before they began."""
     outcomes = "committed", "writer_abandoned"
     return sum(graph.count("VllmWorker", REMOTE, outcome=each) for each in outcomes)
-
-
-async def _until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await asyncio.to_thread(condition):
-            await asyncio.sleep(0.02)
-
-
-def _health(process: ProcessState) -> dict:
-    """The process's health, also if it leaves and answers 503."""
-    return httpx.get(f"{process.status_url}/health", timeout=10).json()

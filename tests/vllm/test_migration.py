@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import Stream, assert_same, prompt_ids, prose
-from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually
+from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually, health_of
 from tests.vllm.test_membership import revoke
 
 pytestmark = pytest.mark.timeout(400)
@@ -83,10 +83,6 @@ def _is_back(graph: Graph, instance: int, pid: int) -> bool:
     return process.state == "ready" and process.pid != pid
 
 
-def _in_flight(worker: ProcessState) -> int:
-    return httpx.get(f"{worker.status_url}/health", timeout=10).json()["in_flight"]
-
-
 @asynccontextmanager
 async def _under_way(
     graph: Graph, requests: list[Request], victim: ProcessState
@@ -104,7 +100,7 @@ async def _under_way(
             async with asyncio.timeout(120):
                 while not (asking.done() or all(len(s.chunks) >= BEGUN for s in streams)):
                     await asyncio.sleep(0.005)
-            share = await asyncio.to_thread(_in_flight, victim)
+            share = (await asyncio.to_thread(health_of, victim))["in_flight"]
             if share >= len(requests) // 3 and not any(stream.ended for stream in streams):
                 yield asking
                 return

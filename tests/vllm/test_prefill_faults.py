@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
+from tests.vllm.graph import Graph, PlainServer, eventually, reached, sample_sum
 from tests.vllm.live import command
 from tests.vllm.slow import LEASE_S, SLOW_OPTIONS, longs, outcomes, until, works_remotely
 from tests.vllm.test_decisions import counting
@@ -73,15 +73,11 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
             return [i for i in (0, 1) if done[i] - before[i] > 0.5 * tokens]
 
         answer = asyncio.create_task(tokens_of(graph.url, requests))
-        # The loop of this test must not be held up: the request goes through it.
-        [victim] = await asyncio.to_thread(
-            eventually, half_done, timeout_s=60, what="a worker is half through"
-        )
+        [victim] = await reached(half_done, timeout_s=60, what="a worker is half through")
         survivor = 1 - victim
         os.kill(workers[victim].pid, signal.SIGKILL)
         # The lease is refreshed ten times in its time, so that nine tenths of it were left.
-        await asyncio.to_thread(
-            eventually,
+        await reached(
             lambda: graph.count("VllmWorker", RESUMES, reason="writer_lost") > resumed,
             timeout_s=0.8 * LEASE_S,
             what="the prompt goes on before the killed worker's lease would have ended",
@@ -154,6 +150,4 @@ async def _restarted(graph: Graph, restarts: int) -> None:
         worker = graph.process("PrefillWorker")
         return worker.state == "ready" and worker.restarts == restarts + 1
 
-    await asyncio.to_thread(
-        eventually, ready_again, timeout_s=150, what="the prefill worker is ready again"
-    )
+    await reached(ready_again, timeout_s=150, what="the prefill worker is ready again")

@@ -26,8 +26,9 @@ from tests.vllm.graph import (
     command_line,
     descendants_of,
     eventually,
+    health_of,
+    reached,
 )
-from tests.vllm.test_unresponsive import until
 
 KEPT = Path(".dynamo-lite") / PROGRAM
 
@@ -199,7 +200,7 @@ def rust_pid(frontend: int) -> int:
 def running(graph: Graph) -> list[int]:
     """Requests in flight at each live decode worker."""
     workers = [p for p in graph.processes("VllmWorker") if p.state == "ready"]
-    return [httpx.get(f"{p.status_url}/health", timeout=10).json()["in_flight"] for p in workers]
+    return [health_of(worker)["in_flight"] for worker in workers]
 
 
 def wait_idle(frontend: Graph, graph: Graph) -> None:
@@ -215,10 +216,10 @@ async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Gr
     streams = [Stream("completions", request) for request in requests]
     async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
         answers = [asyncio.create_task(stream.run(http)) for stream in streams]
-        await until(
+        await reached(
             lambda: any(len(stream.tokens().get(0, [])) > 10 for stream in streams),
-            60,
-            "a stream has begun",
+            timeout_s=60,
+            what="a stream has begun",
         )
         os.kill(victim.pid, signal.SIGKILL)
         tokens = [(await answer)["tokens"][0] for answer in answers]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.direct import Direct
-from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.graph import Graph, PlainServer, reached
 from tests.vllm.live import command, live_options
 from tests.vllm.slow import (
     MAX_JOBS,
@@ -98,8 +98,7 @@ async def test_what_the_worker_does_not_come_to_is_taken_back(roomy: Graph, refe
     with live_options(roomy, {"VllmWorker.max-queue-wait-s": 2}):
         with throttled(roomy.engine_pid("PrefillWorker")):
             asking = asyncio.create_task(tokens_of(roomy.url, requests, len(requests)))
-            await asyncio.to_thread(
-                eventually,
+            await reached(
                 lambda: outcomes(roomy, "taken_back") >= taken + 3,
                 timeout_s=18,
                 what="three prompts are taken back",
@@ -126,8 +125,7 @@ def _request(told: list[dict], outcome: str) -> str:
 
 
 async def _both_are_claimed(graph: Graph) -> None:
-    await asyncio.to_thread(
-        eventually,
+    await reached(
         lambda: graph.health("PrefillWorker")["jobs"] == 2,
         timeout_s=10,
         what="both are with the worker",

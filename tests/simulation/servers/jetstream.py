@@ -8,7 +8,7 @@ requests for one message. `jetstream_api.py` reads the requests.
 import datetime
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,20 +134,6 @@ class SimStream:
         return self.server.network.loop.time()
 
 
-@dataclass
-class _Delivery:
-    """A message that was delivered and not acknowledged."""
-
-    count: int = 0
-    #: Delivers it again. None: it waits for a pull request.
-    timer: SimHandle | None = None
-
-    def stop(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
 @dataclass(eq=False)
 class _Request:
     """A pull request for one message."""
@@ -158,24 +144,20 @@ class _Request:
 
 
 class Consumer:
-    """Hands out the messages of one subject, one per pull request, oldest request first.
-
-    As with JetStream an ack, a nak or an extension guards nothing: that of a former holder
-    counts as well as that of the present one.
-    """
+    """Hands out the messages of one subject, each of them once, one per pull request, oldest
+    request first."""
 
     def __init__(self, stream: SimStream, config: Mapping[str, Any]):
+        if config["max_deliver"] != 1:
+            raise NotImplementedError("messages that are delivered again are not simulated")
         self.config = config
         self._stream, self._server = stream, stream.server
         self._loop = self._server.network.loop
         self.created = _time_text(self._server.process.wall())
         self.name: str = config["durable_name"]
         self.subject: str = config["filter_subject"]
-        self._ack_wait_s: float = config["ack_wait"] / _NS
-        self.new: dict[int, None] = {}  # never delivered
-        self._again: dict[int, None] = {}  # to be delivered again
-        #: Those included that wait to be delivered again.
-        self.delivered: dict[int, _Delivery] = {}
+        self.new: dict[int, None] = {}  # not delivered
+        self.delivered: set[int] = set()  # and not over
         self.requests: deque[_Request] = deque()
         self.deliveries = 0
 
@@ -185,10 +167,7 @@ class Consumer:
 
     def forget(self, sequence: int) -> None:
         self.new.pop(sequence, None)
-        self._again.pop(sequence, None)
-        delivery = self.delivered.pop(sequence, None)
-        if delivery is not None:
-            delivery.stop()
+        self.delivered.discard(sequence)
 
     def ask(self, inbox: str, expires_s: float | None) -> None:
         """A pull request. expires_s: None: it does not wait."""
@@ -204,37 +183,11 @@ class Consumer:
         """Also as the end of one that was terminated: in a work queue both remove it."""
         self._stream.remove(sequence)
 
-    def give_back(self, sequence: int, delay_s: float) -> None:
-        delivery = self.delivered.get(sequence)
-        if delivery is None:
-            return
-        if delay_s > 0:
-            self._again.pop(sequence, None)
-            self._hold(sequence, delivery, delay_s)
-        else:
-            self._deliver_again(sequence)
-
-    def extend(self, sequence: int) -> None:
-        delivery = self.delivered.get(sequence)
-        if delivery is not None and delivery.timer is not None:
-            self._hold(sequence, delivery, self._ack_wait_s)
-
     def close(self) -> None:
-        for sequence in list(self.delivered):
-            self.forget(sequence)
         while self.requests:
             request = self.requests.popleft()
             request.timer.cancel()
             self._server.tell(request.inbox, b"", status(409, "Consumer Deleted"))
-
-    def _hold(self, sequence: int, delivery: _Delivery, seconds: float) -> None:
-        delivery.stop()
-        delivery.timer = self._loop.call_later(seconds, self._deliver_again, sequence)
-
-    def _deliver_again(self, sequence: int) -> None:
-        self.delivered[sequence].stop()
-        self._again[sequence] = None
-        self._serve()
 
     def _serve(self) -> None:
         while self.requests:
@@ -245,31 +198,21 @@ class Consumer:
 
     def _hand_out(self, inbox: str) -> bool:
         """Delivers the next message, if there is one."""
-        sequence = next(self._ready(), None)
+        messages = self._stream.messages  # reading them drops those that are too old
+        sequence = next(iter(self.new), None)
         if sequence is None:
             return False
-        message = self._stream.messages[sequence]
-        delivery = self.delivered.setdefault(sequence, _Delivery())
-        delivery.count += 1
-        self._hold(sequence, delivery, self._ack_wait_s)
+        del self.new[sequence]
+        self.delivered.add(sequence)
         self.deliveries += 1
+        message = messages[sequence]
         wall_ns = int(self._server.process.wall() * _NS)
         ack = (
-            f"$JS.ACK.{self._stream.name}.{self.name}.{delivery.count}.{sequence}"
+            f"$JS.ACK.{self._stream.name}.{self.name}.1.{sequence}"
             f".{self.deliveries}.{wall_ns}.{len(self.new)}"
         )
         self._server.deliver(inbox, message.subject, ack, message.headers, message.payload)
         return True
-
-    def _ready(self) -> Iterator[int]:
-        """Takes out what may be delivered next: redeliveries go before new messages."""
-        messages = self._stream.messages
-        for table in (self._again, self.new):
-            while table:
-                sequence = next(iter(table))
-                del table[sequence]
-                if sequence in messages:
-                    yield sequence
 
     def _expire(self, request: _Request) -> None:
         self.requests.remove(request)

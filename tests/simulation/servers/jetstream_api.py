@@ -105,18 +105,9 @@ class JetStream:
         consumer = stream.consumers.get(tokens[1]) if stream is not None else None
         if consumer is None:
             return False
-        sequence = tokens[3]
-        verdict, _, more = payload.partition(b" ")
-        match verdict:
-            case b"+ACK" | b"" | b"+TERM":
-                consumer.acknowledge(int(sequence))
-            case b"-NAK":
-                delay_ns = msgspec.json.decode(more)["delay"] if more else 0
-                consumer.give_back(int(sequence), delay_ns / _NS)
-            case b"+WPI":
-                consumer.extend(int(sequence))
-            case _:
-                pass
+        if payload not in (b"", b"+ACK", b"+TERM"):
+            raise NotImplementedError(f"the verdict {payload!r} is not simulated")
+        consumer.acknowledge(int(tokens[3]))
         if reply:
             self._server.deliver(reply, reply, "", b"", b"")
         return True

@@ -457,7 +457,7 @@ class RemotePrefill(Pair):
         decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
         await self.until(lambda: cast("Any", decode.halves).unsettled() is None)
         await self.until(lambda: not (decode.core.scheduler.has_work or prefill.core.pool.taken()))
-        self.check_idle()
+        await self.idle()
 
 
 @at_every_await(at_least=4)

@@ -89,6 +89,18 @@ def test_values_of_another_size_are_refused():
         check_peer(engine("p"), engine("d", Shape(dtype=np.uint8), **changed))
 
 
+def test_layers_of_a_draft_model_on_one_side_are_refused():
+    """EAGLE or MTP on the decode side alone: nobody would write that KV."""
+    target = engine("d")
+    [rank] = target.ranks
+    last = rank.regions[-1]
+    draft = msgspec.structs.replace(last, layer="draft", base=last.base + (1 << 30))
+    rank = msgspec.structs.replace(rank, regions=(*rank.regions, draft))
+    drafting = msgspec.structs.replace(target, ranks=(rank,))
+    with pytest.raises(IncompatiblePeer, match="draft"):
+        check_peer(engine("p"), drafting)
+
+
 def test_ranks_that_do_not_fit_are_refused_with_what_each_side_has():
     mine, theirs = (
         Shape(heads_first=False, opaque=True),

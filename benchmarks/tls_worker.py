@@ -24,7 +24,7 @@ from tests.null_engine import NullEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealedWorkerConfig(VllmWorkerConfig):
+class TlsWorkerConfig(VllmWorkerConfig):
     #: Time between two engine steps.
     step_s: Annotated[float, at.Ge(0)] = 0.0
 
@@ -54,8 +54,8 @@ class _NullBackend(VllmBackend):
         return _PacedEngine(self._step_s)
 
 
-class SealedWorker(VllmWorker):
-    """Component. config: the fields of `SealedWorkerConfig`."""
+class TlsWorker(VllmWorker):
+    """Component. config: the fields of `TlsWorkerConfig`."""
 
     def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
         own = {key: value for key, value in config.items() if key != "step_s"}
@@ -63,8 +63,8 @@ class SealedWorker(VllmWorker):
 
 
 def _worker(name: str) -> Service:
-    component = f"{__name__}:SealedWorker"
-    service = Service(name=name, config=SealedWorkerConfig, component=component)
+    component = f"{__name__}:TlsWorker"
+    service = Service(name=name, config=TlsWorkerConfig, component=component)
     return service.with_defaults(remote_prefill=False)
 
 

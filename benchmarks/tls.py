@@ -131,7 +131,7 @@ async def in_turn(
 
 
 def main() -> None:
-    parser = parser_of_rounds("sealing", _ABOUT, 200)
+    parser = parser_of_rounds("tls", _ABOUT, 200)
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
     parser.add_argument(
         "--workers", action="store_true", help="without Frontends; the workers are asked directly"
@@ -178,7 +178,7 @@ async def started(stack: AsyncExitStack, options: argparse.Namespace, *flags: st
     step = f"--VllmWorker.step-s={options.step_ms / 1000:g}"
     name, config, http = ("Workers", "", "") if options.workers else _WITH_FRONTEND
     graph = stack.enter_context(
-        running_graph(f"benchmarks.sealed_worker:{name}", config, step, *flags, http=http)
+        running_graph(f"benchmarks.tls_worker:{name}", config, step, *flags, http=http)
     )
     worker, busy = [
         await stack.enter_async_context(direct_client(graph.run, name)) for name in _WORKERS

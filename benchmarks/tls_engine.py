@@ -12,7 +12,7 @@ from benchmarks.disagg import cpu_s
 from benchmarks.figures import spread, verdict
 from benchmarks.graph import RunningGraph, running_graph
 from benchmarks.runtime import load
-from benchmarks.sealing import (
+from benchmarks.tls import (
     ON,
     WORKER_TARGET,
     begin_rounds,
@@ -32,7 +32,7 @@ requests of 64 tokens, in turn:
 
 Counted is the CPU time of the decode worker and its engine. The tiny model computes
 less than any other, so this is the highest share that TLS can have on one core.
-`benchmarks.sealing` has workers whose engines compute nothing.
+`benchmarks.tls` has workers whose engines compute nothing.
 """
 
 
@@ -45,7 +45,7 @@ class Round:
 
 
 def main() -> None:
-    options = begin_rounds(parser_of_rounds("sealed_engine", _ABOUT, 64))
+    options = begin_rounds(parser_of_rounds("tls_engine", _ABOUT, 64))
     rounds: list[Round] = []
     with until_interrupted():
         asyncio.run(measure(options, rounds))

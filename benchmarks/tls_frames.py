@@ -31,7 +31,7 @@ Costs = tuple[float, float]
 
 
 def main() -> None:
-    parser = parser_of("sealed_frames", _ABOUT)
+    parser = parser_of("tls_frames", _ABOUT)
     parser.add_argument("--rounds", type=int, default=7, help="of each kind (default 7)")
     parser.add_argument("--frames", type=int, default=10_000, help="per round (default 10000)")
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")

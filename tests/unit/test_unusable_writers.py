@@ -4,27 +4,16 @@ A prompt that only they could prefill stays local: it is not queued, and waits f
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-
-import msgspec
-from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli.decision_view import as_text
-from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.decisions import Decision, decode_explained
-from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
-from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.process.stop import StopRequest
-from dynamo_lite.transfer.directory import MetadataDirectory
-from dynamo_lite.vllm.engine.fingerprint import check_peer
-from tests.builders import ENGINE, NAMESPACE, process_spec
+from dynamo_lite.protocol.records import LinkRecord
+from tests.builders import ENGINE, NAMESPACE
 from tests.unit.decode_engine import WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene
 from tests.unit.virtual import virtual
-from tests.vllm.without_engines.test_fingerprint import engine
 
 
 async def marks(scene: Scene, writer: int) -> None:
@@ -131,69 +120,3 @@ async def test_without_a_usable_worker_a_job_that_came_back_is_computed_here():
         await asyncio.sleep(0.01)
         scene.decode.output(failed=["r1"])
         assert scene.decode.counted("resume/no_other") == 1
-
-
-class PrefillEngine:
-    def __init__(self, own: EngineMetadata):
-        self._own = own
-
-    def check_peer(self, target: EngineMetadata) -> None:
-        check_peer(self._own, target)
-
-
-@contextlib.asynccontextmanager
-async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> AsyncIterator[None]:
-    """The shipped links of a prefill worker, over the scene's store and messaging."""
-    target = msgspec.structs.replace(target, engine_id=ENGINE)
-    async with scene.store.lease(10.0) as lease:
-        await scene.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(target))
-        host = Host(
-            process_spec("PrefillWorker"),
-            store=scene.store,
-            messaging=scene.decode.messaging,
-            lease=lease,
-            registry=CollectorRegistry(),
-            report=lambda line: None,
-            stop=StopRequest(),
-        )
-        directory = MetadataDirectory(scene.store, NAMESPACE)
-        links = PeerLinks(host, PrefillEngine(own), directory)
-        host.spawn(links.run(), "links")
-        try:
-            async with asyncio.timeout(5):
-                await links.listed.wait()
-            await scene.join(lease.id)
-            yield
-        finally:
-            await host.cancel_tasks()
-
-
-def with_draft_layers(target: EngineMetadata) -> EngineMetadata:
-    """A decode engine that also keeps KV for a draft model (EAGLE, MTP): one more layer."""
-
-    def drafting(rank: RankMetadata) -> RankMetadata:
-        last = rank.regions[-1]
-        draft = msgspec.structs.replace(last, layer="draft", base=last.base + (1 << 30))
-        return msgspec.structs.replace(rank, regions=(*rank.regions, draft))
-
-    return msgspec.structs.replace(target, ranks=tuple(map(drafting, target.ranks)))
-
-
-@virtual
-async def test_speculative_decoding_on_the_decode_side_alone_queues_nothing():
-    scene = Scene()
-    async with scene.open(), linked(scene, engine("p"), with_draft_layers(engine("d"))):
-        await seen()
-        assert scene.decode.admit(prompt("r1", 10)) == 0
-        assert scene.decode.counted("decision/local/no_prefill_worker") == 1
-        assert scene.decode.net.workers.unusable == 1
-        [record] = (await scene.store.get_prefix(names.links_prefix(NAMESPACE))).values()
-        assert "draft" in decode_json(record, LinkRecord).detail
-
-
-@virtual
-async def test_engines_with_the_same_layers_are_linked_and_asked():
-    scene = Scene()
-    async with scene.open(), linked(scene, engine("p"), engine("d")):
-        await seen()
-        await scene.ask("r1")
