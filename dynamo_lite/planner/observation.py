@@ -3,7 +3,7 @@
 The sums over decode workers are made in `planner/policy/observed.py`.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -32,12 +32,10 @@ class Observed:
     #: The live workers of each role.
     workers: Mapping[Role, Sequence[LiveProcess]]
 
-    def serving(self, role: Role, without: Set[int]) -> int:
-        """without: leases that do not count."""
-        return sum(
-            worker.state in ("ready", "unwell", "unfit") and int(worker.lease, 16) not in without
-            for worker in self.workers[role]
-        )
+    def serving(self, role: Role) -> set[int]:
+        """Leases of those that are not leaving."""
+        states = ("ready", "unwell", "unfit")
+        return {int(one.lease, 16) for one in self.workers[role] if one.state in states}
 
     def youngest_s(self, role: Role) -> float | None:
         """Age of the youngest one; None if none is known."""

@@ -22,14 +22,11 @@ from dataclasses import replace
 
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
 from dynamo_lite.planner.policy.memory import (
-    Action,
-    AddWorkers,
+    Change,
     PlannerMemory,
     Proposal,
-    RemoveWorker,
     RoleMemory,
     RolePlan,
-    WithdrawStart,
 )
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
 from dynamo_lite.planner.policy.step import RoleStep, RoleWish
@@ -168,9 +165,8 @@ def _noted(
     memory: RoleMemory, seen: RoleSeen, need: Need, limits: PlannerOptions, now: float
 ) -> RoleMemory:
     """The memory with this tick's number, need and starts."""
-    busy = bool(seen.operations)
-    foreign = not busy and not memory.busy and memory.count not in (None, seen.count)
-    if foreign:
+    if memory.count not in (None, seen.count):
+        # Another process has changed it.
         memory = _without_window(memory)
     if need.down is None:
         memory = replace(memory, known_since=None, needs=())
@@ -182,26 +178,18 @@ def _noted(
         )
         since = now if memory.known_since is None else memory.known_since
         memory = replace(memory, known_since=since, needs=(*kept, (now, need.down)))
-    failures, retry_at = memory.failures, memory.retry_at
-    if seen.starts_done > memory.starts_done:
-        failures, retry_at = 0, 0.0
-    if seen.starts_failed > memory.starts_failed:
-        restart = _START_BACKOFF.after_exit(failures, 0.0)
-        failures, retry_at = restart.failures, now + restart.delay_s
-    starting_since = memory.starting_since
-    if not seen.counts.starting or any(one.kind == "add" for one in seen.operations):
-        starting_since = None
-    elif starting_since is None:
-        starting_since = now
+    retry_at = memory.retry_at
+    if seen.failures > memory.failures:
+        retry_at = now + _START_BACKOFF.after_exit(seen.failures - 1, 0.0).delay_s
+    since = None
+    if seen.counts.starting:
+        since = now if memory.starting_since is None else memory.starting_since
     return replace(
         memory,
-        starting_since=starting_since,
+        starting_since=since,
         count=seen.count,
-        busy=busy,
-        failures=failures,
-        retry_at=retry_at,
-        starts_done=seen.starts_done,
-        starts_failed=seen.starts_failed,
+        failures=seen.failures,
+        retry_at=retry_at if seen.failures else 0.0,
     )
 
 
@@ -211,16 +199,15 @@ def _within_budget(
     wishes: Mapping[Role, RoleWish],
     plans: dict[Role, RolePlan],
     limits: PlannerOptions,
-) -> tuple[tuple[Action, ...], dict[Role, RolePlan]]:
-    """The actions that the budget allows: cancelled starts, removals, then additions."""
-    first: list[Action] = [one for wish in wishes.values() for one in wish.withdraw]
-    first += [wish.remove for wish in wishes.values() if wish.remove is not None]
+) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
+    """The changes that the budget allows: fewer workers, then more."""
+    first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
     granted = _granted(seen, wishes, limits)
     plans = dict(plans)
-    last: list[Action] = []
+    last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
-            last.append(AddWorkers(role=role, size=size, reason=plans[role].reason))
+            last.append(Change(role=role, by=size, reason=plans[role].reason))
         elif wish.add:
             said = ""
             if (removal := _makes_room(role, seen, steps, wishes)) is not None:
@@ -233,14 +220,14 @@ def _within_budget(
 
 def _makes_room(
     role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
-) -> RemoveWorker | None:
+) -> Change | None:
     """The removal of a worker of the other role that makes room for this one: it is due, or can be
     borne. Where a worker drains, its device becomes free without another one's removal."""
     for other, wish in wishes.items():
         if other is role or wish.add:
             continue
-        if wish.remove is not None:
-            return wish.remove
+        if wish.fewer is not None:
+            return wish.fewer
         drains = any(one.counts.draining for one in seen.roles.values())
         if wish.gives and not seen.manual and not drains:
             return steps[other].removal_for(role)
@@ -268,10 +255,8 @@ def _granted(
     return granted
 
 
-def begun(memory: PlannerMemory, action: Action) -> PlannerMemory:
-    """With an action of the last proposal that was really begun; call it for each of them."""
-    if isinstance(action, WithdrawStart):
-        return memory
-    # What ends before the next tick must not look like a change by another process.
-    changed = replace(memory.role(action.role), busy=True, up_ticks=0)
-    return replace(memory, roles={**memory.roles, action.role: changed})
+def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
+    """With a change of the last proposal that was really begun; call it for each of them."""
+    one = memory.role(change.role)
+    changed = replace(one, count=(one.count or 0) + change.by, up_ticks=0)
+    return replace(memory, roles={**memory.roles, change.role: changed})
