@@ -74,7 +74,9 @@ def settled(
             facts["failures"] = 0
         elif role.starting and not elected:
             facts["failures"] = role.failures + 1
-        facts["count"] = max(now.starting + now.ready - len(role.leaving), 0)
+        count = now.starting + now.ready - len(role.leaving)
+        # One that leaves may be gone already, and its planner has ended before it wrote that.
+        facts["count"] = max(count, role.count) if role.leaving else count
         record = with_role(record, component, msgspec.structs.replace(role, **facts))
     return record
 

@@ -96,7 +96,7 @@ def test_a_part_of_the_window_is_enough_while_the_arrivals_fall(falls: bool):
     memory = RoleMemory(count=3, known_since=0.0, needs=((100.0, 3), (180.0, 2)))
     seen = RoleSeen(counts=RoleCounts(ready=3))
     step = RoleStep(D, memory, seen, Need(2, 2, ""), PlannerOptions(), 180.0, falls=falls)
-    assert (step.demand()[1].remove is not None) is falls
+    assert (step.demand()[1].fewer is not None) is falls
 
 
 def test_what_waits_for_memory_has_arrived():
