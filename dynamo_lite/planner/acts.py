@@ -108,7 +108,7 @@ class Acts:
             lease_id = 0 if chosen is None else chosen.lease_id
             await self._connector.change(component, role.count + len(role.leaving), lease_id)
         else:
-            await self._connector.prefer(chosen.host)
+            await self._connector.prefer(chosen)
             await self._host.store.revoke(chosen.lease_id)
         if chosen is not None:
             self._removed.add(chosen.lease_id)

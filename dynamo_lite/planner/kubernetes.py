@@ -81,7 +81,8 @@ class KubernetesConnector:
         }
         await self._api.patch(path, change)
 
-    async def prefer(self, host: str) -> None:
+    async def prefer(self, worker: EndpointRecord) -> None:
+        host = worker.host
         if not re.fullmatch(_SUBJECT, host):
             raise ProtocolError(f"{host!r} is not the name of a pod")
         path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"

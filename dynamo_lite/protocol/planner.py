@@ -59,8 +59,8 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag="want", forbid_unknown
     component: ComponentName
     #: Workers without draining ones, from now on.
     count: Number
-    #: Where there are too many: the one to drain. 0: those that are restarted after a crash or were
-    #: never ready, and no other.
+    #: Where there are too many: the one to drain. 0: those that were never ready or are restarted
+    #: after a crash, and no other.
     lease_id: LeaseId = 0
     #: `SupervisorReply.version` of the numbers that it was decided on: it is refused after another
     #: order.

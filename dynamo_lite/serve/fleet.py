@@ -72,14 +72,14 @@ class Fleet:
     def to_retire(self, component: str, lease_id: int) -> InstanceSupervisor:
         """The process to retire. Raises Refused if there is none.
 
-        lease_id: of the process; 0: the youngest one that is restarted after a crash, or else the
-            youngest one that was never ready.
+        lease_id: of the process; 0: the youngest one that was never ready, or else the youngest
+            one that is restarted after a crash.
         """
         tier = self._tiers[component]
         if lease_id == 0:
             crashed = [one for one in tier if one.phase == "ready" and not one.lease_id]
             starting = [one for one in tier if one.phase == "starting"]
-            if not (found := crashed or starting):
+            if not (found := starting or crashed):
                 raise _refused(f"{component}: no process is starting")
             return found[-1]
         for one in tier:

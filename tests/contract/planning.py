@@ -92,8 +92,8 @@ class FakeSupervisor:
             self.finish_drains()
         await self._moment(f"{what} after")
 
-    async def prefer(self, host: str) -> None:
-        self.preferred.append(host)
+    async def prefer(self, worker: EndpointRecord) -> None:
+        self.preferred.append(worker.host)
         await self._moment("prefer after")
 
     def owns(self, worker: EndpointRecord) -> bool:

@@ -21,6 +21,7 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.startup_checks import check_service_account
 from tests.builders import endpoint_record, eventually
@@ -206,12 +207,16 @@ async def test_the_server_s_certificate_is_checked(
         await connect(server, account).counts()
 
 
+def pod(host: str) -> EndpointRecord:
+    return endpoint_record(1, P, "prefill", host=host)
+
+
 async def test_the_victim_is_marked(server: ApiServer, account: Path):
     connector = connect(server, account)
-    await connector.prefer("d-7f9-x2")
+    await connector.prefer(pod("d-7f9-x2"))
     assert server.pods == {"d-7f9-x2": {COST: "-2147483647"}}
     with pytest.raises(ProtocolError, match="not the name of a pod"):
-        await connector.prefer("../../secrets/x")
+        await connector.prefer(pod("../../secrets/x"))
 
 
 async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
@@ -219,12 +224,12 @@ async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
 
     def owned() -> list[str]:
         hosts = ("p-1", "p-x", "q-1")
-        return [h for h in hosts if connector.owns(endpoint_record(1, P, "prefill", host=h))]
+        return [host for host in hosts if connector.owns(pod(host))]
 
     assert owned() == ["p-1", "p-x"]
     server.faults = [404]
     with pytest.raises(Refused):
-        await connector.prefer("p-x")
+        await connector.prefer(pod("p-x"))
     assert owned() == ["p-1"]
 
 
