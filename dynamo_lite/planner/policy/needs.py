@@ -1,10 +1,7 @@
 """How many workers of a role a load needs. Pure.
 
 `up` workers stay below the share at which more are added, `down` ones below the lower share at
-which one may be removed. Between both nothing changes. Where the arrivals are known, the distance
-between both also covers chance: `sure` workers are needed even if the true load is lower than
-measured, and workers are added only while there are fewer; `down` workers are enough even if the
-true load is higher than measured.
+which one may be removed. Between both nothing changes.
 """
 
 import math
@@ -33,14 +30,6 @@ class Need:
     down: int | None
     #: What they are needed for, as a sentence part.
     reason: str
-    #: Workers are added only while there are fewer than this; None: than `up`.
-    sure: int | None = None
-
-    def wanted(self, count: int) -> int | None:
-        """`up`, but not more than the present `count` if these could be enough."""
-        if self.up is None or self.sure is None or self.sure > count:
-            return self.up
-        return min(self.up, count)
 
 
 def down_share(limits: PlannerOptions) -> float:
@@ -67,13 +56,9 @@ def prefill_need(
     asked, refused, backlog = load.asked_per_s, load.refused_per_s, load.backlog
     known = asked is not None and refused is not None and backlog is not None
     arriving = (asked or 0.0) + (refused or 0.0)
-    each, doubt, reserve, spare = work.prefill_tokens.value, 0.0, 0.0, 0.0
+    each, spare = work.prefill_tokens.value, 0.0
     if work.per_s is not None and each is not None:
-        doubt, reserve, spare = work.doubt * each, work.reserve * each, _SPARE
-        expected = work.per_s * each
-        # More than chance explains is asked for while a backlog of decode workers drains.
-        measured = min(arriving, expected + work.margin * each) if refused else 0.0
-        arriving = max(expected, measured) * work.growth(start_s)
+        arriving, spare = work.per_s * each * work.growth(start_s), _SPARE
     if work.per_s is not None and rate:
         extra = _late(backlog or 0.0, count * rate - arriving, start_s)
     else:
@@ -87,9 +72,8 @@ def prefill_need(
         return Need(None, None, "no rate of a prefill worker is measured yet")
     reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
     up = _prefill_workers(demand / rate, limits.prefill_up_share, spare)
-    sure = _prefill_workers(max(demand - doubt, 0.0) / rate, limits.prefill_up_share, spare)
-    down = _prefill_workers((demand + reserve) / rate, down_share(limits), spare) if known else None
-    return Need(up, down, reason, sure)
+    down = _prefill_workers(demand / rate, down_share(limits), spare) if known else None
+    return Need(up, down, reason)
 
 
 def _prefill_workers(busy: float, share: float, spare: float) -> int:
@@ -163,9 +147,8 @@ def _rate_need(
     share = limits.decode_up_share * one
     return Need(
         _ceil(demand / share),
-        _ceil((demand + work.reserve * each) / (down_share(limits) * one)),
+        _ceil(demand / (down_share(limits) * one)),
         f"{demand:.0f} output tokens/s at {one:.0f} for each worker",
-        _ceil(max(demand - work.doubt * each, 0.0) / share),
     )
 
 
@@ -201,8 +184,7 @@ def _most(parts: Sequence[Need]) -> Need:
     top = max(known, key=lambda part: part.up or 0)
     downs = [part.down for part in parts]
     down = None if None in downs else max(d for d in downs if d is not None)
-    sure = max(part.up or 0 if part.sure is None else part.sure for part in known)
-    return Need(top.up, down, top.reason, sure)
+    return Need(top.up, down, top.reason)
 
 
 def _ceil(value: float) -> int:

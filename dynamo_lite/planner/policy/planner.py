@@ -5,9 +5,8 @@ before (`memory.py`); `begun` adds to it what was done of the proposal. How many
 needs is `needs.py`. When a need becomes an order is `step.py`; the budget of all roles is here:
 
 - More workers: needed in two ticks in a row; at most half as many again, or four.
-- Fewer: needed in no tick of the whole down window, and the load was known all the time; while the
-  arrivals surely fall a part of the window is enough. One at a time; of more than twenty workers
-  five percent may drain together.
+- Fewer: needed in no tick of the whole down window, and the load was known all the time. One at a
+  time.
 - After a change, none in the other direction for the longer of the cooldown and the time of a
   start.
 - All workers together stay within the budget, starting and draining ones included. When it is
@@ -63,9 +62,7 @@ def plan(
         one = seen.roles[role]
         remembered = _noted(memory.role(role), one, needs[role], limits, now)
         wanted = seen.manual.get(role)
-        step = steps[role] = RoleStep(
-            role, remembered, one, needs[role], limits, now, falls=memory.work.falls
-        )
+        step = steps[role] = RoleStep(role, remembered, one, needs[role], limits, now)
         memories[role], wishes[role], plans[role] = (
             step.demand() if wanted is None else step.manual(wanted)
         )

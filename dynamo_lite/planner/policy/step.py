@@ -13,11 +13,6 @@ from dynamo_lite.protocol.options import PlannerOptions
 UP_TICKS = 2
 #: A step up is at most this share of the present number, or `_FREE_STEP`.
 _UP_STEP, _FREE_STEP = 0.5, 4
-#: Share of the down window that counts while the arrivals surely fall: their trend is made of more
-#: ticks than the window has, so a load that only pauses does not look like that.
-_FALL_WINDOW = 0.25
-#: Of more workers than `_MANY`, this share may drain at a time.
-_MANY, _DRAIN_SHARE = 20, 0.05
 
 
 @dataclass(frozen=True)
@@ -42,13 +37,9 @@ class RoleStep:
         need: Need,
         limits: PlannerOptions,
         now: float,
-        *,
-        falls: bool,
     ):
-        """falls: whether the arrivals surely fall."""
         self._role, self._memory, self._seen, self._need = role, memory, seen, need
         self._limits, self._now = limits, now
-        self._window_s = limits.down_window_s * (_FALL_WINDOW if falls else 1.0)
         self._least, self._most = bounds(limits, role)
 
     def manual(self, wanted: int) -> tuple[RoleMemory, RoleWish, RolePlan]:
@@ -73,7 +64,7 @@ class RoleStep:
     def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards what the load needs."""
         seen, need = self._seen, self._need
-        wanted = need.wanted(seen.count)
+        wanted = need.up
         wanted = None if wanted is None else min(max(wanted, self._least), self._most)
         goal = max(self._least if wanted is None else wanted, self._least)
         below = seen.count < self._least
@@ -113,8 +104,7 @@ class RoleStep:
         if memory.known_since is None or not memory.needs:
             state: PlanState = "hold" if self._need.up is None else "observe"
             return RoleWish(), self._plan(state, wanted, reason)
-        lately = next((n for at, n in memory.needs if at > now - self._window_s), self._most)
-        floor = max(lately, self._least)
+        floor = max(memory.needs[0][1], self._least)
         if floor >= seen.count:
             gives = self._gives(memory)
             return RoleWish(gives=gives), self._plan("observe", wanted, reason)
@@ -148,9 +138,7 @@ class RoleStep:
             return None, f"{reason}; the minimum is reached"
         if seen.counts.starting:
             return None, f"{reason}; a start is under way"
-        present = seen.count + seen.counts.draining
-        cap = math.floor(present * _DRAIN_SHARE) if present > _MANY else 1
-        if seen.counts.draining >= max(cap, 1):
+        if seen.counts.draining:
             return None, f"{reason}; a worker drains"
         if seen.counts.ready < 1 or seen.serving < 2:
             return None, f"{reason}; the last one that serves stays"
