@@ -21,7 +21,7 @@ from dynamo_lite.planner.policy.inputs import (
     Seen,
 )
 from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.observed import Outstanding, decode_load
+from dynamo_lite.planner.policy.observed import decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -72,9 +72,8 @@ class PlannerScaler:
     def _seen(self, graph: GraphModel, fleets: dict[Role, Fleet], now: float) -> Seen:
         present = sum(fleet.devices for fleet in fleets.values())
         free = max(self._limits.budget_devices - present, 0)
-        outstanding = Outstanding(jobs=graph.queue.jobs, tokens=graph.queue.tokens)
         prefill = self._prefill(graph, now)
-        decode = self._decode(graph, outstanding, now)
+        decode = self._decode(graph, now)
         self._remember(graph, now)
         return Seen(
             roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
@@ -96,11 +95,11 @@ class PlannerScaler:
             rate=rate,
         )
 
-    def _decode(self, graph: GraphModel, outstanding: Outstanding, now: float) -> DecodeLoad:
+    def _decode(self, graph: GraphModel, now: float) -> DecodeLoad:
         tally, then = graph.tally, self._since(_RATE_S, now)
         seconds, recent = now - then.at, tally.gaps.since(then.gaps)
         return replace(
-            decode_load([_reported(worker) for worker in graph.decode.ready], outstanding),
+            decode_load([_reported(worker) for worker in graph.decode.ready], graph.queue.jobs),
             admitted_per_s=(tally.admitted - then.admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,

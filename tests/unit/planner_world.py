@@ -131,10 +131,9 @@ def prefill_load(
     return PrefillLoad(asked_per_s=asked, refused_per_s=refused, backlog=backlog, rate=rate)
 
 
-def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0):
+def decode_load(kv: float, requests: float = 0, *, waiting: float = 0):
     return DecodeLoad(
         kv_used=kv,
-        kv_parked=parked,
         kv_waiting=0,
         running=requests,
         waiting=waiting,

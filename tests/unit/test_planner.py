@@ -96,18 +96,6 @@ def test_decode_workers_for_a_load(load, wanted):
     assert w.tick().roles[D].wanted == wanted
 
 
-def test_blocks_that_wait_for_prefill_workers_are_no_lack_of_decode_workers():
-    w = world()
-    w.decode = decode_load(0.95, parked=0.6)
-    w.prefill = prefill_load(5000)
-    proposal = w.tick()
-    assert proposal.roles[D].wanted == 1
-    w = world()
-    w.decode = decode_load(0.95, parked=0.6)
-    w.prefill = prefill_load(100)  # enough of them: the blocks are really in use
-    assert w.tick().roles[D].wanted == 2
-
-
 def test_without_a_measured_rate_one_more_while_prompts_find_no_room():
     w = world()
     w.prefill = prefill_load(3000, rate=None)

@@ -84,8 +84,6 @@ class DecodeLoad:
     """Demand for decode workers. KV is counted in whole workers: 1.5 fills one and a half."""
 
     kv_used: float | None = None
-    #: Part of it: reserved for prompts that wait for a remote prefill.
-    kv_parked: float | None = None
     #: That the prompts of waiting requests will need.
     kv_waiting: float | None = None
     #: Requests.

@@ -113,8 +113,7 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     )
     running, used = load.running, load.kv_used
     if running and used is not None:
-        parked = load.kv_parked or 0.0
-        work = work.held(max(used - parked, 0.0), running)
+        work = work.held(used, running)
     tokens_per_s, token_s = load.tokens_per_s, load.token_s
     if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
         work = work.ran(tokens_per_s, token_s, decode.serving)
@@ -129,28 +128,17 @@ def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
     return role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
 
 
-def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
+def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> dict[Role, Need]:
     needs: dict[Role, Need] = {}
-    short = False
-    if (prefill := seen.roles.get(Role.PREFILL)) is not None:
-        need = needs[Role.PREFILL] = prefill_need(
-            seen.prefill,
-            limits,
-            count=prefill.count,
-            rate=memory.prefill_rate,
-            work=memory.work,
-            start_s=limits.start_s,
-        )
-        short = need.up is not None and need.up > prefill.serving
-    if (decode := seen.roles.get(Role.DECODE)) is not None:
-        needs[Role.DECODE] = decode_need(
-            seen.decode,
-            limits,
-            count=decode.count,
-            prefill_short=short,
-            work=memory.work,
-            start_s=limits.start_s,
-        )
+    work, start_s, rate = memory.work, limits.start_s, memory.prefill_rate
+    for role, one in seen.roles.items():
+        if role is Role.DECODE:
+            need = decode_need(seen.decode, limits, count=one.count, work=work, start_s=start_s)
+        else:
+            need = prefill_need(
+                seen.prefill, limits, count=one.count, rate=rate, work=work, start_s=start_s
+            )
+        needs[role] = need
     return needs
 
 

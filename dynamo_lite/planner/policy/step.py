@@ -64,7 +64,7 @@ class RoleStep:
     def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards what the load needs."""
         seen, need = self._seen, self._need
-        wanted = need.up
+        wanted = need.wanted(seen.count)
         wanted = None if wanted is None else min(max(wanted, self._least), self._most)
         goal = max(self._least if wanted is None else wanted, self._least)
         below = seen.count < self._least

@@ -19,7 +19,7 @@ _CHANCE = 3.0
 #: Gain of the level of the arrivals, small since they are noise for the most part. With it the
 #: standard deviation of the slope (per second) is this share of that of a rate, of which two in a
 #: row overlap.
-_ALPHA, _SLOPE_CHANCE = 0.1, 0.0034
+_ALPHA, _LEVEL_CHANCE, _SLOPE_CHANCE = 0.1, 0.4, 0.0034
 #: Standard deviations beyond which a difference counts.
 _SURE = 2.0
 #: A slope says nothing of a time that is farther away, in seconds.
@@ -179,6 +179,11 @@ class Work:
     def held(self, kv: float, running: float) -> "Work":
         """With the KV that running requests held at a tick."""
         return replace(self, kv=self.kv.add(kv, running, _FADE))
+
+    @property
+    def doubt(self) -> float:
+        """How much of `per_s` may be chance, per second."""
+        return _SURE * _LEVEL_CHANCE * self.chance
 
     def growth(self, seconds: float) -> float:
         """Factor on the arrivals after `seconds`; at least 1. Falls are not expected: the load may
