@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_173,
-    "dynamo_lite/runtime": 6_858,
+    "dynamo_lite/protocol": 2_120,
+    "dynamo_lite/runtime": 6_854,
     "dynamo_lite/routing": 1_616,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_212,
     "dynamo_lite/disagg": 7_359,
     "dynamo_lite/vllm": 6_116,
     "dynamo_lite/forward": 6_498,
-    "dynamo_lite/planner": 3_260,
-    "dynamo_lite/serve": 6_959,
-    "dynamo_lite/cli": 3_195,
-    "tests": 58_749,
-    "tests/simulation": 8_908,
+    "dynamo_lite/planner": 2_641,
+    "dynamo_lite/serve": 6_950,
+    "dynamo_lite/cli": 3_191,
+    "tests": 58_441,
+    "tests/simulation": 8_776,
 }
 SLACK = 50
 

@@ -28,13 +28,17 @@ from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)
 
-Members = Callable[[], Mapping[int, EndpointRecord]]
-
 
 class Acts:
     """members: the main record of each live process, by its lease."""
 
-    def __init__(self, host: Host, connector: Connector, records: PlannerRecords, members: Members):
+    def __init__(
+        self,
+        host: Host,
+        connector: Connector,
+        records: PlannerRecords,
+        members: Callable[[], Mapping[int, EndpointRecord]],
+    ):
         self._host, self._connector, self._records = host, connector, records
         self._members = members
         #: Leases of workers that were removed here.

@@ -33,10 +33,10 @@ _RETRY_S = 1.0
 #: late.
 _ACT_SHARE = 0.8
 
-Edit = Callable[[WantedRecord], WantedRecord]
+WantedEdit = Callable[[WantedRecord], WantedRecord]
 
 
-async def edit(store: Store, namespace: str, change: Edit) -> WantedRecord:
+async def edit(store: Store, namespace: str, change: WantedEdit) -> WantedRecord:
     """Replaces the wanted numbers, and returns the new ones. A record that cannot be read is
     replaced. Raises Unavailable when another writer was faster."""
     key = names.planner_wanted_key(namespace)
@@ -117,7 +117,7 @@ class PlannerRecords:
             raise Unavailable(why)
         return self._host.lease.remaining_s() * _ACT_SHARE
 
-    async def edit(self, change: Edit) -> WantedRecord:
+    async def edit(self, change: WantedEdit) -> WantedRecord:
         """As `edit`, if this process may act now. Raises Unavailable or TimeoutError."""
         async with asyncio.timeout(self.may_act()):
             return await edit(self._host.store, self._host.spec.namespace, change)

@@ -11,7 +11,7 @@ from dynamo_lite.planner.observation import Observed
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.drain import Safe, Unsafe
 from dynamo_lite.planner.policy.inputs import RoleSeen, Seen
-from dynamo_lite.planner.record import Edit, PlannerRecords
+from dynamo_lite.planner.record import PlannerRecords, WantedEdit
 from dynamo_lite.protocol.planner import LeavingWorker, RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host
@@ -128,9 +128,9 @@ def _reverse_at_once(planner: Planner) -> None:
 def _order_before_record(planner: Planner) -> None:
     """A change is written down when its order was taken."""
     edit, order = planner._acts._records.edit, planner._acts._order
-    pending: list[Edit] = []
+    pending: list[WantedEdit] = []
 
-    async def edit_later(change: Edit) -> WantedRecord:
+    async def edit_later(change: WantedEdit) -> WantedRecord:
         if change.__name__ == "wanted":
             pending.append(change)
             return change(WantedRecord())

@@ -10,7 +10,7 @@ from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import refusals
-from dynamo_lite.planner.record import Edit, edit
+from dynamo_lite.planner.record import WantedEdit, edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
@@ -148,7 +148,7 @@ class Planning:
         await self._edit(lambda record: replace(record, manual={}))
         await asyncio.sleep(_RETRY_S)
 
-    async def _edit(self, change: Edit) -> None:
+    async def _edit(self, change: WantedEdit) -> None:
         """Does nothing while etcd is unavailable."""
         try:
             async with asyncio.timeout(5.0), self._world.open_store() as store:
