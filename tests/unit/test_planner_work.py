@@ -67,6 +67,12 @@ def test_chance_is_no_load(rate: float):
         assert inside > 0.8 * len(works)
 
 
+def test_less_of_a_load_that_surely_rises_may_be_chance():
+    works = arrivals([4.0] * 60 + [4.0 + 0.12 * tick for tick in range(60)])
+    assert works[59].doubt == pytest.approx(0.8 * works[59].chance)
+    assert works[-1].doubt == pytest.approx(0.4 * works[-1].chance)
+
+
 def test_what_waits_for_memory_has_arrived():
     work = Work().arrived(2.0, 0.0, 0.0).arrived(2.0, 0.0, 5.0)
     assert work.arrived(2.0, 60.0, 10.0).per_s == pytest.approx(8.0)

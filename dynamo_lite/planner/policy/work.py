@@ -22,6 +22,8 @@ _CHANCE = 3.0
 _ALPHA, _LEVEL_CHANCE, _SLOPE_CHANCE = 0.1, 0.4, 0.0034
 #: Standard deviations beyond which a difference counts.
 _SURE = 2.0
+#: Of the slope: beyond these the arrivals surely rise.
+_RISES = 4.0
 #: A slope says nothing of a time that is farther away, in seconds.
 _FARTHEST_S = 300.0
 
@@ -182,8 +184,10 @@ class Work:
 
     @property
     def doubt(self) -> float:
-        """How much of `per_s` may be chance, per second."""
-        return _SURE * _LEVEL_CHANCE * self.chance
+        """How much of `per_s` may be chance, per second. Less while the arrivals surely rise: a
+        late order costs more then."""
+        rises = self.trend.slope > _RISES * _SLOPE_CHANCE * self.chance
+        return _SURE * _LEVEL_CHANCE * self.chance * (0.5 if rises else 1.0)
 
     def growth(self, seconds: float) -> float:
         """Factor on the arrivals after `seconds`; at least 1. Falls are not expected: the load may
