@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_111,
-    "dynamo_lite/runtime": 6_567,
+    "dynamo_lite/protocol": 2_058,
+    "dynamo_lite/runtime": 6_563,
     "dynamo_lite/routing": 1_481,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_355,
     "dynamo_lite/vllm": 6_263,
     "dynamo_lite/forward": 6_135,
-    "dynamo_lite/planner": 3_260,
-    "dynamo_lite/serve": 6_404,
-    "dynamo_lite/cli": 3_158,
-    "tests": 58_766,
-    "tests/simulation": 8_845,
+    "dynamo_lite/planner": 2_645,
+    "dynamo_lite/serve": 6_395,
+    "dynamo_lite/cli": 3_154,
+    "tests": 58_464,
+    "tests/simulation": 8_713,
 }
 SLACK = 50
 

@@ -15,14 +15,13 @@ from benchmarks.capacity.prefill import PrefillWorkerModel
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     LastChange,
-    Operation,
     PrefillLoad,
     Role,
     RoleSeen,
     Seen,
 )
-from dynamo_lite.planner.policy.memory import AddWorkers, PlannerMemory, RemoveWorker
-from dynamo_lite.planner.policy.observed import Outstanding, decode_load
+from dynamo_lite.planner.policy.memory import PlannerMemory
+from dynamo_lite.planner.policy.observed import decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -34,18 +33,6 @@ _RATE_S = 10.0
 _DEMAND_S, _PREFILL_S = 15.0, 60.0
 
 Fleet = RoleFleet[PrefillWorkerModel] | RoleFleet[DecodeWorkerModel]
-
-
-@dataclass
-class _Starts:
-    """The starts of one role."""
-
-    #: When those under way were ordered.
-    ordered_at: float | None = None
-    done: int = 0
-    failed: int = 0
-    #: The last change of the number: whether it was up, and when.
-    changed: tuple[bool, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,8 @@ class PlannerScaler:
     def __init__(self, limits: PlannerOptions):
         self.tick_s, self._limits = limits.tick_s, limits
         self._memory = PlannerMemory()
-        self._starts = {role: _Starts() for role in Role}
+        #: The last change of each role: whether it was up, and when. No start fails.
+        self._changed: dict[Role, tuple[bool, float]] = {}
         self._past = deque([_Past(0.0, Histogram(), 0, 0, 0, 0, 0.0)])
 
     def tick(self, graph: GraphModel, now: float) -> WorkerCounts:
@@ -75,27 +63,17 @@ class PlannerScaler:
         seen = self._seen(graph, fleets, now)
         self._memory, proposal = plan(self._memory, seen, self._limits, now)
         wanted = {role: fleet.count for role, fleet in fleets.items()}
-        for action in proposal.actions:
-            starts = self._starts[action.role]
-            if isinstance(action, AddWorkers):
-                wanted[action.role] += action.size
-                starts.ordered_at = now
-                starts.changed = True, now
-            elif isinstance(action, RemoveWorker):
-                wanted[action.role] -= 1
-                starts.changed = False, now
-            else:
-                wanted[action.role] = len(fleets[action.role].ready)
-                self._ended(starts, failed=True)
-            self._memory = begun(self._memory, action)
+        for change in proposal.actions:
+            wanted[change.role] += change.by
+            self._changed[change.role] = change.by > 0, now
+            self._memory = begun(self._memory, change)
         return WorkerCounts(wanted[Role.PREFILL], wanted[Role.DECODE])
 
     def _seen(self, graph: GraphModel, fleets: dict[Role, Fleet], now: float) -> Seen:
         present = sum(fleet.devices for fleet in fleets.values())
         free = max(self._limits.budget_devices - present, 0)
-        outstanding = Outstanding(jobs=graph.queue.jobs, tokens=graph.queue.tokens)
         prefill = self._prefill(graph, now)
-        decode = self._decode(graph, outstanding, now)
+        decode = self._decode(graph, now)
         self._remember(graph, now)
         return Seen(
             roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
@@ -117,11 +95,11 @@ class PlannerScaler:
             rate=rate,
         )
 
-    def _decode(self, graph: GraphModel, outstanding: Outstanding, now: float) -> DecodeLoad:
+    def _decode(self, graph: GraphModel, now: float) -> DecodeLoad:
         tally, then = graph.tally, self._since(_RATE_S, now)
         seconds, recent = now - then.at, tally.gaps.since(then.gaps)
         return replace(
-            decode_load([_reported(worker) for worker in graph.decode.ready], outstanding),
+            decode_load([_reported(worker) for worker in graph.decode.ready], graph.queue.jobs),
             admitted_per_s=(tally.admitted - then.admitted) / seconds if seconds else None,
             tokens_per_s=recent.weight / seconds if seconds else None,
             token_s=recent.mean_s,
@@ -139,37 +117,18 @@ class PlannerScaler:
             past.popleft()
 
     def _role(self, role: Role, fleet: Fleet, free: int, now: float) -> RoleSeen:
-        starts, starting, draining = self._starts[role], fleet.starting_s, fleet.draining_s
-        changed = starts.changed
-        if starts.ordered_at is not None and not starting:
-            self._ended(starts, failed=False)
-        operations = [
-            Operation(id=number, kind="remove", age_s=age_s)
-            for number, age_s in enumerate(draining, 1)
-        ]
-        if starts.ordered_at is not None:
-            operations.append(Operation(id=0, kind="add", age_s=now - starts.ordered_at))
+        changed = self._changed.get(role)
         return RoleSeen(
             counts=RoleCounts(
-                starting=len(starting),
+                starting=len(fleet.starting_s),
                 ready=len(fleet.ready),
-                draining=len(draining),
+                draining=len(fleet.draining_s),
                 devices_each=1,
                 devices_free=free,
             ),
-            operations=tuple(operations),
             youngest_s=fleet.youngest_s,
-            starts_done=starts.done,
-            starts_failed=starts.failed,
             changed=changed and LastChange(up=changed[0], age_s=now - changed[1]),
         )
-
-    def _ended(self, starts: _Starts, *, failed: bool) -> None:
-        starts.ordered_at = None
-        if failed:
-            starts.failed += 1
-        else:
-            starts.done += 1
 
 
 def _reported(worker: DecodeWorkerModel) -> LiveProcess:

@@ -23,8 +23,9 @@ from dynamo_lite.cli.arguments import (
     interruptible,
 )
 from dynamo_lite.cli.listing import Place, find_place, members, open_store, table
+from dynamo_lite.planner.connector import ROLES
 from dynamo_lite.planner.departure import Departure
-from dynamo_lite.planner.drains import ROLES, WorkerSeen, listens, look
+from dynamo_lite.planner.drains import WorkerSeen, listens, look
 from dynamo_lite.planner.policy.drain import NoVictim, Safe, Unsafe, victim
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord

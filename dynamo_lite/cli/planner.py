@@ -6,12 +6,13 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
@@ -32,17 +33,15 @@ from dynamo_lite.cli.listing import (
 )
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.scale import parse_targets
-from dynamo_lite.planner.connector import COMPONENTS, by_role
-from dynamo_lite.planner.drains import ROLES
+from dynamo_lite.planner.connector import COMPONENTS, ROLES, by_role
 from dynamo_lite.planner.policy.limits import contradictions, refusals
-from dynamo_lite.planner.target import Target
+from dynamo_lite.planner.record import edit
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, PauseRecord, TargetRecord
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK
+from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
 from dynamo_lite.runtime.store import Store
 
 _TRIES = 20
@@ -77,8 +76,8 @@ def _status(
     """Show which planner leads, what it wants and why, and what is under way.
 
     STATE is hold (it may not act, or does not know the load), observe (the number fits),
-    pending (another number has to be wanted for a while), acting (an order is not confirmed)
-    or settling (workers are starting or draining). Exit code 1: no planner runs.
+    pending (another number has to be wanted for a while) or settling (workers are starting or
+    draining). Exit code 1: no planner runs.
     """
     seen = on_store(state_dir, etcd_url, namespace, certificates, look)
     print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
@@ -112,11 +111,11 @@ def _resume(
 ) -> None:
     """Let the planner decide again."""
 
-    async def write(store: Store, place: Place) -> bool:
-        return await store.delete(names.planner_pause_key(place.namespace))
+    async def write(store: Store, place: Place) -> None:
+        await pause(store, place, None)
 
-    was = on_store(state_dir, etcd_url, namespace, certificates, write)
-    print("resumed" if was else "it was not paused")
+    on_store(state_dir, etcd_url, namespace, certificates, write)
+    print("resumed")
 
 
 @app.command("set")
@@ -139,12 +138,11 @@ def _set(
     """
     wanted = parse_targets(targets)
 
-    async def write(store: Store, place: Place) -> TargetRecord:
+    async def write(store: Store, place: Place) -> WantedRecord:
         return await set_counts(store, place, wanted)
 
     record = on_store(state_dir, etcd_url, namespace, certificates, write)
-    numbers = ", ".join(f"{component}={number}" for component, number in record.manual.items())
-    print(f"set: {numbers}  (version {record.version} by {record.by})")
+    print(f"set: {_numbers(record.manual)}  (by {record.by})")
 
 
 @app.command("unset")
@@ -166,15 +164,15 @@ def _unset(
     dynamo-lite planner unset VllmWorker
     """
 
-    async def write(store: Store, place: Place) -> tuple[TargetRecord, Mapping[str, int]]:
+    async def write(store: Store, place: Place) -> Mapping[str, int]:
         return await unset_counts(store, place, components or [])
 
-    record, gone = on_store(state_dir, etcd_url, namespace, certificates, write)
-    if not gone:
-        print("no number is set")
-        return
-    numbers = ", ".join(f"{component}={number}" for component, number in gone.items())
-    print(f"unset: {numbers}  (version {record.version} by {record.by})")
+    gone = on_store(state_dir, etcd_url, namespace, certificates, write)
+    print(f"unset: {_numbers(gone)}" if gone else "no number is set")
+
+
+def _numbers(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{component}={number}" for component, number in counts.items())
 
 
 @dataclass(frozen=True)
@@ -184,9 +182,7 @@ class PlannerState:
     #: Lease to what the process reports; empty facts if it does not respond.
     planners: Mapping[int, Mapping[str, Any]]
     leader: LeaderRecord | None
-    target: TargetRecord | None
-    paused: PauseRecord | None
-    operations: list[OperationRecord]
+    wanted: WantedRecord
     #: Records that cannot be read.
     malformed: list[str]
 
@@ -214,25 +210,22 @@ async def look(store: Store, place: Place) -> PlannerState:
             malformed.append(f"{key}: {exc}")
             return None
 
-    prefix = names.planner_operations_prefix(place.namespace)
-    operations = [decoded(key, OperationRecord) for key in entries if key.startswith(prefix)]
     found = await _facts(store, place)
     return PlannerState(
         planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
         leader=decoded(names.planner_leader_key(place.namespace), LeaderRecord),
-        target=decoded(names.planner_target_key(place.namespace), TargetRecord),
-        paused=decoded(names.planner_pause_key(place.namespace), PauseRecord),
-        operations=sorted((op for op in operations if op is not None), key=lambda op: op.id),
+        wanted=decoded(names.planner_wanted_key(place.namespace), WantedRecord) or WantedRecord(),
         malformed=malformed,
     )
 
 
-async def pause(store: Store, place: Place, reason: str) -> None:
-    record = PauseRecord(by=_whoami(), reason=reason[:1024], at=SYSTEM_CLOCK.wall())
-    await store.put(names.planner_pause_key(place.namespace), encode_json(record))
+async def pause(store: Store, place: Place, reason: str | None) -> None:
+    """reason: None: the planner decides again."""
+    paused = None if reason is None else reason[:1024]
+    await _edit(store, place, lambda record: replace(record, paused=paused, by=_whoami()))
 
 
-async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> TargetRecord:
+async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> WantedRecord:
     """Raises ConfigError for numbers that the planner would not reach, StartupError without a
     planner that leads, Unavailable after many conflicts with other writers."""
     state = await look(store, place)
@@ -243,41 +236,45 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> T
     facts = state.led_by
     if not facts:
         raise StartupError("no planner leads, or it does not respond; `planner status` shows more")
-    manual = state.target.manual if state.target is not None else {}
-    mistakes = _refusals(facts, wanted, manual)
-    if mistakes:
+    if mistakes := _refusals(facts, wanted, state.wanted.manual):
         raise ConfigError(mistakes)
-    target = _target(store, place)
-    return await _tried(lambda: target.set_manual(wanted, "set by an operator"))
+    return await _edit(
+        store,
+        place,
+        lambda record: replace(record, manual={**record.manual, **wanted}, by=_whoami()),
+    )
 
 
 async def unset_counts(
     store: Store, place: Place, components: Collection[str]
-) -> tuple[TargetRecord, Mapping[str, int]]:
-    """The planner decides about these components again; none: about all. Returns the record and
-    the numbers that were set.
+) -> Mapping[str, int]:
+    """The planner decides about these components again; none: about all. Returns the numbers that
+    were set.
 
     Raises ConfigError for a component without a number, Unavailable after many conflicts.
     """
-    state = await look(store, place)
-    target = _target(store, place)
-    manual = state.target.manual if state.target is not None else {}
+    manual = (await look(store, place)).wanted.manual
     if unknown := [name for name in components if name not in manual]:
         have = ", ".join(manual) or "none"
         raise ConfigError([f"{name}: no number is set; set: {have}" for name in unknown])
     gone = {name: manual[name] for name in (components or manual)}
-    return await _tried(lambda: target.unset(list(gone))), gone
+
+    def without(record: WantedRecord) -> WantedRecord:
+        left = {name: number for name, number in record.manual.items() if name not in gone}
+        return replace(record, manual=left, by=_whoami()) if left != record.manual else record
+
+    await _edit(store, place, without)
+    return gone
 
 
-def _target(store: Store, place: Place) -> Target:
-    return Target(store, place.namespace, _whoami(), SYSTEM_CLOCK)
-
-
-async def _tried(write: Callable[[], Awaitable[TargetRecord]]) -> TargetRecord:
+async def _edit(
+    store: Store, place: Place, change: Callable[[WantedRecord], WantedRecord]
+) -> WantedRecord:
+    """Raises Unavailable after many conflicts with other writers."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(Unavailable):
-            return await write()
-    return await write()
+            return await edit(store, place.namespace, change)
+    return await edit(store, place.namespace, change)
 
 
 async def check_options(store: Store, place: Place, edit: Edit) -> None:
@@ -343,9 +340,7 @@ def _as_json(state: PlannerState) -> dict[str, Any]:
             {"lease": f"{lease_id:x}", **facts} for lease_id, facts in state.planners.items()
         ],
         "leader": f"{state.leader.lease_id:x}" if state.leader else None,
-        "target": msgspec.to_builtins(state.target),
-        "paused": msgspec.to_builtins(state.paused),
-        "operations": [msgspec.to_builtins(operation) for operation in state.operations],
+        "wanted": msgspec.to_builtins(state.wanted),
         "malformed": state.malformed,
     }
 
@@ -364,22 +359,24 @@ def as_text(state: PlannerState) -> str:
         lines.append(f"planner {state.leader.lease_id:x} leads{silent}{more}")
     if facts.get("hold"):
         lines.append(f"hold: {facts['hold']}")
-    if state.paused is not None:
-        why = f": {state.paused.reason}" if state.paused.reason else ""
-        lines.append(f"paused by {state.paused.by}{why}")
-    if state.target is not None and state.target.manual:
-        numbers = ", ".join(f"{name}={count}" for name, count in state.target.manual.items())
-        lines.append(f"set by an operator, not reached yet: {numbers}")
+    if state.wanted.paused is not None:
+        why = f": {state.wanted.paused}" if state.wanted.paused else ""
+        lines.append(f"paused by {state.wanted.by}{why}")
+    if manual := state.wanted.manual:
+        lines.append(f"set by an operator, not reached yet: {_numbers(manual)}")
         lines.append("  `dynamo-lite planner unset` gives them back to the planner")
     if roles := facts.get("roles"):
         rows = [{**one, "wanted": "?"} if one["wanted"] is None else one for one in roles]
         lines += ["", table(_COLUMNS, [[str(row[name]) for name in _COLUMNS] for row in rows])]
     lines += [f"would do: {action}" for action in facts.get("held", [])]
-    for operation in state.operations:
-        age = max(time.time() - operation.at, 0.0)
-        which = f" of {operation.lease_id:x}" if operation.lease_id else ""
-        lines.append(
-            f"under way: {operation.kind} {operation.component}{which} to {operation.count},"
-            f" {operation.phase}, for {age:.0f} s: {operation.reason}"
-        )
+    lines += [_as_line(component, role) for component, role in state.wanted.roles.items()]
     return "\n".join(lines)
+
+
+def _as_line(component: str, role: WantedWorkers) -> str:
+    what = f"the last change: {component} {'up' if role.up else 'down'} to {role.count}"
+    if role.leaving:
+        what += f", {len(role.leaving)} drain first"
+    if role.failures:
+        what += f", {role.failures} starts have failed"
+    return f"{what}, {max(time.time() - role.at, 0.0):.0f} s ago by {role.by}: {role.reason}"

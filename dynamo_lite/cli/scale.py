@@ -12,9 +12,9 @@ import typer
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say, pick
 from dynamo_lite.cli.listing import find_place
-from dynamo_lite.planner.drains import ROLES
+from dynamo_lite.planner.connector import ROLES
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.planner import MAX_WORKERS, Add, Counts, Remove, RoleCounts
+from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
 from dynamo_lite.serve.run_state import ProcessState, read_run
 
@@ -112,17 +112,15 @@ async def _order(
     supervisor: SupervisorClient, state_dir: Path, component: str, target: int, say: Say
 ) -> None:
     reply = await supervisor.order(Counts())
-    while (now := reply.counts[component]).starting + now.ready != target:
-        version = reply.version + 1
-        if now.starting + now.ready < target:
-            say(f"{component}: one more")
-            reply = await supervisor.order(Add(component=component, version=version))
-            continue
-        lease_id, why = 0, "one that does not serve"
-        if not now.starting and not _restarts(state_dir, component):
-            lease_id, why = await _least_busy(state_dir, component)
-        say(f"{component}: one less: {why}")
-        order = Remove(component=component, lease_id=lease_id, version=version)
+    while (own := (now := reply.counts[component]).starting + now.ready) != target:
+        count, lease_id, what = target, 0, f"{target - own} more"
+        if own > target:
+            count, what = own - 1, "one less: one that does not serve"
+            if not now.starting and not _restarts(state_dir, component):
+                lease_id, why = await _least_busy(state_dir, component)
+                what = f"one less: {why}"
+        say(f"{component}: {what}")
+        order = Want(component=component, count=count, lease_id=lease_id, version=reply.version)
         reply = await supervisor.order(order)
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
-from dynamo_lite.planner.drains import ROLES, Facts, in_flight, listens, look
+from dynamo_lite.planner.connector import ROLES
+from dynamo_lite.planner.drains import Facts, in_flight, listens, look
 from dynamo_lite.planner.policy.drain import Leaving, Safe, Unsafe, safe, written_s
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.protocol.planner import OperationRecord
+from dynamo_lite.protocol.planner import LeavingWorker
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.certificates import Certificates
 
@@ -27,6 +28,7 @@ class Departure:
     ):
         self._worker, self._now, self._lives = worker, now, lives or listens
         self._certificates = certificates
+        self.began = now()
         role = ROLES.get(worker.component, Role.DECODE)
         #: As it was last observed.
         self.leaving = Leaving(role=role, lease_id=worker.lease_id, listed=True)
@@ -61,16 +63,16 @@ class Departure:
         return safe(self.leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
 
 
-def worker_of(removal: OperationRecord, namespace: str) -> EndpointRecord:
-    """The worker that a removal with a victim removes."""
+def worker_of(component: str, leaving: LeavingWorker, namespace: str) -> EndpointRecord:
+    """A worker whose own record is gone."""
     return EndpointRecord(
-        component=removal.component,
+        component=component,
         endpoint="",
         namespace=namespace,
-        lease_id=removal.lease_id,
+        lease_id=leaving.lease_id,
         transport=EndpointTransport(nats_tcp="left"),
-        host=removal.host,
-        status_url=removal.status_url,
+        host=leaving.host,
+        status_url=leaving.status_url,
     )
 
 

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from dynamo_lite.planner.connector import COMPONENTS
+from dynamo_lite.planner.connector import ROLES
 from dynamo_lite.planner.policy.drain import DrainCandidate, Writers
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.overview.compose import processes, state_of
 from dynamo_lite.runtime.overview.fetch import TIMEOUT_S, fetch_health
-
-ROLES: Mapping[str, Role] = {name: role for role, name in COMPONENTS.items()}
 
 Facts = Mapping[str, Any]
 

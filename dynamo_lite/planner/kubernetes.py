@@ -8,16 +8,17 @@ https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deleti
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from dynamo_lite.planner.config import KubernetesOptions
-from dynamo_lite.planner.connector import COMPONENTS, Counted, Order
+from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.protocol.errors import ProtocolError, Refused, UnknownWorker
+from dynamo_lite.protocol.errors import ProtocolError, Refused, Unavailable
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 
 #: Pods with a lower cost are ended first.
@@ -58,33 +59,48 @@ class KubernetesConnector:
         }
         #: Component to its workload and the devices of one worker.
         self._workloads = {name: each for name, each in found.items() if each[0]}
+        #: Hosts that the server does not know as pods.
+        self._unknown: set[str] = set()
+        #: By component, as they were seen last.
+        self._replicas: dict[str, int] = {}
 
-    async def counts(self) -> Counted:
-        return Counted({name: await self._counts(name) for name in self._workloads})
+    async def counts(self) -> Mapping[str, RoleCounts]:
+        return {name: await self._counts(name) for name in self._workloads}
 
-    async def add(self, order: Order) -> None:
-        await self._scale(order, up=True)
+    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
+        """Sets the replicas. Raises Unavailable also when they are others than were seen last."""
+        path = f"{self._path(component)}/scale"
+        found = _workload(await self._api.get(path))
+        if found.spec.replicas == count:
+            return
+        if found.spec.replicas != self._replicas.get(component):
+            raise Unavailable(f"Kubernetes: {path} was changed by another client")
+        change: Mapping[str, Any] = {
+            "metadata": {"resourceVersion": found.metadata.resourceVersion},
+            "spec": {"replicas": count},
+        }
+        await self._api.patch(path, change)
 
-    async def prefer(self, order: Order) -> None:
-        if not re.fullmatch(_SUBJECT, order.host):
-            raise ProtocolError(f"{order.host!r} is not the name of a pod")
-        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{order.host}"
+    async def prefer(self, worker: EndpointRecord) -> None:
+        host = worker.host
+        if not re.fullmatch(_SUBJECT, host):
+            raise ProtocolError(f"{host!r} is not the name of a pod")
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
         change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
         try:
             await self._api.patch(path, change)
-        except Refused as exc:
-            raise UnknownWorker(exc.reason) from exc
+        except Refused:
+            self._unknown.add(host)
+            raise
 
-    async def remove(self, order: Order) -> None:
-        await self._scale(order, up=False)
-
-    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
-        """The pods of its Deployment."""
-        name = self._workloads[component][0].removeprefix("deployments/")
-        return [host for host in hosts if host.startswith(f"{name}-")]
+    def owns(self, worker: EndpointRecord) -> bool:
+        """Whether it is a pod of its Deployment."""
+        name = self._workloads[worker.component][0].removeprefix("deployments/")
+        return worker.host.startswith(f"{name}-") and worker.host not in self._unknown
 
     async def _counts(self, component: str) -> RoleCounts:
         found = _workload(await self._api.get(self._path(component)))
+        self._replicas[component] = found.spec.replicas
         ready = min(found.status.readyReplicas, found.spec.replicas)
         return RoleCounts(
             starting=found.spec.replicas - ready,
@@ -94,18 +110,6 @@ class KubernetesConnector:
             # The scheduler of Kubernetes knows; a pod without a device stays pending.
             devices_free=100_000,
         )
-
-    async def _scale(self, order: Order, *, up: bool) -> None:
-        """Sets the replicas to the order's count, unless they have it or are beyond."""
-        path = f"{self._path(order.component)}/scale"
-        found = _workload(await self._api.get(path))
-        if found.spec.replicas >= order.count if up else found.spec.replicas <= order.count:
-            return
-        change: Mapping[str, Any] = {
-            "metadata": {"resourceVersion": found.metadata.resourceVersion},
-            "spec": {"replicas": order.count},
-        }
-        await self._api.patch(path, change)
 
     def _path(self, component: str) -> str:
         workload = self._workloads[component][0]

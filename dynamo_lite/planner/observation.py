@@ -3,13 +3,13 @@
 The sums over decode workers are made in `planner/policy/observed.py`.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.planner.policy.observed import Outstanding, decode_load
+from dynamo_lite.planner.policy.observed import decode_load
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.overview import compose
 from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, total
@@ -32,12 +32,10 @@ class Observed:
     #: The live workers of each role.
     workers: Mapping[Role, Sequence[LiveProcess]]
 
-    def serving(self, role: Role, without: Set[int]) -> int:
-        """without: leases that do not count."""
-        return sum(
-            worker.state in ("ready", "unwell", "unfit") and int(worker.lease, 16) not in without
-            for worker in self.workers[role]
-        )
+    def serving(self, role: Role) -> set[int]:
+        """Leases of those that are not leaving."""
+        states = ("ready", "unwell", "unfit")
+        return {int(one.lease, 16) for one in self.workers[role] if one.state in states}
 
     def youngest_s(self, role: Role) -> float | None:
         """Age of the youngest one; None if none is known."""
@@ -116,15 +114,12 @@ def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview
     """decode: the workers with their pages."""
     admitted = [one.per_s for one in seen.decisions if one.verdict in _VERDICTS]
     pages = [page for _, page in decode if page is not None]
-    outstanding = None
-    # A page without these metrics is that of a worker without remote prefills.
+    remote = None
+    # A page without this metric is that of a worker without remote prefills.
     if all(page is not None or worker.waiting is None for worker, page in decode):
-        outstanding = Outstanding(
-            jobs=round(_sum(pages, compose.OUTSTANDING_JOBS)),
-            tokens=round(_sum(pages, compose.OUTSTANDING_TOKENS)),
-        )
+        remote = round(_sum(pages, compose.OUTSTANDING_JOBS))
     return replace(
-        decode_load([worker for worker, _ in decode], outstanding),
+        decode_load([worker for worker, _ in decode], remote),
         admitted_per_s=sum(admitted) if seen.rate_s else None,
         tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
         token_s=seen.tokens.mean_s,

@@ -13,7 +13,6 @@ DynamoLiteError
 │   ├── BrokerUnavailable  NATS is out of reach
 │   └── StoreUnavailable   etcd is out of reach
 ├── Refused                a worker answered with a refusal
-│   └── UnknownWorker      who starts and removes workers does not know this one
 ├── QueueFull              the prefill queue is at its hard cap: not queued
 ├── PushAmbiguous          the broker did not answer: queued or not, unknown
 ├── EngineDied             the engine's process is gone
@@ -91,13 +90,6 @@ class Refused(DynamoLiteError):
         self.reason = reason
         self.elsewhere = elsewhere
         self.busy = busy
-
-
-class UnknownWorker(Refused):
-    """An order names a worker that the supervisor neither started nor can remove."""
-
-    def __init__(self, reason: str):
-        super().__init__(reason, elsewhere=False)
 
 
 class QueueFull(DynamoLiteError):

@@ -59,22 +59,9 @@ def planner_leader_key(namespace: str) -> str:
     return f"{planner_prefix(namespace)}leader"
 
 
-def planner_target_key(namespace: str) -> str:
+def planner_wanted_key(namespace: str) -> str:
     """The numbers of workers that are wanted."""
-    return f"{planner_prefix(namespace)}target"
-
-
-def planner_pause_key(namespace: str) -> str:
-    return f"{planner_prefix(namespace)}pause"
-
-
-def planner_operations_prefix(namespace: str) -> str:
-    return f"{planner_prefix(namespace)}ops/"
-
-
-def planner_operation_key(namespace: str, operation: int) -> str:
-    """One change of the numbers that is under way."""
-    return f"{planner_operations_prefix(namespace)}{operation}"
+    return f"{planner_prefix(namespace)}wanted"
 
 
 def kv_subject(namespace: str, component: str) -> str:

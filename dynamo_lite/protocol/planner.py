@@ -1,10 +1,10 @@
-"""Records and messages of the planner, which changes the numbers of workers.
+"""The planner's record and messages: wanted numbers of workers, and the supervisor's socket.
 
 The records are JSON in etcd. Requests to a supervisor, and its replies, are JSON lines on a Unix
 socket beside `run.json`: one request, one reply, in order.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -20,8 +20,6 @@ MAX_WORKERS = 100_000
 
 ComponentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9]{0,62}\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORKERS)]
-#: Grows with each order of a namespace's planners.
-Version = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 #: Seconds since the epoch, for display: the clocks of two hosts differ.
 Wall = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
@@ -39,6 +37,8 @@ class RoleCounts(msgspec.Struct, frozen=True, kw_only=True):
     devices_each: Number = 0
     #: Devices that a new worker of this role could use now.
     devices_free: Number = 0
+    #: Leases of all of them, as far as they have any. Empty under Kubernetes.
+    leases: tuple[LeaseId, ...] = ()
 
     @property
     def present(self) -> int:
@@ -53,42 +53,33 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, tag="counts", forbid_unk
     """Asks for the numbers of workers."""
 
 
-class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add", forbid_unknown_fields=True):
-    """Asks for one more worker. The reply does not wait until it is ready."""
+class Want(msgspec.Struct, frozen=True, kw_only=True, tag="want", forbid_unknown_fields=True):
+    """Asks for a number of workers. The reply waits neither for starts nor for drains."""
 
     component: ComponentName
-    #: Higher than that of every earlier order, else it is refused.
-    version: Version
+    #: Workers without draining ones, from now on.
+    count: Number
+    #: Where there are too many: the one to drain. 0: those that were never ready or are restarted
+    #: after a crash, and no other.
+    lease_id: LeaseId = 0
+    #: `SupervisorReply.version` of the numbers that it was decided on: it is refused after another
+    #: order.
+    version: Natural
 
 
-class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove", forbid_unknown_fields=True):
-    """Asks to drain one worker without a restart. The reply does not wait for its end."""
-
-    component: ComponentName
-    #: The worker; 0: one that is restarted after a crash, or else one that was never ready. Refused
-    #: if there is no such worker.
-    lease_id: LeaseId
-    #: As in `Add`.
-    version: Version
-
-
-SupervisorOrder = Add | Remove
-SupervisorRequest = Counts | SupervisorOrder
+SupervisorRequest = Counts | Want
 
 
 class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to every request."""
 
-    ok: bool
     #: Why the request was refused; empty if it was not.
     error: Text = ""
-    #: It was refused for its version: another process has given orders since.
+    #: It was refused because there was another order since.
     stale: bool = False
-    #: It was refused because no process has the lease that it names.
-    unknown: bool = False
     #: The numbers after the request, by component.
     counts: dict[ComponentName, RoleCounts] = {}
-    #: The highest version of any order so far; 0 before the first.
+    #: How many orders there were.
     version: Natural = 0
 
 
@@ -101,67 +92,44 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """The last change of a component's number that a planner has ordered."""
+class LeavingWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker whose lease was revoked, and which Kubernetes ends when it has drained."""
 
+    lease_id: LeaseId
+    #: Its pod's name.
+    host: Text
+    status_url: Text
+    at: Wall = 0.0
+
+
+class WantedWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """The wanted number of one role: what was decided last."""
+
+    #: Workers without draining ones.
+    count: Number
+    #: Whether it was a change to more.
     up: bool
-    at: Wall
-
-
-class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of workers that are wanted, at `names.planner_target_key(...)`.
-
-    Replaced only by compare-and-swap, so two writers never have the same version. It has no lease.
-    """
-
-    #: Numbers of serving workers, by component.
-    counts: dict[ComponentName, Number]
-    version: Version
     #: The planner's lease in hexadecimal, or USER@HOST.
     by: Text
     reason: Text
     at: Wall = 0.0
+    #: Workers are starting for it. They become ready, fail, or take too long.
+    starting: bool = False
+    #: Oldest first.
+    leaving: tuple[LeavingWorker, ...] = ()
+    #: Failed starts in a row.
+    failures: Number = 0
+
+
+class WantedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted, at `names.planner_wanted_key(...)`. It has no lease, and is replaced only by
+    compare-and-swap."""
+
+    roles: dict[ComponentName, WantedWorkers] = {}
     #: Numbers that an operator has set and that are not reached yet. The load does not count for
     #: them.
     manual: dict[ComponentName, Number] = {}
-    #: By component.
-    changes: dict[ComponentName, Change] = {}
-
-
-#: ordered: the supervisor, or Kubernetes, may or may not have the order. leaving: the victim's
-#: lease was revoked, and it drains before the order is given. asked: the order was taken.
-#: withdrawing: a start that took too long is being cancelled.
-ChangePhase = Literal["ordered", "leaving", "asked", "withdrawing"]
-
-
-class OperationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One change that is under way, at `names.planner_operation_key(...)`.
-
-    It has no lease: the next leader resumes it. Deleted when the change is complete.
-    """
-
-    id: Version
-    kind: Literal["add", "remove"]
-    component: ComponentName
-    phase: ChangePhase
-    #: Workers of the component, without draining ones, when the change is complete.
-    count: Number
-    #: For `add`: the number of workers before. A withdrawal leaves this many.
-    before: Number = 0
-    #: For `remove`: lease of the victim; 0: a starting worker.
-    lease_id: LeaseId = 0
-    #: The victim's host, which is its pod's name under Kubernetes.
-    host: Text = ""
-    status_url: Text = ""
-    reason: Text = ""
-    at: Wall = 0.0
-    #: How long it may take. A leader that resumes it grants this time again.
-    within_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 600.0
-
-
-class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """While it exists, at `names.planner_pause_key(...)`, the planner decides nothing."""
-
-    by: Text
-    reason: Text = ""
-    at: Wall = 0.0
+    #: Why the planner decides nothing; None: it decides.
+    paused: Text | None = None
+    #: Who has changed `manual` or `paused`.
+    by: Text = ""

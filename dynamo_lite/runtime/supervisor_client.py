@@ -14,7 +14,6 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     Refused,
     Unavailable,
-    UnknownWorker,
 )
 from dynamo_lite.protocol.planner import (
     MAX_LINE_BYTES,
@@ -108,15 +107,12 @@ class SupervisorClient:
     async def order(self, request: SupervisorRequest) -> SupervisorReply:
         """As `ask`, for what the supervisor has accepted.
 
-        Raises Unavailable also when another process has given orders since `request` got its
-        version, UnknownWorker when no order may name this worker, and Refused when this one is not
-        possible.
+        Raises Unavailable also when there was another order since `Want.version`, and Refused when
+        this one is not possible.
         """
         reply = await self.ask(request)
-        if reply.ok:
-            return reply
         if reply.stale:
             raise Unavailable(f"another process has given the supervisor orders: {reply.error}")
-        if reply.unknown:
-            raise UnknownWorker(reply.error)
-        raise Refused(reply.error, elsewhere=False)
+        if reply.error:
+            raise Refused(reply.error, elsewhere=False)
+        return reply

@@ -6,7 +6,7 @@ decides whether that is possible and does the bookkeeping; `supervisor.py` runs 
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
@@ -63,25 +63,30 @@ class Fleet:
         self._free_devices()
         return self._enter(component, self._free_number(component, launches))
 
-    def to_retire(self, component: str, lease_id: int) -> InstanceSupervisor:
-        """The process to retire. It may have ended already. Raises Refused if there is none.
-
-        lease_id: of the process; 0: the youngest one that is restarted after a crash, or else the
-            youngest one that was never ready.
-        """
+    def number(self, component: str) -> int:
+        """Its processes, without draining ones. Raises as `add`."""
         self._scalable_one(component)
+        counts = self._counts(component)
+        return counts.starting + counts.ready
+
+    def to_retire(self, component: str, lease_id: int) -> InstanceSupervisor:
+        """The process to retire. Raises Refused if there is none.
+
+        lease_id: of the process; 0: the youngest one that was never ready, or else the youngest
+            one that is restarted after a crash.
+        """
         tier = self._tiers[component]
         if lease_id == 0:
             crashed = [one for one in tier if one.phase == "ready" and not one.lease_id]
             starting = [one for one in tier if one.phase == "starting"]
-            if not (found := crashed or starting):
+            if not (found := starting or crashed):
                 raise _refused(f"{component}: no process is starting")
             return found[-1]
         for one in tier:
             if one.lease_id == lease_id:
                 return one
         known = ", ".join(one.state.lease for one in tier if one.lease_id) or "none"
-        raise UnknownWorker(f"{component}: no process has lease {lease_id:x}; leases: {known}")
+        raise _refused(f"{component}: no process has lease {lease_id:x}; leases: {known}")
 
     def _enter(self, name: str, number: int) -> InstanceSupervisor:
         """Raises Refused when too few devices are free, or its files cannot be written."""
@@ -128,13 +133,15 @@ class Fleet:
         return self._launches[component]
 
     def _counts(self, name: str) -> RoleCounts:
-        phases = [one.phase for one in self._tiers[name]]
+        tier = self._tiers[name]
+        phases = [one.phase for one in tier]
         return RoleCounts(
             starting=phases.count("starting"),
             ready=phases.count("ready"),
             draining=phases.count("draining"),
             devices_each=self._launches[name].service.devices,
             devices_free=self._devices.free,
+            leases=tuple(one.lease_id for one in tier if one.lease_id and one.phase != "ended"),
         )
 
 

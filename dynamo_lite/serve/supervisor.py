@@ -96,28 +96,24 @@ class Supervisor:
         """How many processes of each scalable service there are."""
         return self._fleet.counts()
 
-    def add(self, component: str) -> None:
-        """Starts one more process. The graph survives its failure.
+    def want(self, component: str, count: int, lease_id: int) -> None:
+        """Starts or drains processes until there are `count`, without draining ones.
+
+        lease_id: as in `Fleet.to_retire`. One with a lease drains only while there are too many.
+        The graph survives processes that cannot be started; they are not tried again.
 
         Raises Refused when that is not possible; the error says what is accepted.
         """
         tasks = self._running_tasks()
-        instance = self._fleet.add(component)
-        tasks.create_task(instance.keep(), name=instance.launch.name)
-        self._progress.line(instance.launch.name, "added")
-        self._on_change()
-
-    def retire(self, component: str, lease_id: int) -> None:
-        """Begins to drain a process that is not started again.
-
-        lease_id: as in `Fleet.to_retire`.
-
-        Raises Refused if there is no such process. A process that is leaving or has ended is
-        accepted as well.
-        """
-        tasks = self._running_tasks()
-        instance = self._fleet.to_retire(component, lease_id)
-        if not instance.done.is_set():
+        while (number := self._fleet.number(component)) < count:
+            instance = self._fleet.add(component)
+            tasks.create_task(instance.keep(), name=instance.launch.name)
+            self._progress.line(instance.launch.name, "added")
+            self._on_change()
+        for _ in range(number - count):
+            instance = self._fleet.to_retire(component, lease_id)
+            if instance.phase in ("ended", "draining"):
+                return
             self._progress.line(instance.launch.name, "retired")
             instance.stop()
             tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")

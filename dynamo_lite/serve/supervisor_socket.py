@@ -1,4 +1,4 @@
-"""The supervisor's Unix socket: counts, and orders to add or retire processes.
+"""The supervisor's Unix socket: counts, and the numbers of processes that are wanted.
 
 A process that may open the socket (0600) may stop processes of the graph, but not start other
 programs: an order names a service of the graph and nothing else.
@@ -15,17 +15,15 @@ from typing import Self
 
 import msgspec
 
-from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import (
     MAX_LINE_BYTES,
     SUPERVISOR_SOCKET,
-    Add,
     Counts,
-    Remove,
     RoleCounts,
-    SupervisorOrder,
     SupervisorReply,
     SupervisorRequest,
+    Want,
 )
 from dynamo_lite.runtime.supervisor_client import short_address
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -45,40 +43,34 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Orders:
-    """Lets each order through only once: by its version. counts: of a supervisor's processes."""
+    """Takes an order only if it was decided on the present numbers. counts: of a supervisor's
+    processes."""
 
     def __init__(self, counts: Callable[[], dict[str, RoleCounts]]):
         self._counts = counts
-        #: The highest of any order so far; 0 before the first.
+        #: How many orders there were.
         self.version = 0
 
     def answer(
-        self, request: SupervisorRequest, carry_out: Callable[[SupervisorOrder], object]
+        self, request: SupervisorRequest, carry_out: Callable[[Want], object]
     ) -> SupervisorReply:
         """carry_out: raises Refused when an order is not possible."""
         if isinstance(request, Counts):
             return self.reply()
-        if request.version <= self.version:
-            why = f"version {request.version} is old: an order needs one above {self.version}"
+        if request.version != self.version:
+            why = f"version {request.version} is old: there were {self.version} orders"
             return self.reply(why, stale=True)
-        # Also that of a refused order: the same order must not succeed later.
-        self.version = request.version
+        # Also a refused order may have been carried out in part.
+        self.version += 1
         try:
             carry_out(request)
         except Refused as exc:
-            return self.reply(exc.reason, unknown=isinstance(exc, UnknownWorker))
+            return self.reply(exc.reason)
         return self.reply()
 
-    def reply(
-        self, error: str = "", *, stale: bool = False, unknown: bool = False
-    ) -> SupervisorReply:
+    def reply(self, error: str = "", *, stale: bool = False) -> SupervisorReply:
         return SupervisorReply(
-            ok=not error,
-            error=error[:_ERROR_LIMIT],
-            stale=stale,
-            unknown=unknown,
-            counts=self._counts(),
-            version=self.version,
+            error=error[:_ERROR_LIMIT], stale=stale, counts=self._counts(), version=self.version
         )
 
 
@@ -136,12 +128,8 @@ class SupervisorSocket:
             return self._orders.reply(why)
         return self._orders.answer(request, self._carry_out)
 
-    def _carry_out(self, order: SupervisorOrder) -> None:
-        match order:
-            case Add():
-                self._supervisor.add(order.component)
-            case Remove():
-                self._supervisor.retire(order.component, order.lease_id)
+    def _carry_out(self, order: Want) -> None:
+        self._supervisor.want(order.component, order.count, order.lease_id)
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

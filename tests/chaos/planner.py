@@ -3,8 +3,8 @@
 Real processes, and vLLM engines with the tiny model. One plain vLLM server says first what is
 right. Then graphs.disagg_planner starts with one decode and one prefill worker. A step of load
 makes the planner add one of each; after it the planner removes them again. Meanwhile the
-planner that leads is killed (SIGKILL) once in each phase that its records in etcd show: a change
-is ordered or asked for, a worker is added or removed, in each role, or nothing is under way.
+planner that leads is killed (SIGKILL) once in each phase that its record in etcd shows: a worker
+starts or has just been removed, in each role, or nothing is under way.
 
 It takes 6 to 8 minutes on two cores, and fails when
 
@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord
+from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.chaos.cluster import DECODE, PREFILL
 from tests.chaos.forward_storm import greedy_questions
@@ -139,19 +139,20 @@ class Check:
                 await asyncio.sleep(_LOOK_S)
 
     async def _read_plan(self, store: EtcdStore) -> None:
-        """The leader, and the phases of the changes that are under way, oldest first."""
+        """The leader, and the phases of the changes that are under way."""
         found = await store.get_prefix(names.planner_prefix(NAMESPACE))
         leader = found.get(names.planner_leader_key(NAMESPACE))
         lease = f"{decode_json(leader, LeaderRecord).lease_id:x}" if leader is not None else None
         pids = (p.pid for p in self.graph.processes() if p.lease == lease)
         self._leader_pid = next(pids, 0)
-        operations = [
-            decode_json(data, OperationRecord)
-            for key, data in found.items()
-            if key.startswith(names.planner_operations_prefix(NAMESPACE))
+        wanted = found.get(names.planner_wanted_key(NAMESPACE))
+        record = WantedRecord() if wanted is None else decode_json(wanted, WantedRecord)
+        states = [(p.service, p.state) for p in self.graph.processes()]
+        self._phases = [
+            f"{component}: {'starts' if role.starting else 'drains'}"
+            for component, role in sorted(record.roles.items())
+            if role.starting or (component, "draining") in states
         ]
-        operations.sort(key=lambda operation: operation.id)
-        self._phases = [f"{one.kind} {one.component}: {one.phase}" for one in operations]
 
     def _see(self) -> None:
         processes = self.graph.processes()

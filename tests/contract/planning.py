@@ -2,20 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.planner.connector import Connector, Counted, Order
+from dynamo_lite.planner.connector import Connector
 from dynamo_lite.planner.planner import Planner
-from dynamo_lite.planner.target import Target
+from dynamo_lite.planner.record import edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, RoleCounts, TargetRecord
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK
+from dynamo_lite.protocol.planner import LeaderRecord, RoleCounts, WantedRecord
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import run_process
@@ -27,9 +29,17 @@ P, D = "PrefillWorker", "VllmWorker"
 TICK_S = 0.1
 
 
+@dataclass(frozen=True)
+class Order:
+    component: str
+    count: int
+    lease_id: int = 0
+
+
 class FakeSupervisor:
     """Implements Connector. `stop_at` names the moment at which a call never returns:
-    `add before`, `add after`, `remove before`, `remove after`, `prefer after`."""
+    `add before`, `add after`, `remove before`, `remove after`, `prefer after`. A change to fewer
+    workers is a removal."""
 
     def __init__(self, *, chooses_victim: bool = True):
         self.chooses_victim = chooses_victim
@@ -39,65 +49,55 @@ class FakeSupervisor:
         self.ready = {P: 1, D: 1}
         self.starting = {P: 0, D: 0}
         self.draining: dict[str, set[int]] = {P: set(), D: set()}
-        self.version = 0
+        #: Hosts of the workers that were preferred.
+        self.preferred: list[str] = []
         self.orders: list[tuple[str, Order]] = []
         self.instant = True
         self.stop_at = ""
         self.stopped = asyncio.Event()
         self.away = False
 
-    async def counts(self) -> Counted:
+    async def counts(self) -> Mapping[str, RoleCounts]:
         self.looks += 1
         if self.away:
             raise Refused("away", elsewhere=False)
-        return Counted(
-            {
-                c: RoleCounts(
-                    starting=self.starting[c],
-                    ready=self.ready[c],
-                    draining=len(self.draining[c]),
-                    devices_each=self.devices_each,
-                    devices_free=self.devices_free,
-                )
-                for c in (P, D)
-            },
-            self.version,
-        )
+        return {
+            c: RoleCounts(
+                starting=self.starting[c],
+                ready=self.ready[c],
+                draining=len(self.draining[c]),
+                devices_each=self.devices_each,
+                devices_free=self.devices_free,
+            )
+            for c in (P, D)
+        }
 
-    async def add(self, order: Order) -> None:
-        await self._moment("add before")
-        self._take("add", order)
-        self.starting[order.component] += 1
+    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
+        own = self.starting[component] + self.ready[component]
+        what = "add" if count > own else "remove"
+        await self._moment(f"{what} before")
+        self.orders.append((what, Order(component, count, lease_id)))
+        if count > own:
+            self.starting[component] += count - own
+        elif not lease_id:
+            starting = min(self.starting[component], own - count)
+            self.starting[component] -= starting
+            self.ready[component] -= own - count - starting
+        elif lease_id not in self.draining[component]:
+            assert self.chooses_victim and count == own - 1
+            self.ready[component] -= 1
+            self.draining[component].add(lease_id)
         if self.instant:
             self.finish_starts()
-        await self._moment("add after")
+            self.finish_drains()
+        await self._moment(f"{what} after")
 
-    async def prefer(self, order: Order) -> None:
-        self.orders.append(("prefer", order))
+    async def prefer(self, worker: EndpointRecord) -> None:
+        self.preferred.append(worker.host)
         await self._moment("prefer after")
 
-    async def remove(self, order: Order) -> None:
-        await self._moment("remove before")
-        self._take("remove", order)
-        if not order.lease_id:
-            self.starting[order.component] -= 1
-        elif not self.chooses_victim:
-            self.ready[order.component] = min(self.ready[order.component], order.count)
-        elif order.lease_id not in self.draining[order.component]:
-            self.ready[order.component] -= 1
-            self.draining[order.component].add(order.lease_id)
-        if self.instant:
-            self.finish_drains()
-        await self._moment("remove after")
-
-    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
-        return hosts
-
-    def _take(self, what: str, order: Order) -> None:
-        if order.version <= self.version:
-            raise Refused("an old version", elsewhere=False)
-        self.version = order.version
-        self.orders.append((what, order))
+    def owns(self, worker: EndpointRecord) -> bool:
+        return True
 
     def finish_starts(self) -> None:
         for component in (P, D):
@@ -147,7 +147,6 @@ class Bench:
         registry = CollectorRegistry()
         self._reports = PrefillReports(registry)
         self._status = await enter(StatusServer(lambda: self.facts, registry))
-        self.target = Target(self.store, self.namespace, "tester@here", SYSTEM_CLOCK)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -202,25 +201,37 @@ class Bench:
         value = await self.store.get(names.planner_leader_key(self.namespace))
         return decode_json(value, LeaderRecord).lease_id if value else 0
 
-    async def operations(self) -> list[OperationRecord]:
-        prefix = names.planner_operations_prefix(self.namespace)
-        found = await self.store.get_prefix(prefix)
-        return [decode_json(value, OperationRecord) for value in found.values()]
-
-    async def target_record(self) -> TargetRecord | None:
-        value = await self.store.get(names.planner_target_key(self.namespace))
-        return decode_json(value, TargetRecord) if value else None
+    async def wanted(self) -> WantedRecord:
+        value = await self.store.get(names.planner_wanted_key(self.namespace))
+        return decode_json(value, WantedRecord) if value else WantedRecord()
 
     async def want(self, **manual: int) -> None:
-        await self.target.set_manual(manual, "a test")
+        await self.edit(manual=manual)
+
+    async def edit(self, **changes: Any) -> None:
+        await edit(
+            self.store, self.namespace, lambda record: msgspec.structs.replace(record, **changes)
+        )
 
     async def until_settled(self, within_s: float = 20.0, **ready: int) -> None:
-        """Waits until there are this many workers and no operation is in progress."""
+        """Waits until there are this many workers, and nothing is under way."""
 
         async def settled() -> bool:
-            return self.supervisor.ready == {P: 1, D: 1, **ready} and not await self.operations()
+            supervisor = self.supervisor
+            draining = supervisor.draining[P] | supervisor.draining[D]
+            there = supervisor.ready == {P: 1, D: 1, **ready}
+            return there and not draining and await self._is_quiet()
 
         await eventually(settled, within_s)
+
+    async def until_quiet(self) -> None:
+        """Waits until no number is set or on its way."""
+        await eventually(self._is_quiet, 20)
+
+    async def _is_quiet(self) -> bool:
+        wanted = await self.wanted()
+        under_way = [role for role in wanted.roles.values() if role.starting or role.leaving]
+        return not under_way and not wanted.manual
 
     def overflow(self, tokens: int) -> None:
         """The workers report prompts for which the queue had no room."""

@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from dynamo_lite.planner.config import KubernetesOptions
-from dynamo_lite.planner.connector import Order
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.protocol.errors import (
     ConfigError,
@@ -21,8 +20,9 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
-from tests.builders import eventually
+from tests.builders import endpoint_record, eventually
 from tests.contract.planning import Bench, D, FakeSupervisor, P
 from tests.external import Certificates
 
@@ -135,39 +135,34 @@ def connect(server: ApiServer, account: Path, timeout_s: float = 5.0) -> Kuberne
     return KubernetesConnector(KubernetesApi(server.url, account, timeout_s), options)
 
 
-def order(count: int, component: str = D, **fields: Any) -> Order:
-    return Order(component=component, version=1, count=count, **fields)
-
-
 async def test_numbers_are_read_and_changed(server: ApiServer, account: Path):
     connector = connect(server, account)
     server.ready["d"] = 1
-    found = (await connector.counts()).roles
+    found = await connector.counts()
     assert found[D] == RoleCounts(starting=1, ready=1, devices_each=2, devices_free=100_000)
     assert (found[P].starting, found[P].ready) == (0, 1)
-    await connector.add(order(3))
+    await connector.change(D, 3)
     assert server.replicas == {"p": 1, "d": 3}
-    await connector.remove(order(2))
+    await connector.counts()
+    await connector.change(D, 2)
     assert server.replicas == {"p": 1, "d": 2}
-
-
-async def test_an_order_that_was_taken_changes_nothing_again(server: ApiServer, account: Path):
-    connector = connect(server, account)
-    await connector.add(order(3))
-    version = server.versions["d"]
-    await connector.add(order(3))
-    await connector.remove(order(3))
-    assert (server.replicas["d"], server.versions["d"]) == (3, version)
 
 
 async def test_a_change_by_another_client_is_a_conflict(server: ApiServer, account: Path):
     connector = connect(server, account)
+    await connector.counts()
     server.interferes = True
     with pytest.raises(Unavailable, match="409 the object has been modified"):
-        await connector.add(order(3))
+        await connector.change(D, 3)
     assert server.replicas["d"] == 2
     server.interferes = False
-    await connector.add(order(3))
+    await connector.change(D, 3)
+    version = server.versions["d"]
+    await connector.change(D, 3)
+    assert (server.replicas["d"], server.versions["d"]) == (3, version)
+    # Decided on two replicas.
+    with pytest.raises(Unavailable, match="was changed by another client"):
+        await connector.change(D, 1)
     assert server.replicas["d"] == 3
 
 
@@ -186,9 +181,10 @@ async def test_each_failure_differs_from_the_others(
     server: ApiServer, account: Path, fault: Any, error: type[Exception], said: str, step: int
 ):
     connector = connect(server, account, timeout_s=0.3 if fault == "hang" else 5.0)
+    await connector.counts()
     server.faults = [None] * step + [fault]
     with pytest.raises(error, match=said):
-        await connector.add(order(3))
+        await connector.change(D, 3)
     assert server.replicas["d"] == 2
 
 
@@ -209,19 +205,30 @@ async def test_the_server_s_certificate_is_checked(
         await connect(server, account).counts()
 
 
+def pod(host: str) -> EndpointRecord:
+    return endpoint_record(1, P, "prefill", host=host)
+
+
 async def test_the_victim_is_marked(server: ApiServer, account: Path):
     connector = connect(server, account)
-    await connector.prefer(order(1, lease_id=5, host="d-7f9-x2"))
+    await connector.prefer(pod("d-7f9-x2"))
     assert server.pods == {"d-7f9-x2": {COST: "-2147483647"}}
     with pytest.raises(ProtocolError, match="not the name of a pod"):
-        await connector.prefer(order(1, lease_id=5, host="../../secrets/x"))
+        await connector.prefer(pod("../../secrets/x"))
 
 
-def test_only_own_pods_are_removed(account: Path):
-    api = KubernetesApi("https://kubernetes.default.svc", account, 1.0)
-    options = KubernetesOptions(decode="deployments/d", prefill="deployments/p")
-    connector = KubernetesConnector(api, options)
-    assert connector.removable(P, ["p-1", "p-x", "q-1"]) == ["p-1", "p-x"]
+async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
+    connector = connect(server, account)
+
+    def owned() -> list[str]:
+        hosts = ("p-1", "p-x", "q-1")
+        return [host for host in hosts if connector.owns(pod(host))]
+
+    assert owned() == ["p-1", "p-x"]
+    server.faults = [404]
+    with pytest.raises(Refused):
+        await connector.prefer(pod("p-x"))
+    assert owned() == ["p-1"]
 
 
 @pytest.mark.parametrize("missing", ["token", "ca.crt", "namespace"])
@@ -254,13 +261,13 @@ async def test_a_planner_scales_a_deployment(
 ):
     async with Bench(nats_url, etcd_url, namespace, FakeSupervisor()) as bench:
         connector = connect(server, account)
-        connector.removable = lambda component, hosts: hosts  # its workers are no pods
+        connector.owns = lambda worker: True  # its workers are no pods
         server.faults = [500, 403]
         async with bench.planner(connector=connector):
             await bench.want(VllmWorker=3)
             await eventually(lambda: server.replicas["d"] == 3)
             server.ready["d"] = 3
-            await until_quiet(bench)
+            await bench.until_quiet()
             victims = {f"host-{await bench.worker(D):x}" for _ in range(3)}
             server.faults = [None, None, 503]
             bench.facts["in_flight"] = 3
@@ -271,12 +278,4 @@ async def test_a_planner_scales_a_deployment(
             bench.facts["in_flight"] = 0
             await eventually(lambda: server.replicas["d"] == 2)
             server.ready["d"] = 2
-            await until_quiet(bench)
-
-
-async def until_quiet(bench: Bench) -> None:
-    async def quiet() -> bool:
-        record = await bench.target_record()
-        return record is not None and not record.manual and not await bench.operations()
-
-    await eventually(quiet)
+            await bench.until_quiet()

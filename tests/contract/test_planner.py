@@ -10,9 +10,13 @@ from dynamo_lite.cli import planner
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.planner import PauseRecord
+from dynamo_lite.protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Refused,
+    StartupError,
+    Unavailable,
+)
 from tests.builders import eventually
 from tests.contract.planning import TICK_S, Bench, D, FakeSupervisor, P
 from tests.servers import PrivateServer
@@ -32,17 +36,15 @@ async def test_what_an_operator_sets_is_reached_and_then_forgotten(bench: Bench)
         await bench.until_settled(PrefillWorker=3, VllmWorker=2)
 
         async def forgotten() -> bool:
-            record = await bench.target_record()
-            return record is not None and not record.manual
+            return not (await bench.wanted()).manual
 
         await eventually(forgotten)
         for _ in range(3):
             await bench.worker(P)
         await bench.want(PrefillWorker=2)
         await bench.until_settled(PrefillWorker=2, VllmWorker=2)
-    versions = [order.version for _, order in bench.supervisor.orders]
-    assert versions == sorted(set(versions))
-    assert len(bench.supervisor.taken("add")) == 3
+    added = {(order.component, order.count) for order in bench.supervisor.taken("add")}
+    assert added == {(P, 3), (D, 2)}
 
 
 async def test_prompts_that_find_no_room_bring_a_prefill_worker(bench: Bench):
@@ -94,9 +96,9 @@ async def test_a_start_is_awaited_by_the_next_planner(bench: Bench):
     bench.supervisor.instant = False
     async with bench.planner():
         await bench.want(PrefillWorker=2)
-        await _in_phase(bench, "asked")
-    async with bench.planner(1):
-        await _in_phase(bench, "asked")
+        await eventually(lambda: bench.supervisor.starting[P] == 1, 20)
+    async with bench.planner(1) as running:
+        await eventually(lambda: "a start is under way" in _reason(running, P), 20)
         bench.supervisor.finish_starts()
         await bench.until_settled(PrefillWorker=2)
     assert len(bench.supervisor.orders) == 1
@@ -109,14 +111,10 @@ async def test_a_withdrawal_goes_on_after_its_planner_s_end(bench: Bench, moment
     async with bench.planner(start_timeout_s=0.5):
         await bench.want(PrefillWorker=2)
         await bench.supervisor.stopped.wait()
-        assert [op.phase for op in await bench.operations()] == ["withdrawing"]
-    async with bench.planner(1):
+        assert (await bench.wanted()).roles[P].failures == 1
+    async with bench.planner(1, start_timeout_s=0.5) as running:
         await eventually(lambda: not sum(bench.supervisor.starting.values()), 20)
-
-        async def no_operation() -> bool:
-            return not await bench.operations()
-
-        await eventually(no_operation, 20)
+        await eventually(lambda: "starts have failed" in _reason(running, P), 20)
     assert len(bench.supervisor.taken("remove")) == 1
     assert bench.supervisor.ready == {P: 1, D: 1}
 
@@ -138,7 +136,7 @@ async def test_with_a_full_budget_one_leaves_and_then_one_comes(bench: Bench, mo
         await bench.want(PrefillWorker=1, VllmWorker=2)
         if moment.startswith("remove"):
             await replaced()
-        await _in_phase(bench, "asked")
+        await eventually(lambda: supervisor.draining[P], 20)
         (victim,) = supervisor.draining[P]
         assert victim in leases[:2] and supervisor.taken("add") == []
         supervisor.finish_drains()
@@ -178,36 +176,110 @@ async def test_one_that_is_elected_while_it_looks_first_learns_what_is_under_way
 async def test_where_the_victim_is_not_chosen_it_drains_before_it_is_removed(
     bench: Bench, moment: str
 ):
-    bench.supervisor.chooses_victim = False
-    bench.supervisor.ready[D] = 2
-    bench.supervisor.stop_at = moment
+    supervisor = bench.supervisor
+    supervisor.chooses_victim = False
+    supervisor.ready[D] = 2
+    supervisor.stop_at = moment
     bench.facts["in_flight"] = 3
     await bench.worker(D)
     await bench.worker(D)
+
+    async def leaves() -> bool:
+        role = (await bench.wanted()).roles.get(D)
+        return role is not None and len(role.leaving) == role.count == 1
+
     async with bench.planner():
         await bench.want(VllmWorker=1)
         if moment == "prefer after":
-            await bench.supervisor.stopped.wait()
+            await supervisor.stopped.wait()
         else:
-            await _in_phase(bench, "leaving")
-            assert bench.supervisor.taken("remove") == []
+            await eventually(leaves, 20)
+            assert supervisor.orders == []
             bench.facts["in_flight"] = 0
             if moment:
-                await bench.supervisor.stopped.wait()
+                await supervisor.stopped.wait()
             else:
                 await bench.until_settled(VllmWorker=1)
     async with bench.planner(1):
         bench.facts["in_flight"] = 0
         await bench.until_settled(VllmWorker=1)
-    preferred = {order.lease_id for order in bench.supervisor.taken("prefer")}
-    removed = bench.supervisor.taken("remove")
-    assert {order.lease_id for order in removed} == preferred
-    assert {order.count for order in removed} == {1}
-    (victim,) = preferred
-    assert (
-        await bench.store.get_prefix(names.endpoint_key(bench.namespace, D, "generate", victim))
-        == {}
-    )
+    assert [(order.count, order.lease_id) for order in supervisor.taken("remove")] == [(1, 0)]
+    (host,) = set(supervisor.preferred)
+    gone = names.endpoint_key(bench.namespace, D, "generate", int(host.removeprefix("host-"), 16))
+    assert await bench.store.get_prefix(gone) == {}
+
+
+async def test_a_worker_that_was_not_told_to_leave_stays(bench: Bench):
+    """Its planner has ended before, and meanwhile it is the last one."""
+    supervisor = bench.supervisor
+    supervisor.chooses_victim = False
+    supervisor.ready[D], supervisor.stop_at = 2, "prefer after"
+    leases = [await bench.worker(D), await bench.worker(D)]
+    async with bench.planner():
+        await bench.want(VllmWorker=1)
+        await supervisor.stopped.wait()
+    await bench.edit(manual={})
+    (host,) = supervisor.preferred
+    (other,) = (lease for lease in leases if f"host-{lease:x}" != host)
+    await bench.store.revoke(other)
+    async with bench.planner(1):
+        await bench.until_settled(VllmWorker=2)
+    assert supervisor.orders == []
+
+
+async def test_workers_that_come_while_one_drains_stay(bench: Bench):
+    supervisor = bench.supervisor
+    supervisor.chooses_victim = False
+    supervisor.ready[D] = 3
+    bench.facts["in_flight"] = 3
+    for _ in range(3):
+        await bench.worker(D)
+    async with bench.planner():
+        await bench.want(VllmWorker=2)
+        await eventually(lambda: supervisor.preferred, 20)
+        await bench.edit(manual={})
+        supervisor.ready[D] = 8
+        bench.facts["in_flight"] = 0
+        await bench.until_settled(VllmWorker=7)
+    assert [order.count for order in supervisor.taken("remove")] == [7]
+
+
+async def test_an_order_that_fails_is_no_failed_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    change, errors = bench.supervisor.change, [Unavailable("away"), DeadlineExceeded("it", 1.0)]
+
+    async def fails(component: str, count: int, lease_id: int = 0) -> None:
+        if errors:
+            raise errors.pop()
+        await change(component, count, lease_id)
+
+    monkeypatch.setattr(bench.supervisor, "change", fails)
+    async with bench.planner():
+        await bench.want(PrefillWorker=2)
+        await bench.until_settled(PrefillWorker=2)
+        assert (await bench.wanted()).roles[P].failures == 0
+
+
+async def test_a_start_that_is_refused_or_ends_without_a_worker_has_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuses(component: str, count: int, lease_id: int = 0) -> None:
+        if component == P:
+            raise Refused("no device is free", elsewhere=False)
+        bench.supervisor.starting[D] = 1
+
+    monkeypatch.setattr(bench.supervisor, "change", refuses)
+    async with bench.planner() as running:
+        await bench.want(PrefillWorker=2, VllmWorker=2)
+        await eventually(lambda: bench.supervisor.starting[D], 20)
+        await eventually(lambda: "1 starts have failed" in _reason(running, P), 20)
+        await eventually(lambda: "a start is under way" in _reason(running, D), 20)
+        bench.supervisor.starting[D] = 0
+        await eventually(lambda: "1 starts have failed" in _reason(running, D), 20)
+    # The next one goes on waiting.
+    async with bench.planner(1) as running:
+        await eventually(lambda: "1 starts have failed" in _reason(running, D), 20)
 
 
 async def test_where_the_victim_is_not_chosen_no_starting_one_is_removed(bench: Bench):
@@ -220,8 +292,7 @@ async def test_where_the_victim_is_not_chosen_no_starting_one_is_removed(bench: 
     assert bench.supervisor.taken("remove") == []
 
 
-async def test_one_that_stays_pending_is_removed(bench: Bench):
-    """The planner does not wait for it, because it has not started it."""
+async def test_one_that_stays_pending_is_withdrawn(bench: Bench):
     bench.supervisor.chooses_victim = False
     bench.supervisor.starting[D] = 1
     async with bench.planner(start_timeout_s=0.5):
@@ -229,16 +300,17 @@ async def test_one_that_stays_pending_is_removed(bench: Bench):
         await eventually(lambda: bench.supervisor.taken("remove"), 20)
         assert bench.supervisor.starting[D] == 0
         await bench.until_settled()
+    assert bench.supervisor.ready[D] == 1
 
 
 async def test_while_paused_only_an_operator_s_number_counts(bench: Bench):
-    key = names.planner_pause_key(bench.namespace)
-    await bench.store.put(key, encode_json(PauseRecord(by="me", reason="an upgrade")))
+    await bench.edit(paused="an upgrade")
     async with bench.planner() as running:
         await eventually(lambda: running.facts["hold"] == "paused: an upgrade")
         await bench.want(PrefillWorker=2)
         await bench.until_settled(PrefillWorker=2)
         await eventually(lambda: running.facts["hold"] == "paused: an upgrade")
+        key = names.planner_wanted_key(bench.namespace)
         await bench.store.put(key, b"[]")
         await eventually(lambda: "cannot be read" in running.facts["hold"])
         await bench.store.delete(key)
@@ -255,7 +327,7 @@ async def test_a_dry_run_orders_nothing(bench: Bench):
         assert "would do: PrefillWorker +1" in shown
         assert await bench.leader() == 0
     assert bench.supervisor.orders == []
-    assert await bench.operations() == []
+    assert (await bench.wanted()).roles == {}
 
 
 async def test_without_etcd_it_does_not_act(
@@ -313,11 +385,10 @@ async def test_what_cannot_be_reached_is_shown_and_can_be_unset(bench: Bench):
         with pytest.raises(ConfigError, match="VllmWorker: no number is set; set: PrefillWorker"):
             await planner.unset_counts(bench.store, place, [D])
         await planner.set_counts(bench.store, place, {D: 2})
-        record, gone = await planner.unset_counts(bench.store, place, [P])
-        assert (dict(gone), record.manual) == ({P: 3}, {D: 2})
+        assert await planner.unset_counts(bench.store, place, [P]) == {P: 3}
+        assert (await bench.wanted()).manual == {D: 2}
         await eventually(lambda: "an operator" not in _reason(running, P))
-        _, gone = await planner.unset_counts(bench.store, place, [])
-        assert gone == {D: 2}
+        assert await planner.unset_counts(bench.store, place, []) == {D: 2}
         await eventually(lambda: running.facts["manual"] == {})
     assert bench.supervisor.orders == []
 
@@ -330,13 +401,6 @@ async def test_in_a_dry_run_and_without_a_planner_nothing_can_be_set(bench: Benc
         await eventually(lambda: running.facts["roles"])
         with pytest.raises(StartupError, match="dry-run"):
             await planner.set_counts(bench.store, place, {P: 2})
-
-
-async def _in_phase(bench: Bench, phase: str) -> None:
-    async def reached() -> bool:
-        return [op.phase for op in await bench.operations()] == [phase]
-
-    await eventually(reached, 20)
 
 
 def _reason(running, component: str) -> str:

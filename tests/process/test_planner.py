@@ -45,7 +45,12 @@ class Planned:
         return json.loads(done.stdout)
 
     def until_quiet(self) -> None:
-        eventually(lambda: not self.status()["operations"], "nothing is under way")
+        def quiet() -> bool:
+            wanted = self.status()["wanted"]
+            starting = any(role["starting"] for role in wanted["roles"].values())
+            return not starting and not wanted["manual"]
+
+        eventually(quiet, "nothing is under way")
 
 
 @contextmanager

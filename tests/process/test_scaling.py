@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts
+from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorReply, Want
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.supervisor_client import short_address
 from dynamo_lite.serve.processes import is_alive
@@ -21,6 +21,13 @@ def counts(graph: Serving) -> tuple[int, int, int]:
     """Of Back: starting, ready, draining."""
     back = ask(graph, Counts()).counts["Back"]
     return back.starting, back.ready, back.draining
+
+
+def want(graph: Serving, count: int, component: str = "Back", lease: int = 0) -> SupervisorReply:
+    """lease: of the one to remove."""
+    version = ask(graph, Counts()).version
+    order = Want(component=component, count=count, lease_id=lease, version=version)
+    return ask(graph, order)
 
 
 def lease_of(entry: Any) -> int:
@@ -36,21 +43,22 @@ def test_one_is_added_and_another_retired(tmp_path: Path):
         path = tmp_path / "supervisor.sock"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         first = graph.processes()["Back-0"]
-        reply = ask(graph, Add(component="Back", version=7))
-        assert (reply.ok, reply.version) == (True, 7)
-        assert reply.counts == {"Back": RoleCounts(starting=1, ready=1)}
+        reply = want(graph, 2)
+        assert (reply.error, reply.version) == ("", 1)
+        assert reply.counts == {"Back": RoleCounts(starting=1, ready=1, leases=(lease_of(first),))}
         eventually(lambda: "Back-1" in graph.processes(), "it is listed")
         graph.when("Back-1", ready)
         assert counts(graph) == (0, 2, 0)
-        order = Remove(component="Back", lease_id=lease_of(first), version=8)
-        assert ask(graph, order).counts["Back"].draining == 1
+        assert want(graph, 1, lease=lease_of(first)).counts["Back"].draining == 1
         graph.wait_line("Back-0           left the graph")
         assert graph.when("Back-0", lambda p: p["state"] == "stopped")["restarts"] == 0
         assert counts(graph) == (0, 1, 0)
-        # It is gone: the same order again is no mistake.
-        assert ask(graph, Remove(component="Back", lease_id=lease_of(first), version=9)).ok
+        # It is gone: the same order again is no mistake, and removes no other one.
+        assert not want(graph, 1, lease=lease_of(first)).error
+        assert not want(graph, 0, lease=lease_of(first)).error
+        assert counts(graph) == (0, 1, 0)
         # The number is free again.
-        assert ask(graph, Add(component="Back", version=10)).ok
+        assert not want(graph, 2).error
         again = graph.when("Back-0", ready)
         assert again["pid"] != first["pid"]
         assert graph.end(signal.SIGINT) == 0
@@ -94,7 +102,7 @@ def test_one_that_is_killed_in_its_drain_does_not_come_back(tmp_path: Path, how:
         graph.wait_line("ready http")
         entry = graph.processes()["Back-1"]
         if how == "retired":
-            assert ask(graph, Remove(component="Back", lease_id=lease_of(entry), version=1)).ok
+            assert not want(graph, 1, lease=lease_of(entry)).error
         else:
             asyncio.run(revoke(graph.run_json()["etcd"], lease_of(entry)))
         graph.wait_line("Back-1           draining")
@@ -119,21 +127,20 @@ def test_each_gets_devices_of_its_own(tmp_path: Path):
         first = graph.processes()["Back-0"]
         assert variable(first["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
         assert ask(graph, Counts()).counts["Back"] == RoleCounts(
-            ready=1, devices_each=2, devices_free=2
+            ready=1, devices_each=2, devices_free=2, leases=(lease_of(first),)
         )
-        assert ask(graph, Add(component="Back", version=1)).counts["Back"].devices_free == 0
+        assert want(graph, 2).counts["Back"].devices_free == 0
         second = graph.when("Back-1", ready)
         assert variable(second["pid"], "CUDA_VISIBLE_DEVICES") == "6,7"
-        refused = ask(graph, Add(component="Back", version=2))
-        assert not refused.ok
+        refused = want(graph, 3)
         assert refused.error.startswith("Back: needs 2 devices, 0 are free")
         # A crash keeps them.
         os.kill(first["pid"], signal.SIGKILL)
         again = graph.when("Back-0", lambda p: ready(p) and p["restarts"] == 1)
         assert variable(again["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
-        ask(graph, Remove(component="Back", lease_id=lease_of(again), version=3))
+        want(graph, 1, lease=lease_of(again))
         graph.when("Back-0", lambda p: p["state"] == "stopped")
-        assert ask(graph, Add(component="Back", version=4)).ok
+        assert not want(graph, 2).error
         third = graph.when("Back-0", ready)
         assert variable(third["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
 
@@ -145,7 +152,7 @@ def test_a_folder_that_cannot_be_written_costs_no_device_and_no_graph(tmp_path: 
         plans, away = tmp_path / "plans", tmp_path / "plans-away"
         plans.rename(away)
         plans.touch()
-        refused = ask(graph, Add(component="Back", version=1))
+        refused = want(graph, 2)
         assert refused.error.startswith("Back: its files cannot be written: ")
         assert refused.counts == before
         plans.unlink()
@@ -153,11 +160,11 @@ def test_a_folder_that_cannot_be_written_costs_no_device_and_no_graph(tmp_path: 
         # The temporary file of run.json.
         blocked = tmp_path / f".run.json.{graph.process.pid}"
         blocked.mkdir()
-        assert ask(graph, Add(component="Back", version=2)).ok
+        assert not want(graph, 2).error
         graph.wait_line("cannot write")
         eventually(lambda: counts(graph) == (0, 2, 0), "it is ready")
         blocked.rmdir()
-        assert "0 are free" in ask(graph, Add(component="Back", version=3)).error
+        assert "0 are free" in want(graph, 3).error
         os.kill(graph.processes()["Back-0"]["pid"], signal.SIGKILL)
         graph.when("Back-0", lambda p: ready(p) and p["restarts"] == 1)
         assert ready(graph.processes()["Back-1"])
@@ -186,18 +193,18 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
 
 
 def test_orders_that_are_refused(tmp_path: Path):
-    """An older order than the last one, and what is no order, change nothing."""
+    """An order that was decided before the last one, and what is no order, change nothing."""
     with serving(tmp_path, until="ready http") as graph:
-        assert "Front: no service" in ask(graph, Add(component="Front", version=5)).error
-        assert "that can be scaled: Back" in ask(graph, Add(component="Nobody", version=6)).error
-        old = ask(graph, Add(component="Back", version=6))
-        assert "version 6 is old" in old.error
-        assert (old.stale, old.unknown) == (True, False)
-        nobody = ask(graph, Remove(component="Back", lease_id=1, version=7))
-        assert "leases: " in nobody.error
-        assert (nobody.stale, nobody.unknown) == (False, True)
+        assert "Front: no service" in want(graph, 2, "Front").error
+        assert "that can be scaled: Back" in want(graph, 2, "Nobody").error
+        assert "leases: " in want(graph, 0, lease=1).error
+        old = ask(graph, Want(component="Back", count=2, version=2))
+        assert "version 2 is old" in old.error
+        assert old.stale and old.version == 3
         with raw(tmp_path) as (connection, answers):
-            connection.sendall(b'{"type":"add","component":"Back","version":9,"env":{}}\nnoise\n')
+            connection.sendall(
+                b'{"type":"want","component":"Back","count":2,"version":3,"env":{}}\nnoise\n'
+            )
             assert b"not a request" in answers.readline()
             assert b"not a request" in answers.readline()
             # Too long a line costs the connection only.
@@ -238,16 +245,15 @@ def test_no_orders_before_the_graph_is_ready_and_a_start_is_cancelled(tmp_path: 
     may_start = tmp_path / "may-start"
     deep = tmp_path / ("d" * 90) / "state"
     with serving(deep, f"--Back.ready={may_start}", until="stubbing") as graph:
-        assert "the graph is starting" in ask(graph, Add(component="Back", version=1)).error
+        assert "the graph is starting" in want(graph, 2).error
         may_start.touch()
         graph.wait_line("ready http")
         assert counts(graph) == (0, 1, 0)
         may_start.unlink()
-        assert ask(graph, Add(component="Back", version=2)).ok
+        assert not want(graph, 2).error
         graph.wait_line("Back-1           stubbing")
         assert counts(graph) == (1, 1, 0)
-        assert ask(graph, Remove(component="Back", lease_id=0, version=3)).ok
+        assert not want(graph, 1).error
         graph.when("Back-1", lambda p: p["state"] == "stopped")
         assert counts(graph) == (0, 1, 0)
-        refused = ask(graph, Remove(component="Back", lease_id=0, version=4))
-        assert refused.error == "Back: no process is starting"
+        assert want(graph, 0).error == "Back: no process is starting"

@@ -43,8 +43,8 @@ def _check_coverage(tally: Tally) -> None:
     assert counts["commits under other claims"] and counts["replayed commits"]
     assert counts["dropped/unclaimed"] and counts["engines ended by a late write"]
     assert counts["leases revoked by supervisors"]
-    steps = ("add ordered", "add asked", "add withdrawing")
-    steps += ("remove ordered", "remove leaving", "remove asked")
+    kinds = ("add", "remove", "withdraw")
+    steps = [f"{kind} {phase}" for kind in kinds for phase in ("wanted", "ordered")]
     assert not [step for step in steps if not counts[f"planner killed in {step}"]]
     assert counts["planner killed"]
     moved = "planner moved a device over"

@@ -3,21 +3,20 @@ as Kubernetes does, which decides by itself which worker ends."""
 
 import asyncio
 import contextvars
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from dynamo_lite.planner.connector import Counted, Order
-from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.planner import (
     SUPERVISOR_SOCKET,
-    Add,
     RoleCounts,
-    SupervisorOrder,
     SupervisorRequest,
+    Want,
 )
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.serve.supervisor_socket import Orders
 from tests.simulation.network.network import Network
@@ -47,6 +46,8 @@ class Worker:
         self.began = world.loop.time()
         self.retired = False
         self.ended = False
+        #: Kubernetes ends it before others.
+        self.preferred = False
         #: Its lease when it was retired, or told to leave.
         self.last_lease = 0
 
@@ -104,17 +105,25 @@ class SimSupervisor:
                 draining=phases.count("draining"),
                 devices_each=1,
                 devices_free=max(free, 0),
+                leases=tuple(one.lease_id for one in workers if one.lease_id),
             )
         return found
 
-    def carry_out(self, who: str, order: SupervisorOrder) -> None:
+    def carry_out(self, who: str, order: Want) -> None:
         """Raises Refused."""
-        if isinstance(order, Add):
-            return self.add(who, order.component)
-        worker = self.find(order.component, order.lease_id)
-        if worker.phase in ("starting", "ready"):
+        while (number := self.number(order.component)) < order.count:
+            self.add(who, order.component)
+        for _ in range(number - order.count):
+            worker = self.find(order.component, order.lease_id)
+            if worker.phase not in ("starting", "ready"):
+                return
             self.watcher.removing(who, worker)
             self.end(worker)
+
+    def number(self, component: str) -> int:
+        """Of its workers, without draining ones."""
+        counts = self.counts()[component]
+        return counts.starting + counts.ready
 
     def add(self, who: str, component: str) -> None:
         """Raises Refused."""
@@ -130,16 +139,16 @@ class SimSupervisor:
         self.watcher.added(component)
 
     def find(self, component: str, lease_id: int) -> Worker:
-        """Raises Refused. lease_id: 0 for one that has crashed, or was never ready."""
+        """Raises Refused. lease_id: 0 for one that was never ready, or has crashed."""
         workers = self._workers[component]
         if lease_id:
             for one in workers:
                 if lease_id in (one.lease_id, one.last_lease):
                     return one
-            raise UnknownWorker(f"{component}: no process has lease {lease_id:x}")
+            raise Refused(f"{component}: no process has lease {lease_id:x}", elsewhere=False)
         crashed = [one for one in workers if one.phase == "ready" and not one.lease_id]
         starting = [one for one in workers if one.phase == "starting"]
-        if not (found := crashed or starting):
+        if not (found := starting or crashed):
             raise Refused(f"{component}: no process is starting", elsewhere=False)
         return found[-1]
 
@@ -197,47 +206,49 @@ class SimPods:
 
     def __init__(self, supervisor: SimSupervisor, network: Network, who: str):
         self._supervisor, self._network, self._who = supervisor, network, who
+        self._seen: dict[str, int] = {}
 
-    async def counts(self) -> Counted:
+    async def counts(self) -> Mapping[str, RoleCounts]:
         await self._way()
         counts = self._supervisor.counts()
+        self._seen = {name: self._supervisor.number(name) for name in counts}
         await self._way()
-        return Counted(counts, self._supervisor.orders.version)
+        return counts
 
-    async def add(self, order: Order) -> None:
+    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
+        """Raises Unavailable also if the number has changed. Ends preferred workers first."""
         await self._way()
-        counts = self._supervisor.counts()[order.component]
-        if counts.starting + counts.ready < order.count:
-            self._supervisor.add(self._who, order.component)
+        number = self._supervisor.number(component)
+        if number not in (count, self._seen.get(component)):
+            raise Unavailable("another client has changed the number")
+        for _ in range(count - number):
+            self._supervisor.add(self._who, component)
+        for _ in range(number - count):
+            self._remove(component)
         await self._way()
 
-    async def prefer(self, order: Order) -> None:
+    async def prefer(self, worker: EndpointRecord) -> None:
         """Remembers the pod by its process. When the container was restarted, the pod is still
         the preferred one."""
         await self._way()
-        worker = self._supervisor.find(order.component, order.lease_id)
-        worker.last_lease = order.lease_id
+        pod = self._supervisor.find(worker.component, worker.lease_id)
+        pod.last_lease, pod.preferred = worker.lease_id, True
         await self._way()
 
-    async def remove(self, order: Order) -> None:
-        """Ends the preferred one: with SIGKILL, if it is still the process that drains."""
-        await self._way()
-        counts = self._supervisor.counts()[order.component]
-        if counts.starting + counts.ready > order.count:
-            worker = self._supervisor.find(order.component, order.lease_id)
-            if worker.phase in ("starting", "ready"):
-                self._end(worker, order.lease_id)
-        await self._way()
-
-    def _end(self, worker: Worker, lease_id: int) -> None:
-        host = worker.slot.host
+    def _remove(self, component: str) -> None:
+        """With SIGKILL, if it is still the process that drains."""
+        there = [one for one in self._supervisor.workers if one.component == component]
+        there = [one for one in there if one.phase in ("starting", "ready")]
+        worker = min(there, key=lambda one: (not one.preferred, one.phase == "ready", -one.began))
+        host, lease_id = worker.slot.host, worker.last_lease
         if lease_id and host is not None and host.lease.id == lease_id:
             self._supervisor.kill(self._who, worker)
         else:
+            self._supervisor.watcher.removing(self._who, worker)
             self._supervisor.end(worker)
 
-    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
-        return hosts
+    def owns(self, worker: EndpointRecord) -> bool:
+        return True
 
     async def _way(self) -> None:
         """Raises Unavailable."""

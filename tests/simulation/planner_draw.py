@@ -31,12 +31,12 @@ _RESUMED, _LEFT = 39, 99
 _FULL_EVERY = 50
 
 _STEPS = (
+    Step("add", "wanted"),
     Step("add", "ordered"),
-    Step("add", "asked"),
-    Step("add", "withdrawing"),
+    Step("withdraw", "wanted"),
+    Step("withdraw", "ordered"),
+    Step("remove", "wanted"),
     Step("remove", "ordered"),
-    Step("remove", "leaving"),
-    Step("remove", "asked"),
 )
 #: Faults of planners, and of the servers that they need.
 _KINDS = (
@@ -145,7 +145,7 @@ def _with_resumed_additions(
             devices=10,
             bad_starts=(),
             wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
-            crashes=(Step("add", "ordered"), Step("add", "ordered")),
+            crashes=(Step("add", "wanted"), Step("add", "wanted")),
         ),
     )
 

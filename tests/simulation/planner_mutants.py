@@ -1,20 +1,18 @@
 """Planners that lack one of their safeguards. The simulation must detect each."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 
-from dynamo_lite.planner.connector import COMPONENTS, Counted
 from dynamo_lite.planner.departure import Departure, worker_of
 from dynamo_lite.planner.observation import Observed
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.drain import Safe, Unsafe
-from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
-from dynamo_lite.planner.records import PlannerRecords
-from dynamo_lite.planner.under_way import RunningOperation
-from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.planner.policy.inputs import RoleSeen, Seen
+from dynamo_lite.planner.record import PlannerRecords, WantedEdit
+from dynamo_lite.protocol.planner import LeavingWorker, RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host
 from tests.simulation.loop.process import PROCESS
@@ -36,15 +34,17 @@ class _HastyDeparture(Departure):
 
 
 def _kill_hastily(planner: Planner, kind: type[Departure]) -> None:
-    await_leaving = planner._operations._await_leaving
+    acts = planner._acts
+    may_end = acts._may_end
 
-    async def await_hastily(one: RunningOperation, counted: Counted) -> None:
-        if one.departure is None:
-            worker = worker_of(one.record, planner._spec.namespace)
-            one.departure = kind(worker, PROCESS.get().clock.monotonic)
-        await await_leaving(one, counted)
+    async def may_end_hastily(component: str, leaving: LeavingWorker, within_s: float) -> bool:
+        if leaving.lease_id not in acts._departures:
+            worker = worker_of(component, leaving, planner._spec.namespace)
+            departure = kind(worker, PROCESS.get().clock.monotonic)
+            acts._departures[leaving.lease_id] = departure
+        return await may_end(component, leaving, within_s)
 
-    planner._operations._await_leaving = await_hastily
+    acts._may_end = may_end_hastily
 
 
 def _kill_on_idle(planner: Planner) -> None:
@@ -58,10 +58,6 @@ def _kill_with_claims(planner: Planner) -> None:
 
 
 class _AlwaysLeads(PlannerRecords):
-    @property
-    def leads(self) -> bool:
-        return True
-
     @property
     def why_not(self) -> str:
         return ""
@@ -77,15 +73,20 @@ def _act_in_dry_run(planner: Planner) -> None:
     """A planner in a dry run acts."""
     if planner._config.dry_run:
         _usurp(planner)
-        planner._hold = lambda manual: ""
+        planner._hold = lambda records, manual: ""
 
 
 def _see(planner: Planner, other: Callable[[RoleSeen], RoleSeen]) -> None:
     """Gives it wrong facts about its workers."""
     right = planner._seen
 
-    def wrong(observed: Observed, number: Counted | None) -> Seen:
-        seen = right(observed, number)
+    def wrong(
+        records: PlannerRecords,
+        observed: Observed,
+        counts: Mapping[str, RoleCounts],
+        wanted: WantedRecord,
+    ) -> Seen:
+        seen = right(records, observed, counts, wanted)
         return replace(seen, roles={role: other(one) for role, one in seen.roles.items()})
 
     planner._seen = wrong
@@ -104,15 +105,13 @@ def _see_all_ready(planner: Planner) -> None:
         ready = one.counts.ready + one.counts.starting
         return replace(one, counts=structs.replace(one.counts, ready=ready, starting=0))
 
-    async def victim(role: Role) -> EndpointRecord | None:
+    async def victim(component: str) -> EndpointRecord | None:
         members = planner._observation.members
-        spared = planner._under_way.victims(members)
-        fit = (members[i] for i in sorted(members) if members[i].component == COMPONENTS[role])
-        return next((one for one in fit if one.lease_id not in spared), None)
+        fit = (members[i] for i in sorted(members) if members[i].component == component)
+        return next((one for one in fit if one.lease_id not in planner._acts._removed), None)
 
     _see(planner, other)
-    planner._victim = victim
-    planner._operations._too_few = lambda record, counts: ""
+    planner._acts._victim = victim
 
 
 def _no_limits(planner: Planner) -> None:
@@ -126,82 +125,25 @@ def _reverse_at_once(planner: Planner) -> None:
     _see(planner, lambda one: replace(one, changed=None))
 
 
-def _do_twice(planner: Planner) -> None:
-    """A resumed addition starts from the beginning, whatever was ordered before the crash."""
-    order_additions, load = planner._operations._order_additions, planner._under_way.load
-    resumed: set[int] = set()
-
-    async def note() -> None:
-        await load()
-        resumed.update(one.record.id for one in planner._under_way)
-
-    async def order_all(one: RunningOperation, counted: Counted, counts: RoleCounts) -> None:
-        if one.record.id in resumed:
-            counts = RoleCounts(ready=one.record.before)
-        await order_additions(one, counted, counts)
-
-    planner._under_way.load, planner._operations._order_additions = note, order_all
-
-
-def _two_operations(planner: Planner) -> None:
-    """A role gets another operation while one is under way."""
-    _see_no_draining(planner)
-    planner._under_way.of = lambda component: ()
-
-
 def _order_before_record(planner: Planner) -> None:
-    """A change is recorded when its orders were taken."""
-    enter = planner._under_way.enter
+    """A change is written down when its order was taken."""
+    edit, order = planner._acts._records.edit, planner._acts._order
+    pending: list[WantedEdit] = []
 
-    async def enter_later(one: RunningOperation, phase: Any) -> None:
-        if phase == "ordered":
-            one.stored = True
-        else:
-            await enter(one, phase)
+    async def edit_later(change: WantedEdit) -> WantedRecord:
+        if change.__name__ == "wanted":
+            pending.append(change)
+            return change(WantedRecord())
+        return await edit(change)
 
-    planner._under_way.enter = enter_later
+    async def order_and_edit(
+        component: str, role: WantedWorkers, chosen: EndpointRecord | None
+    ) -> None:
+        await order(component, role, chosen)
+        while pending:
+            await edit(pending.pop())
 
-
-def _forget_operations(planner: Planner) -> None:
-    """A planner that is elected does not resume the operations that another one has begun."""
-
-    async def nothing() -> None:
-        planner._under_way.forget()
-
-    planner._under_way.load = nothing
-
-
-def _go_back(planner: Planner) -> None:
-    """An operation that is resumed begins again with its first phase."""
-    load = planner._under_way.load
-
-    async def load_from_start() -> None:
-        await load()
-        for one in planner._under_way:
-            await planner._under_way.enter(one, "ordered")
-
-    planner._under_way.load = load_from_start
-
-
-def _end_early(planner: Planner, kind: str) -> None:
-    enter = planner._under_way.enter
-
-    async def enter_and_end(one: RunningOperation, phase: Any) -> None:
-        await enter(one, phase)
-        if (one.record.kind, phase) == (kind, "asked"):
-            await planner._under_way.end(one, "done")
-
-    planner._under_way.enter = enter_and_end
-
-
-def _delete_additions(planner: Planner) -> None:
-    """The record of an addition is deleted when its orders were taken."""
-    _end_early(planner, "add")
-
-
-def _delete_removals(planner: Planner) -> None:
-    """The record of a removal is deleted when its order was taken."""
-    _end_early(planner, "remove")
+    planner._acts._records.edit, planner._acts._order = edit_later, order_and_edit
 
 
 def _planner(violates: str, change: Callable[[Planner], None]) -> Mutant:
@@ -227,11 +169,5 @@ PLANNER_MUTANTS: dict[str, Mutant] = {
     "ignores-the-maximum": _planner("are the most", _no_limits),
     "ignores-the-minimum": _planner("are fewer than", _no_limits),
     "reverses-at-once": _planner("a reversal after", _reverse_at_once),
-    "done-twice": _planner("and the operation wanted", _do_twice),
-    "two-operations": _planner("has two operations", _two_operations),
-    "orders-before-its-record": _planner("no record of an operation", _order_before_record),
-    "forgets-operations": _planner("has two operations", _forget_operations),
-    "goes-back": _planner("goes back from", _go_back),
-    "deletes-additions": _planner("still starts, and its record is deleted", _delete_additions),
-    "deletes-removals": _planner("still drains, and its record is deleted", _delete_removals),
+    "orders-before-its-record": _planner("are wanted", _order_before_record),
 }

@@ -1,19 +1,20 @@
 """The planners of a simulated cluster, and what happens to them: kills, operators, bad starts."""
 
 import asyncio
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import refusals
-from dynamo_lite.planner.target import Target
+from dynamo_lite.planner.record import WantedEdit, edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
-from dynamo_lite.protocol.planner import OperationRecord, TargetRecord
+from dynamo_lite.protocol.planner import WantedRecord
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from tests.simulation.graph_supervisor import SLOTS, SimPods, SimSupervisor
 from tests.simulation.planner_invariants import PlannerJudge
@@ -26,12 +27,9 @@ if TYPE_CHECKING:
 
 #: A planner that is killed in a step lives for this time of it, as powers of ten. Orders are taken
 #: within some milliseconds.
-_KILLED_AFTER_S = {"ordered": (-3.3, -1.9), "withdrawing": (-3.3, -1.9)}
-_KILLED_LATER_S = (-3.3, -0.3)
-#: How often one that is killed in "ordered" is killed in the moment in which its order is taken.
-_KILLED_AT_ORDER = 0.5
+_KILLED_AFTER_S = {"wanted": (-3.3, -1.9), "ordered": (-3.3, -0.3)}
 _RETRY_S = 1.0
-#: After this long an operator ends a start that hangs. A planner withdraws only its own ones.
+#: After this long a start that hangs ends.
 _HANGS_S = 30.0
 
 
@@ -51,14 +49,10 @@ class Planning:
         self._loop, self._etcd = world.loop, world.etcd
         self._rng = world.loop.stream("planning")
         self.supervisor = SimSupervisor(world, scenario.devices)
-        self.judge = PlannerJudge(
-            world, scenario, self.supervisor, on_step=self._on_step, on_order=self._on_order
-        )
+        self.judge = PlannerJudge(world, scenario, self.supervisor, on_step=self._on_step)
         self.supervisor.watcher = self.judge
         self._etcd.data.on_commit = self.judge.committed
         self._crashes = list(scenario.crashes)
-        #: The planner is to be killed when its order was taken.
-        self._at_order: Step | None = None
         self._began_at = self._loop.time()
         self._operator = self._loop.add_process("operator")
         self._unset: asyncio.Task[None] | None = None
@@ -103,33 +97,21 @@ class Planning:
 
     def unsettled(self) -> str | None:
         """What is not settled yet; called repeatedly at the end of a run."""
-        target = self._target()
-        if target is not None and target.manual:
+        if manual := self._wanted().manual:
             if self._unset is None or self._unset.done():
                 self._unset = self._operator.spawn(self._forget(), name="unset")
-            return f"an operator's numbers: {target.manual}"
+            return f"an operator's numbers: {manual}"
         return self.judge.unsettled()
 
     # kill -9 in a step
 
-    def _on_step(self, record: OperationRecord) -> None:
-        step = Step(record.kind, record.phase)
-        if self._scenario.pods and record.kind == "remove":
-            # It is about to be revoked.
-            self._etcd.revoked.add(record.lease_id)
+    def _on_step(self, step: Step) -> None:
         if step in self._crashes:
             self._crashes.remove(step)
-            if step.phase == "ordered" and self._rng.random() < _KILLED_AT_ORDER:
-                self._at_order = step
-                return
-            after_s = 10 ** self._rng.uniform(*_KILLED_AFTER_S.get(step.phase, _KILLED_LATER_S))
+            # In the moment itself an order is taken, and its sender has no answer.
+            after_s = 10 ** self._rng.uniform(*_KILLED_AFTER_S[step.phase])
+            after_s *= self._rng.random() < 0.5
             self._network.call_at(self._loop.time() + after_s, self._kill_leader, step)
-
-    def _on_order(self, kind: str) -> None:
-        """Before its sender gets the answer."""
-        if self._at_order is not None and self._at_order.kind == kind:
-            self._network.call_at(self._loop.time(), self._kill_leader, self._at_order)
-            self._at_order = None
 
     def _kill_leader(self, step: Step) -> None:
         reigns = self.judge.reigns
@@ -152,29 +134,29 @@ class Planning:
         role = next(role for role, name in COMPONENTS.items() if name == wish.component)
         options = self._scenario.options
         counts: dict[Role, int] = {}
-        manual: Mapping[str, int] = {} if (target := self._target()) is None else target.manual
+        manual = self._wanted().manual
         for other, name in COMPONENTS.items():
             each = self.supervisor.counts()[name]
             counts[other] = manual.get(name, each.starting + each.ready)
         if refusals({role: wish.count}, counts, {}, options):
             return
-        await self._on_target(
-            lambda target: target.set_manual({wish.component: wish.count}, "set by an operator")
+        await self._edit(
+            lambda record: replace(record, manual={**record.manual, wish.component: wish.count})
         )
 
     async def _forget(self) -> None:
-        await self._on_target(lambda target: target.unset(list(SLOTS)))
+        await self._edit(lambda record: replace(record, manual={}))
         await asyncio.sleep(_RETRY_S)
 
-    async def _on_target(self, work: Callable[[Target], Any]) -> None:
+    async def _edit(self, change: WantedEdit) -> None:
         """Does nothing while etcd is unavailable."""
         try:
             async with asyncio.timeout(5.0), self._world.open_store() as store:
-                await work(Target(store, NAMESPACE, "operator", self._operator.clock))
+                await edit(store, NAMESPACE, change)
         except (DynamoLiteError, TimeoutError) as exc:
             self._loop.trace.add(f"the operator was not heard: {exc!r}")
 
-    def _target(self) -> TargetRecord | None:
-        key = names.planner_target_key(NAMESPACE)
+    def _wanted(self) -> WantedRecord:
+        key = names.planner_wanted_key(NAMESPACE)
         value = self._etcd.data.matching(key).get(key)
-        return None if value is None else decode_json(value, TargetRecord)
+        return WantedRecord() if value is None else decode_json(value, WantedRecord)

@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Literal
 
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.protocol.planner import ChangePhase
 from tests.simulation.engine.model import Sampling
 
 
@@ -17,8 +16,9 @@ from tests.simulation.engine.model import Sampling
 class Step:
     """A moment in a change of the numbers: its record gets this phase."""
 
-    kind: Literal["add", "remove"]
-    phase: ChangePhase
+    kind: Literal["add", "remove", "withdraw"]
+    #: wanted: the record says so. ordered: the order was taken.
+    phase: Literal["wanted", "ordered"]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.phase}"

@@ -209,7 +209,7 @@ class World:
 
     def left_keys(self) -> list[str]:
         """Keys in the store that should have gone with their processes."""
-        target = names.planner_target_key(NAMESPACE)
+        target = names.planner_wanted_key(NAMESPACE)
         return [
             key for key in self.etcd.data.matching("") if self.planning is None or key != target
         ]

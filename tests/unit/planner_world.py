@@ -5,19 +5,12 @@ from dataclasses import dataclass, field
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     LastChange,
-    Operation,
     PrefillLoad,
     Role,
     RoleSeen,
     Seen,
 )
-from dynamo_lite.planner.policy.memory import (
-    Action,
-    AddWorkers,
-    Proposal,
-    RemoveWorker,
-    WithdrawStart,
-)
+from dynamo_lite.planner.policy.memory import Change, Proposal
 from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -35,10 +28,8 @@ class Pool:
     devices_each: int = 1
     starting: list[float] = field(default_factory=list)
     draining: list[float] = field(default_factory=list)
-    #: id, kind, began, workers that were there
-    operations: list[tuple[int, str, float, int]] = field(default_factory=list)
-    done: int = 0
-    failed: int = 0
+    #: Failed starts in a row.
+    failures: int = 0
 
     @property
     def count(self) -> int:
@@ -62,7 +53,6 @@ class World:
         self.reachable = True
         #: No removal is begun.
         self.no_victim = False
-        self.numbers = 0
         #: (time, role, up) of every change that the planner has ordered.
         self.orders: list[tuple[float, Role, bool]] = []
 
@@ -88,12 +78,7 @@ class World:
                 devices_each=pool.devices_each,
                 devices_free=max(free, 0),
             ),
-            operations=tuple(
-                Operation(id=i, kind=kind, age_s=self.now - began)  # pyright: ignore
-                for i, kind, began, _ in pool.operations
-            ),
-            starts_done=pool.done,
-            starts_failed=pool.failed,
+            failures=pool.failures,
             changed=self._changed(role),
         )
 
@@ -118,34 +103,24 @@ class World:
         pool.starting = [at for at in pool.starting if at > self.now]
         pool.ready += len(due)
         pool.draining = [at for at in pool.draining if at > self.now]
-        left = []
-        for operation in pool.operations:
-            _, kind, _, before = operation
-            if kind == "add" and not pool.starting:
-                pool.done += pool.ready > before
-                pool.failed += pool.ready <= before
-            elif kind != "remove" or pool.draining:
-                left.append(operation)
-        pool.operations = left
+        if due:
+            pool.failures = 0
 
-    def _do(self, action: Action) -> None:
-        if self.no_victim and isinstance(action, RemoveWorker):
+    def _do(self, change: Change) -> None:
+        if self.no_victim and change.kind == "remove":
             return
-        pool = self.pools[action.role]
-        self.numbers += 1
-        self.memory = begun(self.memory, action)
-        if isinstance(action, WithdrawStart):
+        pool = self.pools[change.role]
+        self.memory = begun(self.memory, change)
+        if change.withdraws:
+            assert len(pool.starting) == -change.by
             pool.starting = []
+            pool.failures += 1
             return
-        up = isinstance(action, AddWorkers)
-        self.orders.append((self.now, action.role, up))
-        pool.operations.append((self.numbers, "add" if up else "remove", self.now, pool.ready))
-        if isinstance(action, AddWorkers):
-            pool.starting += [self.now + pool.start_s] * action.size
-        elif action.starting:
-            pool.starting.pop()
-            pool.operations.pop()
+        self.orders.append((self.now, change.role, change.by > 0))
+        if change.by > 0:
+            pool.starting += [self.now + pool.start_s] * change.by
         else:
+            assert change.by == -1
             pool.ready -= 1
             pool.draining.append(self.now + pool.drain_s)
 
@@ -156,10 +131,9 @@ def prefill_load(
     return PrefillLoad(asked_per_s=asked, refused_per_s=refused, backlog=backlog, rate=rate)
 
 
-def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0):
+def decode_load(kv: float, requests: float = 0, *, waiting: float = 0):
     return DecodeLoad(
         kv_used=kv,
-        kv_parked=parked,
         kv_waiting=0,
         running=requests,
         waiting=waiting,

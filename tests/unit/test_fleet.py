@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.run_state import ProcessState
@@ -102,7 +102,7 @@ def test_what_is_refused_changes_nothing():
         world.fleet.add(D)
     with pytest.raises(Refused, match="no service of this graph that can be scaled"):
         world.fleet.add("Frontend")
-    with pytest.raises(UnknownWorker):
+    with pytest.raises(Refused):
         world.fleet.to_retire(P, 12345)
     world.unwritable = True
     with pytest.raises(Refused, match="PrefillWorker: its files cannot be written"):

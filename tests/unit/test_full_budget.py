@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.memory import AddWorkers, Proposal, RemoveWorker
+from dynamo_lite.planner.policy.memory import Proposal
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 
@@ -47,11 +47,11 @@ def world(prefill: int, decode: int, **changed: float) -> FullWorld:
     return FullWorld(prefill, decode, replace(FULL, **changed))
 
 
-def changes(proposals: list[Proposal]) -> list[tuple[type, Role]]:
-    return [(type(action), action.role) for one in proposals for action in one.actions]
+def changes(proposals: list[Proposal]) -> list[tuple[str, Role]]:
+    return [(change.kind, change.role) for one in proposals for change in one.actions]
 
 
-MOVED = [(RemoveWorker, D), (AddWorkers, P)]
+MOVED = [("remove", D), ("add", P)]
 
 
 def test_a_device_moves_from_one_role_to_the_other():
@@ -74,9 +74,9 @@ def test_the_addition_waits_until_the_other_worker_has_ended():
     w.run(100)
     w.prefill = prefill_load(1200)
     proposals = w.run(80)
-    assert changes(proposals) == [(RemoveWorker, D)]
+    assert changes(proposals) == [("remove", D)]
     assert "no device is free within the budget" in proposals[-1].roles[P].reason
-    assert changes(w.run(30)) == [(AddWorkers, P)]
+    assert changes(w.run(30)) == [("add", P)]
 
 
 def test_a_device_comes_back():
@@ -85,7 +85,7 @@ def test_a_device_comes_back():
     w.prefill = prefill_load(1200)
     w.run(60)
     w.prefill, w.decode = prefill_load(0), decode_load(2.4)
-    assert changes(w.run(100)) == [(RemoveWorker, P), (AddWorkers, D)]
+    assert changes(w.run(100)) == [("remove", P), ("add", D)]
     assert w.numbers_of == (1, 3)
 
 
@@ -129,7 +129,7 @@ def test_no_worker_is_removed_while_a_device_becomes_free_anyway(role: Role):
     w.pools[role].draining = [w.now + 140.0]
     w.run(100)
     w.prefill = prefill_load(1200)
-    assert changes(w.run(100)) == [(AddWorkers, P)]
+    assert changes(w.run(100)) == [("add", P)]
 
 
 def test_a_role_with_larger_workers_gets_as_many_devices_as_one_needs():
@@ -138,7 +138,7 @@ def test_a_role_with_larger_workers_gets_as_many_devices_as_one_needs():
     w.run(100)
     w.prefill = prefill_load(1200)
     w.decode = decode_load(0.1)
-    assert changes(w.run(100)) == [(RemoveWorker, D), (RemoveWorker, D), (AddWorkers, P)]
+    assert changes(w.run(100)) == [("remove", D), ("remove", D), ("add", P)]
 
 
 def test_a_start_that_hangs_is_withdrawn_and_the_device_is_free():

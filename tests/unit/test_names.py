@@ -50,9 +50,7 @@ def test_every_other_name():
     assert names.forward_explain_subject("dynamo", 0x1F) == "dynamo_forward.1f.explain"
     assert names.live_options_key("dynamo", "VllmWorker") == "dynamo/config/VllmWorker"
     assert names.planner_leader_key("dynamo") == "dynamo/planner/leader"
-    assert names.planner_target_key("dynamo") == "dynamo/planner/target"
-    assert names.planner_pause_key("dynamo") == "dynamo/planner/pause"
-    assert names.planner_operation_key("dynamo", 12) == "dynamo/planner/ops/12"
+    assert names.planner_wanted_key("dynamo") == "dynamo/planner/wanted"
     assert names.leave_subject("dynamo", "e1") == "dynamo_engine.e1.leave"
     assert names.health_subject("dynamo", "VllmWorker") == "dynamo_health.VllmWorker"
 

@@ -128,9 +128,7 @@ def test_no_user_writes_the_keys_of_another_component():
     assert writers(metadata) == ["VllmWorker", "Planner"]
     assert writers(names.link_key(NAMESPACE, 0x1A, "e2")) == ["PrefillWorker", "Planner"]
     for key in (
-        names.planner_target_key(NAMESPACE),
-        names.planner_operation_key(NAMESPACE, 7),
-        names.planner_pause_key(NAMESPACE),
+        names.planner_wanted_key(NAMESPACE),
         names.planner_leader_key(NAMESPACE),
     ):
         assert writers(key) == ["Planner"]

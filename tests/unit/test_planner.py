@@ -12,13 +12,12 @@ from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     LastChange,
-    Operation,
     PrefillLoad,
     RoleSeen,
     Seen,
 )
 from dynamo_lite.planner.policy.limits import bounds, contradictions, refusals
-from dynamo_lite.planner.policy.memory import AddWorkers, PlannerMemory, RemoveWorker, WithdrawStart
+from dynamo_lite.planner.policy.memory import PlannerMemory
 from dynamo_lite.planner.policy.planner import plan
 from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
@@ -43,11 +42,11 @@ def world(prefill: Pool | None = None, decode: Pool | None = None, **changed: fl
 
 
 def adds(proposal, role):
-    return sum(a.size for a in proposal.actions if isinstance(a, AddWorkers) and a.role is role)
+    return sum(a.by for a in proposal.actions if a.kind == "add" and a.role is role)
 
 
 def removes(proposal, role):
-    return [a for a in proposal.actions if isinstance(a, RemoveWorker) and a.role is role]
+    return [a for a in proposal.actions if a.kind == "remove" and a.role is role]
 
 
 # More workers
@@ -95,18 +94,6 @@ def test_decode_workers_for_a_load(load, wanted):
     w = world()
     w.decode = load
     assert w.tick().roles[D].wanted == wanted
-
-
-def test_blocks_that_wait_for_prefill_workers_are_no_lack_of_decode_workers():
-    w = world()
-    w.decode = decode_load(0.95, parked=0.6)
-    w.prefill = prefill_load(5000)
-    proposal = w.tick()
-    assert proposal.roles[D].wanted == 1
-    w = world()
-    w.decode = decode_load(0.95, parked=0.6)
-    w.prefill = prefill_load(100)  # enough of them: the blocks are really in use
-    assert w.tick().roles[D].wanted == 2
 
 
 def test_without_a_measured_rate_one_more_while_prompts_find_no_room():
@@ -211,15 +198,12 @@ def test_a_removal_that_was_not_begun_is_no_change():
     assert adds(w.tick(), D) == 3
 
 
-def test_the_last_one_that_serves_stays_whatever_starts():
-    removal = Operation(id=1, kind="remove", age_s=1.0, confirmed=False)
-    counts = RoleCounts(starting=40, ready=2)
-    role = RoleSeen(counts=counts, operations=(removal,))
+def test_while_workers_start_none_is_removed():
+    role = RoleSeen(counts=RoleCounts(starting=1, ready=2))
     seen = Seen(roles={P: role}, manual={P: 1})
-    limits = replace(LIMITS, prefill_max=50)
-    assert plan(PlannerMemory(), seen, limits, 0.0)[1].actions == ()
-    more = replace(seen, roles={P: replace(role, counts=RoleCounts(starting=40, ready=3))})
-    assert len(plan(PlannerMemory(), more, limits, 0.0)[1].actions) == 1
+    assert plan(PlannerMemory(), seen, LIMITS, 0.0)[1].actions == ()
+    there = replace(seen, roles={P: replace(role, counts=RoleCounts(ready=3))})
+    assert len(plan(PlannerMemory(), there, LIMITS, 0.0)[1].actions) == 1
 
 
 def test_the_change_of_the_planner_before_counts():
@@ -249,20 +233,16 @@ def test_the_budget_counts_workers_that_others_have_started():
     memory, _ = plan(PlannerMemory(), seen, limits, 0.0)
     _, proposal = plan(memory, seen, limits, limits.tick_s)
     # The decode worker that the minimum asks for, and no prefill worker.
-    assert [(a.role, a.size) for a in proposal.actions if isinstance(a, AddWorkers)] == [(D, 1)]
+    assert [(a.role, a.by) for a in proposal.actions] == [(D, 1)]
     assert "no device is free within the budget" in proposal.roles[P].reason
 
 
-def test_a_worker_without_a_waiter_is_overdue_after_the_time_of_a_start():
+def test_a_start_that_another_one_has_ordered_is_withdrawn_when_it_takes_too_long():
     w = world(prefill=Pool(ready=2, start_s=20.0, starting=[math.inf]), down_window_s=10.0)
-    w.no_victim = True
-    found = [(w.now, removal) for _ in range(20) for removal in removes(w.tick(), P)]
-    began = found[0][0]
-    assert all(removal.starting for _, removal in found)
-    overdue = [now - began for now, removal in found if removal.overdue]
-    assert 0 < len(overdue) < len(found)
+    found = [(w.now, change) for _ in range(10) for change in w.tick().actions]
     # Since the first tick saw it.
-    assert overdue[0] == pytest.approx(40.0, abs=3 * w.limits.tick_s)
+    assert found[0][0] == pytest.approx(1000.0 + 40.0, abs=3 * w.limits.tick_s)
+    assert (found[0][1].kind, found[0][1].by) == ("withdraw", -1)
 
 
 def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():
@@ -271,7 +251,7 @@ def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():
     w.run(10)
     w.pools[P].starting = [math.inf]
     proposals = w.run(50)
-    withdrawn = [a for p in proposals for a in p.actions if isinstance(a, WithdrawStart)]
+    withdrawn = [a for p in proposals for a in p.actions if a.kind == "withdraw"]
     assert len(withdrawn) == 1
     assert not w.pools[P].starting
     assert "1 starts have failed" in w.tick().roles[P].reason
@@ -291,15 +271,13 @@ def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():
 
 
 def test_a_start_has_the_configured_timeout():
-    add = Operation(id=1, kind="add", age_s=39.0)
-    role = RoleSeen(counts=RoleCounts(ready=1, starting=1), operations=(add,))
-    seen = Seen(roles={P: role})
-    assert plan(PlannerMemory(), seen, LIMITS, 0.0)[1].actions == ()
-    late = replace(role, operations=(replace(add, age_s=41.0),))
-    _, proposal = plan(PlannerMemory(), replace(seen, roles={P: late}), LIMITS, 0.0)
-    assert [a.operation for a in proposal.actions] == [1]
-    again = replace(role, operations=(replace(add, age_s=41.0, withdrawing=True),))
-    assert plan(PlannerMemory(), replace(seen, roles={P: again}), LIMITS, 0.0)[1].actions == ()
+    seen = Seen(roles={P: RoleSeen(counts=RoleCounts(ready=1, starting=2))})
+    memory, proposal = plan(PlannerMemory(), seen, LIMITS, 0.0)
+    assert proposal.actions == ()
+    memory, proposal = plan(memory, seen, LIMITS, 40.0)
+    assert proposal.actions == ()
+    _, proposal = plan(memory, seen, LIMITS, 41.0)
+    assert [(a.kind, a.by) for a in proposal.actions] == [("withdraw", -2)]
 
 
 def test_an_operator_s_number_is_reached_whatever_the_load():
@@ -434,15 +412,14 @@ class Checked(World):
         self.last: dict = {}
         self.known_since = {P: None, D: None}
         self.retry_at = {P: 0.0, D: 0.0}
-        self.busy = {P: False, D: False}
 
     def check(self, seen, proposal):
         if seen.hold or not seen.roles:
             assert proposal.actions == ()
             return
         devices = sum(role.devices for role in seen.roles.values())
-        adding = [a for a in proposal.actions if isinstance(a, AddWorkers)]
-        added = sum(a.size * seen.roles[a.role].devices_each for a in adding)
+        adding = [a for a in proposal.actions if a.kind == "add"]
+        added = sum(a.by * seen.roles[a.role].devices_each for a in adding)
         assert not adding or devices + added <= self.limits.budget_devices
         for role in seen.roles:
             self.check_role(role, seen, [a for a in proposal.actions if a.role is role])
@@ -450,26 +427,24 @@ class Checked(World):
     def check_role(self, role, seen, actions):
         one = seen.roles[role]
         least, most = bounds(self.limits, role)
-        changes = [a for a in actions if not isinstance(a, WithdrawStart)]
-        assert len(changes) <= 1
+        assert len(actions) <= 1
         for action in actions:
-            if isinstance(action, WithdrawStart):
-                assert action.operation in [o.id for o in one.operations if o.kind == "add"]
-        for action in changes:
-            up = isinstance(action, AddWorkers)
+            up = action.kind == "add"
+            if action.withdraws:
+                assert action.by == -one.counts.starting < 0
+                continue
             if up:
-                assert not one.operations
-                assert 1 <= action.size <= max(4, math.ceil(one.count / 2), least - one.count)
-                assert one.count + action.size <= most
+                assert not one.under_way
+                assert 1 <= action.by <= max(4, math.ceil(one.count / 2), least - one.count)
+                assert one.count + action.by <= most
                 assert self.now >= self.retry_at[role]
             else:
                 present = one.count + one.counts.draining
                 cap = present // 20 if present > 20 else 1
-                assert all(o.kind == "remove" for o in one.operations)
-                assert max(len(one.operations), one.counts.draining) < cap
+                assert not one.counts.starting
+                assert one.counts.draining < cap
                 assert one.count - 1 >= least
-                assert action.starting or one.serving - len(one.operations) >= 2
-                assert action.starting == (one.counts.starting > 0 and not one.operations)
+                assert one.serving >= 2
                 if one.count <= most:
                     assert self.known_since[role] is not None
                     gives = "makes room" in action.reason
@@ -483,11 +458,8 @@ class Checked(World):
 
     def tick(self):
         self.now += self.limits.tick_s
-        for role, pool in self.pools.items():
-            failed = pool.failed
+        for pool in self.pools.values():
             self._pass_time(pool)
-            if pool.failed > failed:
-                self.retry_at[role] = self.now + 29.9
         seen = self.seen()
         known = {
             P: None not in (self.prefill.asked_per_s, self.prefill.refused_per_s)
@@ -505,9 +477,11 @@ class Checked(World):
         assert plan(self.memory, seen, self.limits, self.now) == (memory, proposal)
         self.check(seen, proposal)
         self.memory = memory
-        self.busy = {role: bool(one.operations) for role, one in seen.roles.items()} or self.busy
         for action in proposal.actions:
             self._do(action)
+            if action.withdraws:
+                # The next tick sees it.
+                self.retry_at[action.role] = self.now + self.limits.tick_s + 29.9
         return proposal
 
     def event(self, kind, role, size):
@@ -525,8 +499,7 @@ class Checked(World):
                 self.decode = replace(self.decode, kv_used=None)
             case "kill" | "foreign":
                 pool.ready = max(pool.ready + (1 if kind == "foreign" else -1), 0)
-                if not pool.operations and not self.busy[role]:
-                    self.known_since[role] = None
+                self.known_since[role] = None
             case "stuck":
                 pool.starting = [math.inf for _ in pool.starting]
             case "hold":

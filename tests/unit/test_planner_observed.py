@@ -2,10 +2,10 @@
 
 import pytest
 
-from dynamo_lite.planner.policy.observed import Outstanding, decode_load
+from dynamo_lite.planner.policy.observed import decode_load
 from dynamo_lite.runtime.overview.model import LiveProcess
 
-REMOTE = Outstanding(jobs=2, tokens=2000)
+REMOTE = 2
 
 
 def report(**changes: int | None) -> LiveProcess:
@@ -17,7 +17,6 @@ def test_all_workers_together():
     load = decode_load([report(), report()], REMOTE)
     assert (load.running, load.waiting) == (20, 8)
     assert load.kv_used == 1.0
-    assert load.kv_parked == pytest.approx(0.2)
     # Two of those that wait have their blocks; each of the others needs what a running one has.
     assert load.queued == 6
     assert load.kv_waiting == pytest.approx(6 * 0.05)
@@ -33,7 +32,7 @@ def test_a_silent_worker_leaves_the_sums_incomplete():
 
 def test_it_may_not_be_known_who_waits_for_memory():
     load = decode_load([report()], None)
-    assert load.kv_parked is load.kv_waiting is load.queued is None
+    assert load.kv_waiting is load.queued is None
     assert load.waiting == 4
     idle = decode_load([report(waiting=0)], None)
     assert (idle.queued, idle.kv_waiting) == (0, 0)

@@ -11,7 +11,7 @@ from dynamo_lite.planner.departure import Departure, worker_of
 from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.planner.policy.drain import Safe, Unsafe
 from dynamo_lite.planner.roles import LastChanges
-from dynamo_lite.protocol.planner import Change, OperationRecord, TargetRecord
+from dynamo_lite.protocol.planner import LeavingWorker, WantedWorkers
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
@@ -145,10 +145,9 @@ async def test_who_waits_for_a_remote_prefill_has_blocks(graph: Graph):
     graph.worker("a", outstanding_jobs=2.0, outstanding_tokens=400.0)
     known = (await graph.look()).decode
     assert known.kv_waiting == pytest.approx(0.25)
-    assert known.kv_parked == pytest.approx(0.4)
     graph.metrics["a"] = None
     unknown = (await graph.look()).decode
-    assert unknown.kv_waiting is unknown.kv_parked is None
+    assert unknown.kv_waiting is None
     assert unknown.waiting == 3, "as it says at /health"
 
 
@@ -177,19 +176,13 @@ async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
 def test_the_age_of_a_change_does_not_depend_on_the_clock_of_who_made_it():
     now = 100.0
     changes = LastChanges(lambda: now)
-    assert changes.of(P) is None
-    ahead = TargetRecord(
-        counts={}, version=1, by="", reason="", changes={P: Change(up=True, at=9e9)}
-    )
-    changes.note(ahead)
+    assert changes.of(P, None) is None
+    ahead = WantedWorkers(count=2, up=True, by="", reason="", at=9e9)
+    changes.of(P, ahead)
     now = 130.0
-    changes.note(ahead)
-    last = changes.of(P)
+    last = changes.of(P, ahead)
     assert last is not None and (last.up, last.age_s) == (True, 30.0)
-    changes.note(
-        TargetRecord(counts={}, version=2, by="", reason="", changes={P: Change(up=False, at=1.0)})
-    )
-    last = changes.of(P)
+    last = changes.of(P, WantedWorkers(count=1, up=False, by="", reason="", at=1.0))
     assert last is not None and (last.up, last.age_s) == (False, 0.0)
 
 
@@ -211,10 +204,8 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
 
     monkeypatch.setattr(departure, "look", look)
     monkeypatch.setattr(departure, "listens", listens)
-    operation = OperationRecord(
-        id=1, kind="remove", component=D, phase="leaving", count=1, lease_id=7
-    )
-    leaving = Departure(worker_of(operation, "n"), lambda: now)
+    worker = LeavingWorker(lease_id=7, host="", status_url="")
+    leaving = Departure(worker_of(D, worker, "n"), lambda: now)
     assert isinstance(await leaving.look([]), Safe)
     facts["in_flight"], now = 1, 20.0
     assert isinstance(await leaving.look([]), Unsafe)

@@ -6,7 +6,6 @@ A missing measurement is None and never 0: an unknown load is no reason to remov
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from dynamo_lite.protocol.planner import RoleCounts
 
@@ -16,20 +15,6 @@ class Role(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """A change of one role that is under way; see `protocol/planner.py: OperationRecord`."""
-
-    id: int
-    kind: Literal["add", "remove"]
-    #: Since its first order.
-    age_s: float
-    #: Whether the supervisor, or Kubernetes, has confirmed the order.
-    confirmed: bool = True
-    #: The start is being cancelled already.
-    withdrawing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +33,10 @@ class RoleSeen:
     counts: RoleCounts
     #: Serving workers that another supervisor has started and that cannot be removed here.
     others: int = 0
-    operations: tuple[Operation, ...] = ()
     #: Age of the youngest serving worker; None: there is none, or its age is not known.
     youngest_s: float | None = None
-    #: How many starts have ended, since this planner runs.
-    starts_done: int = 0
-    starts_failed: int = 0
+    #: Failed starts in a row.
+    failures: int = 0
     #: None: none is known.
     changed: LastChange | None = None
 
@@ -61,6 +44,11 @@ class RoleSeen:
     def count(self) -> int:
         """Workers that serve or will serve."""
         return self.counts.starting + self.counts.ready + self.others
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers start or drain."""
+        return bool(self.counts.starting or self.counts.draining)
 
     @property
     def serving(self) -> int:
@@ -96,8 +84,6 @@ class DecodeLoad:
     """Demand for decode workers. KV is counted in whole workers: 1.5 fills one and a half."""
 
     kv_used: float | None = None
-    #: Part of it: reserved for prompts that wait for a remote prefill.
-    kv_parked: float | None = None
     #: That the prompts of waiting requests will need.
     kv_waiting: float | None = None
     #: Requests.

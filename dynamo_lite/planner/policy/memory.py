@@ -8,43 +8,26 @@ from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.work import Work
 
 #: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
-#: to be wanted for a while. acting: an order is not confirmed yet. settling: it is confirmed, and
-#: the workers are not ready or gone yet.
-PlanState = Literal["hold", "observe", "pending", "acting", "settling"]
+#: to be wanted for a while. settling: workers start or drain.
+PlanState = Literal["hold", "observe", "pending", "settling"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddWorkers:
-    """Start `size` workers."""
+class Change:
+    """Another number of workers of one role."""
 
     role: Role
-    size: int
+    #: Workers more; below 0: workers less.
+    by: int
     reason: str
+    #: Those that start end, because they take too long. If not, one that serves is removed.
+    withdraws: bool = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class RemoveWorker:
-    """Remove one worker."""
-
-    role: Role
-    #: A worker that was never ready, instead of a serving one.
-    starting: bool
-    reason: str
-    #: Of a starting one: it takes longer than a start may, and the planner does not wait for it.
-    overdue: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithdrawStart:
-    """Cancel a start that takes too long."""
-
-    role: Role
-    #: `Operation.id`
-    operation: int
-    reason: str
-
-
-Action = AddWorkers | RemoveWorker | WithdrawStart
+    @property
+    def kind(self) -> Literal["add", "remove", "withdraw"]:
+        if self.by > 0:
+            return "add"
+        return "withdraw" if self.withdraws else "remove"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +47,9 @@ class RolePlan:
 class Proposal:
     """The result of one tick."""
 
-    actions: tuple[Action, ...] = ()
+    actions: tuple[Change, ...] = ()
     #: What would be done if nothing held it back; only while `hold` is set.
-    held: tuple[Action, ...] = ()
+    held: tuple[Change, ...] = ()
     #: Why nothing may be done; empty if it may.
     hold: str = ""
     roles: Mapping[Role, RolePlan] = field(default_factory=dict[Role, RolePlan])
@@ -85,9 +68,8 @@ class Proposal:
 class RoleMemory:
     """One role. All times are monotonic seconds."""
 
-    #: The number at the last tick, and whether it was about to change then.
+    #: The number after the last tick and its change.
     count: int | None = None
-    busy: bool = False
     #: Ticks in a row that wanted more workers.
     up_ticks: int = 0
     #: Since when the load is known without a gap; None: it is not.
@@ -98,10 +80,8 @@ class RoleMemory:
     #: Failed starts in a row, and when the next start may be tried.
     failures: int = 0
     retry_at: float = 0.0
-    #: Since when a worker starts that no addition under way waits for; None: there is none.
+    #: Since when workers start; None: there are none.
     starting_since: float | None = None
-    starts_done: int = 0
-    starts_failed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

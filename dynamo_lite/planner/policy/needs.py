@@ -9,7 +9,7 @@ true load is higher than measured.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad
 from dynamo_lite.planner.policy.work import Work
@@ -67,13 +67,10 @@ def prefill_need(
     asked, refused, backlog = load.asked_per_s, load.refused_per_s, load.backlog
     known = asked is not None and refused is not None and backlog is not None
     arriving = (asked or 0.0) + (refused or 0.0)
-    each, doubt, reserve, spare = work.prefill_tokens.value, 0.0, 0.0, 0.0
+    each, spare, doubt = work.prefill_tokens.value, 0.0, 0.0
     if work.per_s is not None and each is not None:
-        doubt, reserve, spare = work.doubt * each, work.reserve * each, _SPARE
-        expected = work.per_s * each
-        # More than chance explains is asked for while a backlog of decode workers drains.
-        measured = min(arriving, expected + work.margin * each) if refused else 0.0
-        arriving = max(expected, measured) * work.growth(start_s)
+        arriving, spare = work.per_s * each * work.growth(start_s), _SPARE
+        doubt = work.doubt * each
     if work.per_s is not None and rate:
         extra = _late(backlog or 0.0, count * rate - arriving, start_s)
     else:
@@ -88,7 +85,7 @@ def prefill_need(
     reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
     up = _prefill_workers(demand / rate, limits.prefill_up_share, spare)
     sure = _prefill_workers(max(demand - doubt, 0.0) / rate, limits.prefill_up_share, spare)
-    down = _prefill_workers((demand + reserve) / rate, down_share(limits), spare) if known else None
+    down = _prefill_workers((demand + doubt) / rate, down_share(limits), spare) if known else None
     return Need(up, down, reason, sure)
 
 
@@ -115,37 +112,19 @@ def prefill_arrivals(load: PrefillLoad) -> float | None:
 
 
 def decode_need(
-    load: DecodeLoad,
-    limits: PlannerOptions,
-    *,
-    count: int,
-    prefill_short: bool,
-    work: Work,
-    start_s: float,
+    load: DecodeLoad, limits: PlannerOptions, *, count: int, work: Work, start_s: float
 ) -> Need:
-    """The most that tokens, KV blocks and running requests need.
+    """The most that tokens and running requests need; while the tokens of the arrivals are not
+    known, the most that KV blocks, and requests that run or wait, need.
 
-    count: decode workers now. prefill_short: more prefill workers are needed, so blocks that wait
-    for remote prefills are their lack and not that of decode workers. work: what requests need;
-    while that is known, those that wait are counted with their rate, and the KV in use adds no
-    worker: it belongs to the arrivals, which the rate counts, or to a backlog that the present
-    workers will drain.
+    count: decode workers now. work: what requests need.
     """
-    rate = _rate_need(load, limits, work, count, start_s)
-    if rate is None:
-        requests = load.running
-        if requests is not None:
-            requests = None if load.waiting is None else requests + load.waiting
-        kv = _kv_need(load, limits, prefill_short)
-        return _most([kv, _sequence_need(load, limits, requests)])
-    kv = _kv_need(replace(load, kv_waiting=0.0), limits, prefill_short)
-    return _most(
-        [
-            rate,
-            kv if kv.up is None else replace(kv, up=0),
-            _sequence_need(load, limits, load.running),
-        ]
-    )
+    if rate := _rate_need(load, limits, work, count, start_s):
+        return _most([rate, _sequence_need(load, limits, load.running)])
+    requests = load.running
+    if requests is not None:
+        requests = None if load.waiting is None else requests + load.waiting
+    return _most([_kv_need(load, limits), _sequence_need(load, limits, requests)])
 
 
 def _rate_need(
@@ -163,18 +142,17 @@ def _rate_need(
     share = limits.decode_up_share * one
     return Need(
         _ceil(demand / share),
-        _ceil((demand + work.reserve * each) / (down_share(limits) * one)),
+        _ceil((demand + work.doubt * each) / (down_share(limits) * one)),
         f"{demand:.0f} output tokens/s at {one:.0f} for each worker",
         _ceil(max(demand - work.doubt * each, 0.0) / share),
     )
 
 
-def _kv_need(load: DecodeLoad, limits: PlannerOptions, prefill_short: bool) -> Need:
+def _kv_need(load: DecodeLoad, limits: PlannerOptions) -> Need:
     used, waiting = load.kv_used, load.kv_waiting
     if used is None:
         return Need(None, None, "KV use unknown")
-    parked = load.kv_parked or 0.0 if prefill_short else 0.0
-    wanted = max(used - parked + (waiting or 0.0), 0.0)
+    wanted = used + (waiting or 0.0)
     down = _ceil(wanted / down_share(limits)) if waiting is not None else None
     return Need(_ceil(wanted / limits.decode_up_share), down, f"KV of {wanted:.2f} workers")
 

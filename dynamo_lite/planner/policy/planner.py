@@ -5,9 +5,8 @@ before (`memory.py`); `begun` adds to it what was done of the proposal. How many
 needs is `needs.py`. When a need becomes an order is `step.py`; the budget of all roles is here:
 
 - More workers: needed in two ticks in a row; at most half as many again, or four.
-- Fewer: needed in no tick of the whole down window, and the load was known all the time; while the
-  arrivals surely fall a part of the window is enough. One at a time; of more than twenty workers
-  five percent may drain together.
+- Fewer: needed in no tick of the whole down window, and the load was known all the time. One at a
+  time.
 - After a change, none in the other direction for the longer of the cooldown and the time of a
   start.
 - All workers together stay within the budget, starting and draining ones included. When it is
@@ -22,14 +21,11 @@ from dataclasses import replace
 
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
 from dynamo_lite.planner.policy.memory import (
-    Action,
-    AddWorkers,
+    Change,
     PlannerMemory,
     Proposal,
-    RemoveWorker,
     RoleMemory,
     RolePlan,
-    WithdrawStart,
 )
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
 from dynamo_lite.planner.policy.step import RoleStep, RoleWish
@@ -66,9 +62,7 @@ def plan(
         one = seen.roles[role]
         remembered = _noted(memory.role(role), one, needs[role], limits, now)
         wanted = seen.manual.get(role)
-        step = steps[role] = RoleStep(
-            role, remembered, one, needs[role], limits, now, falls=memory.work.falls
-        )
+        step = steps[role] = RoleStep(role, remembered, one, needs[role], limits, now)
         memories[role], wishes[role], plans[role] = (
             step.demand() if wanted is None else step.manual(wanted)
         )
@@ -119,8 +113,7 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     )
     running, used = load.running, load.kv_used
     if running and used is not None:
-        parked = load.kv_parked or 0.0
-        work = work.held(max(used - parked, 0.0), running)
+        work = work.held(used, running)
     tokens_per_s, token_s = load.tokens_per_s, load.token_s
     if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
         work = work.ran(tokens_per_s, token_s, decode.serving)
@@ -135,28 +128,17 @@ def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
     return role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
 
 
-def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Mapping[Role, Need]:
+def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> dict[Role, Need]:
     needs: dict[Role, Need] = {}
-    short = False
-    if (prefill := seen.roles.get(Role.PREFILL)) is not None:
-        need = needs[Role.PREFILL] = prefill_need(
-            seen.prefill,
-            limits,
-            count=prefill.count,
-            rate=memory.prefill_rate,
-            work=memory.work,
-            start_s=limits.start_s,
-        )
-        short = need.up is not None and need.up > prefill.serving
-    if (decode := seen.roles.get(Role.DECODE)) is not None:
-        needs[Role.DECODE] = decode_need(
-            seen.decode,
-            limits,
-            count=decode.count,
-            prefill_short=short,
-            work=memory.work,
-            start_s=limits.start_s,
-        )
+    work, start_s, rate = memory.work, limits.start_s, memory.prefill_rate
+    for role, one in seen.roles.items():
+        if role is Role.DECODE:
+            need = decode_need(seen.decode, limits, count=one.count, work=work, start_s=start_s)
+        else:
+            need = prefill_need(
+                seen.prefill, limits, count=one.count, rate=rate, work=work, start_s=start_s
+            )
+        needs[role] = need
     return needs
 
 
@@ -168,9 +150,8 @@ def _noted(
     memory: RoleMemory, seen: RoleSeen, need: Need, limits: PlannerOptions, now: float
 ) -> RoleMemory:
     """The memory with this tick's number, need and starts."""
-    busy = bool(seen.operations)
-    foreign = not busy and not memory.busy and memory.count not in (None, seen.count)
-    if foreign:
+    if memory.count not in (None, seen.count):
+        # Another process has changed it.
         memory = _without_window(memory)
     if need.down is None:
         memory = replace(memory, known_since=None, needs=())
@@ -182,26 +163,18 @@ def _noted(
         )
         since = now if memory.known_since is None else memory.known_since
         memory = replace(memory, known_since=since, needs=(*kept, (now, need.down)))
-    failures, retry_at = memory.failures, memory.retry_at
-    if seen.starts_done > memory.starts_done:
-        failures, retry_at = 0, 0.0
-    if seen.starts_failed > memory.starts_failed:
-        restart = _START_BACKOFF.after_exit(failures, 0.0)
-        failures, retry_at = restart.failures, now + restart.delay_s
-    starting_since = memory.starting_since
-    if not seen.counts.starting or any(one.kind == "add" for one in seen.operations):
-        starting_since = None
-    elif starting_since is None:
-        starting_since = now
+    retry_at = memory.retry_at
+    if seen.failures > memory.failures:
+        retry_at = now + _START_BACKOFF.after_exit(seen.failures - 1, 0.0).delay_s
+    since = None
+    if seen.counts.starting:
+        since = now if memory.starting_since is None else memory.starting_since
     return replace(
         memory,
-        starting_since=starting_since,
+        starting_since=since,
         count=seen.count,
-        busy=busy,
-        failures=failures,
-        retry_at=retry_at,
-        starts_done=seen.starts_done,
-        starts_failed=seen.starts_failed,
+        failures=seen.failures,
+        retry_at=retry_at if seen.failures else 0.0,
     )
 
 
@@ -211,16 +184,15 @@ def _within_budget(
     wishes: Mapping[Role, RoleWish],
     plans: dict[Role, RolePlan],
     limits: PlannerOptions,
-) -> tuple[tuple[Action, ...], dict[Role, RolePlan]]:
-    """The actions that the budget allows: cancelled starts, removals, then additions."""
-    first: list[Action] = [one for wish in wishes.values() for one in wish.withdraw]
-    first += [wish.remove for wish in wishes.values() if wish.remove is not None]
+) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
+    """The changes that the budget allows: fewer workers, then more."""
+    first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
     granted = _granted(seen, wishes, limits)
     plans = dict(plans)
-    last: list[Action] = []
+    last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
-            last.append(AddWorkers(role=role, size=size, reason=plans[role].reason))
+            last.append(Change(role=role, by=size, reason=plans[role].reason))
         elif wish.add:
             said = ""
             if (removal := _makes_room(role, seen, steps, wishes)) is not None:
@@ -233,14 +205,14 @@ def _within_budget(
 
 def _makes_room(
     role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
-) -> RemoveWorker | None:
+) -> Change | None:
     """The removal of a worker of the other role that makes room for this one: it is due, or can be
     borne. Where a worker drains, its device becomes free without another one's removal."""
     for other, wish in wishes.items():
         if other is role or wish.add:
             continue
-        if wish.remove is not None:
-            return wish.remove
+        if wish.fewer is not None:
+            return wish.fewer
         drains = any(one.counts.draining for one in seen.roles.values())
         if wish.gives and not seen.manual and not drains:
             return steps[other].removal_for(role)
@@ -268,10 +240,8 @@ def _granted(
     return granted
 
 
-def begun(memory: PlannerMemory, action: Action) -> PlannerMemory:
-    """With an action of the last proposal that was really begun; call it for each of them."""
-    if isinstance(action, WithdrawStart):
-        return memory
-    # What ends before the next tick must not look like a change by another process.
-    changed = replace(memory.role(action.role), busy=True, up_ticks=0)
-    return replace(memory, roles={**memory.roles, action.role: changed})
+def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
+    """With a change of the last proposal that was really begun; call it for each of them."""
+    one = memory.role(change.role)
+    changed = replace(one, count=(one.count or 0) + change.by, up_ticks=0)
+    return replace(memory, roles={**memory.roles, change.role: changed})

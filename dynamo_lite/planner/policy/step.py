@@ -5,13 +5,7 @@ from dataclasses import dataclass, replace
 
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen
 from dynamo_lite.planner.policy.limits import bounds
-from dynamo_lite.planner.policy.memory import (
-    PlanState,
-    RemoveWorker,
-    RoleMemory,
-    RolePlan,
-    WithdrawStart,
-)
+from dynamo_lite.planner.policy.memory import Change, PlanState, RoleMemory, RolePlan
 from dynamo_lite.planner.policy.needs import Need
 from dynamo_lite.protocol.options import PlannerOptions
 
@@ -19,11 +13,6 @@ from dynamo_lite.protocol.options import PlannerOptions
 UP_TICKS = 2
 #: A step up is at most this share of the present number, or `_FREE_STEP`.
 _UP_STEP, _FREE_STEP = 0.5, 4
-#: Share of the down window that counts while the arrivals surely fall: their trend is made of more
-#: ticks than the window has, so a load that only pauses does not look like that.
-_FALL_WINDOW = 0.25
-#: Of more workers than `_MANY`, this share may drain at a time.
-_MANY, _DRAIN_SHARE = 20, 0.05
 
 
 @dataclass(frozen=True)
@@ -32,8 +21,7 @@ class RoleWish:
 
     #: Workers to add.
     add: int = 0
-    remove: RemoveWorker | None = None
-    withdraw: tuple[WithdrawStart, ...] = ()
+    fewer: Change | None = None
     #: It has passed its down check for the cooldown, so one may be removed for the other role.
     gives: bool = False
 
@@ -49,33 +37,29 @@ class RoleStep:
         need: Need,
         limits: PlannerOptions,
         now: float,
-        *,
-        falls: bool,
     ):
-        """falls: whether the arrivals surely fall."""
         self._role, self._memory, self._seen, self._need = role, memory, seen, need
         self._limits, self._now = limits, now
-        self._window_s = limits.down_window_s * (_FALL_WINDOW if falls else 1.0)
         self._least, self._most = bounds(limits, role)
 
     def manual(self, wanted: int) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards the number that an operator has set, regardless of the load."""
-        wanted = min(max(wanted, self._least), self._most)
+        count, wanted = self._seen.count, min(max(wanted, self._least), self._most)
         memory = replace(self._memory, up_ticks=0)
         reason = f"an operator has set {wanted}"
-        under_way = self._under_way(wanted)
-        removable = wanted < self._seen.count and self._only_removals()
-        if under_way is not None and not removable:
+        if under_way := self._under_way(wanted, more=wanted > count):
             return memory, *under_way
-        if wanted > self._seen.count:
-            if wait := self._until_retry():
-                return memory, RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
-            wish = RoleWish(add=wanted - self._seen.count)
-            return memory, wish, self._plan("pending", wanted, reason)
-        if wanted < self._seen.count:
-            wish, why = self._removal(reason)
-            return memory, wish, self._plan("pending", wanted, why)
-        return memory, RoleWish(), self._plan("observe", wanted, reason)
+        if wanted == count:
+            return memory, RoleWish(), self._plan("observe", wanted, reason)
+        wish = RoleWish()
+        if wanted < count:
+            removal, reason = self._removal(reason)
+            wish = RoleWish(fewer=removal)
+        elif wait := self._until_retry():
+            reason = f"{reason}; {wait}"
+        else:
+            wish = RoleWish(add=wanted - count)
+        return memory, wish, self._plan("pending", wanted, reason)
 
     def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
         """Towards what the load needs."""
@@ -89,15 +73,11 @@ class RoleStep:
             memory = replace(memory, up_ticks=memory.up_ticks + 1)
         else:
             memory = replace(memory, up_ticks=0)
-        under_way = self._under_way(wanted)
-        if under_way is not None and (goal > seen.count or not self._only_removals()):
+        if under_way := self._under_way(wanted, more=goal > seen.count):
             return memory, *under_way
         if goal > seen.count:
             return memory, *self._up(memory, goal, below)
-        wish, plan = self._down(memory, wanted)
-        if wish.remove is None and under_way is not None:
-            return memory, *under_way
-        return memory, wish, plan
+        return memory, *self._down(memory, wanted)
 
     def _up(self, memory: RoleMemory, goal: int, below: bool) -> tuple[RoleWish, RolePlan]:
         seen = self._seen
@@ -119,13 +99,12 @@ class RoleStep:
         seen, limits, now = self._seen, self._limits, self._now
         reason = self._need.reason
         if seen.count > self._most:
-            wish, why = self._removal(f"more than the maximum, {self._most}")
-            return wish, self._plan("pending", self._most, why)
+            removal, why = self._removal(f"more than the maximum, {self._most}")
+            return RoleWish(fewer=removal), self._plan("pending", self._most, why)
         if memory.known_since is None or not memory.needs:
             state: PlanState = "hold" if self._need.up is None else "observe"
             return RoleWish(), self._plan(state, wanted, reason)
-        lately = next((n for at, n in memory.needs if at > now - self._window_s), self._most)
-        floor = max(lately, self._least)
+        floor = max(memory.needs[0][1], self._least)
         if floor >= seen.count:
             gives = self._gives(memory)
             return RoleWish(gives=gives), self._plan("observe", wanted, reason)
@@ -136,70 +115,52 @@ class RoleStep:
             return RoleWish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}")
         if wait := self._until_reversal(up=False):
             return RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
-        wish, why = self._removal(f"{floor} are enough: {reason}")
-        return replace(wish, gives=True), self._plan("pending", wanted, why)
+        removal, why = self._removal(f"{floor} are enough: {reason}")
+        return RoleWish(fewer=removal, gives=True), self._plan("pending", wanted, why)
 
     def _gives(self, memory: RoleMemory) -> bool:
         """Whether one worker less was enough for the cooldown, though not for the down window."""
         since = self._now - self._limits.cooldown_s
-        if memory.known_since is None or memory.known_since > since or self._seen.operations:
+        if memory.known_since is None or memory.known_since > since or self._seen.under_way:
             return False
         lately = max((number for at, number in memory.needs if at >= since), default=None)
         if lately is None or max(lately, self._least) >= self._seen.count:
             return False
         return not self._until_reversal(up=False)
 
-    def removal_for(self, other: Role) -> RemoveWorker | None:
-        return self._removal(f"makes room for a {other.value} worker")[0].remove
+    def removal_for(self, other: Role) -> Change | None:
+        return self._removal(f"makes room for a {other.value} worker")[0]
 
-    def _removal(self, reason: str) -> tuple[RoleWish, str]:
+    def _removal(self, reason: str) -> tuple[Change | None, str]:
         """The removal of one worker, if one may be removed; and the reason for what is done."""
-        seen, role = self._seen, self._role
+        seen = self._seen
         if seen.count - 1 < self._least:
-            return RoleWish(), f"{reason}; the minimum is reached"
-        if not self._only_removals():
-            return RoleWish(), f"{reason}; a start is under way"
-        present = seen.count + seen.counts.draining
-        cap = math.floor(present * _DRAIN_SHARE) if present > _MANY else 1
-        if max(len(seen.operations), seen.counts.draining) >= max(cap, 1):
-            return RoleWish(), f"{reason}; a worker drains"
-        # Removals whose workers still count as ready: they are ordered, and do not drain yet.
-        free = len(seen.operations) - seen.counts.draining
-        if seen.counts.starting and not seen.operations:
-            since = self._memory.starting_since
-            waited_s = 0.0 if since is None else self._now - since
-            overdue = waited_s > self._limits.start_timeout_s
-            removal = RemoveWorker(role=role, starting=True, reason=reason, overdue=overdue)
-            return RoleWish(remove=removal), reason
-        if seen.counts.ready - max(free, 0) < 1 or seen.serving - max(free, 0) < 2:
-            return RoleWish(), f"{reason}; the last one that serves stays"
-        return RoleWish(remove=RemoveWorker(role=role, starting=False, reason=reason)), reason
+            return None, f"{reason}; the minimum is reached"
+        if seen.counts.starting:
+            return None, f"{reason}; a start is under way"
+        if seen.counts.draining:
+            return None, f"{reason}; a worker drains"
+        if seen.counts.ready < 1 or seen.serving < 2:
+            return None, f"{reason}; the last one that serves stays"
+        return Change(role=self._role, by=-1, reason=reason), reason
 
-    def _only_removals(self) -> bool:
-        return all(operation.kind == "remove" for operation in self._seen.operations)
+    def _under_way(self, wanted: int | None, *, more: bool) -> tuple[RoleWish, RolePlan] | None:
+        """What has to end first; None: nothing. Starts that are too slow are withdrawn.
 
-    def _under_way(self, wanted: int | None) -> tuple[RoleWish, RolePlan] | None:
-        """The operations in flight; None if there are none. Starts that are too slow end."""
-        operations = self._seen.operations
-        if not operations:
-            return None
-        deadline_s = self._limits.start_timeout_s
-        late = tuple(
-            WithdrawStart(
-                role=self._role,
-                operation=operation.id,
-                reason=f"not ready after {operation.age_s:.0f} s",
-            )
-            for operation in operations
-            if operation.kind == "add"
-            and not operation.withdrawing
-            and operation.age_s > deadline_s
-        )
-        first = operations[0]
-        state: PlanState = "settling" if first.confirmed else "acting"
-        what = "a start" if first.kind == "add" else "a removal"
-        reason = f"{what} is under way for {first.age_s:.0f} s"
-        return RoleWish(withdraw=late), self._plan(state, wanted, reason)
+        more: whether workers are missing.
+        """
+        counts, since = self._seen.counts, self._memory.starting_since
+        if not counts.starting:
+            if not more or not counts.draining:
+                return None
+            return RoleWish(), self._plan("settling", wanted, "a removal is under way")
+        waited_s = 0.0 if since is None else self._now - since
+        plan = self._plan("settling", wanted, f"a start is under way for {waited_s:.0f} s")
+        if waited_s <= self._limits.start_timeout_s:
+            return RoleWish(), plan
+        reason = f"not ready after {waited_s:.0f} s"
+        late = Change(role=self._role, by=-counts.starting, reason=reason, withdraws=True)
+        return RoleWish(fewer=late), plan
 
     def _until_retry(self) -> str:
         """Why no worker may be started now; empty if one may."""

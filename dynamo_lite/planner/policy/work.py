@@ -17,16 +17,13 @@ _QUEUE_S = 10.0
 #: process is another load, and any other one is noise.
 _CHANCE = 3.0
 #: Gain of the level of the arrivals, small since they are noise for the most part. With it the
-#: standard deviations of level and slope (per second) are these shares of that of a rate, of which
-#: two in a row overlap.
+#: standard deviation of the slope (per second) is this share of that of a rate, of which two in a
+#: row overlap.
 _ALPHA, _LEVEL_CHANCE, _SLOPE_CHANCE = 0.1, 0.4, 0.0034
 #: Standard deviations beyond which a difference counts.
 _SURE = 2.0
-#: Of the slope: beyond these the arrivals surely rise. Of the level: what may be chance then.
-_RISES, _RISING = 2.5, 1.0
-#: Of the slope: beyond these the arrivals surely fall. More than of a rise, because a worker that
-#: was removed too early takes a start to return.
-_FALLING = 4.0
+#: Of the slope: beyond these the arrivals surely rise.
+_RISES = 4.0
 #: A slope says nothing of a time that is farther away, in seconds.
 _FARTHEST_S = 300.0
 
@@ -186,29 +183,11 @@ class Work:
         return replace(self, kv=self.kv.add(kv, running, _FADE))
 
     @property
-    def margin(self) -> float:
-        """By how much the arrivals may be more or less than `per_s` by chance, per second."""
-        return _SURE * _LEVEL_CHANCE * self.chance
-
-    @property
     def doubt(self) -> float:
-        """How much of `per_s` may be chance, per second. Less while the arrivals surely rise: what
-        is chance now will be load soon, and a late order costs more."""
+        """How much of `per_s` may be chance, per second. Less while the arrivals surely rise: a
+        late order costs more then."""
         rises = self.trend.slope > _RISES * _SLOPE_CHANCE * self.chance
-        return _RISING * _LEVEL_CHANCE * self.chance if rises else self.margin
-
-    @property
-    def falls(self) -> bool:
-        """Whether the arrivals fall, and not only by chance."""
-        return self.per_s is not None and (
-            self.trend.slope < -_FALLING * _SLOPE_CHANCE * self.chance
-        )
-
-    @property
-    def reserve(self) -> float:
-        """By how much the arrivals may soon be more than `per_s`, per second. 0 while they fall,
-        because the fall outweighs chance."""
-        return 0.0 if self.falls else self.margin
+        return _SURE * _LEVEL_CHANCE * self.chance * (0.5 if rises else 1.0)
 
     def growth(self, seconds: float) -> float:
         """Factor on the arrivals after `seconds`; at least 1. Falls are not expected: the load may
