@@ -35,7 +35,8 @@ def inbox_of(user: str) -> str:
 
 def all_permissions(namespace: str) -> dict[str, Permissions]:
     """By component. `Operator` is who uses the commands of `dynamo-lite`."""
-    found = (*_workers(namespace), *_others(namespace))
+    frontend, router, *others = _others(namespace)
+    found = (frontend, router, *_workers(namespace), *others)
     return {permissions.component: permissions for permissions in found}
 
 

@@ -10,7 +10,7 @@ from dynamo_lite.cli import access
 from dynamo_lite.cli.access import chosen, make_users
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.embedded import EmbeddedEtcd, program
-from dynamo_lite.serve.run_state import RunFile, RunState
+from dynamo_lite.serve.run_state import RunState, write_run
 
 PASSWORDS = {"root": "first", "n-Router": "second"}
 
@@ -60,10 +60,16 @@ def test_etcd_is_reached_with_the_certificate_of_the_graph_that_runs_here(
     run = RunState(
         pid=os.getpid(), started_at=0.0, graph="g", namespace="n", certificates="/certificates"
     )
-    RunFile(tmp_path / "run.json", run).write()
+    write_run(tmp_path, run)
     urls: list[str] = []
     monkeypatch.setattr(access, "make_users", lambda url, *_: urls.append(url))
     asked = "https://etcd.invalid:2379"
-    access.etcd(namespace="n", make=tmp_path, etcd_url=asked, state_dir=tmp_path)
-    access.etcd(namespace="other", make=tmp_path, etcd_url=asked, state_dir=tmp_path)
+    for namespace in ("n", "other"):
+        access.etcd(
+            namespace=namespace,
+            make=tmp_path,
+            etcd_url=asked,
+            state_dir=tmp_path,
+            certificates=None,
+        )
     assert ["Operator.pem" in url for url in urls] == [True, False]

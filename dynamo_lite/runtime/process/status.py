@@ -7,6 +7,7 @@ only who has a certificate of the graph.
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -90,8 +91,7 @@ class StatusServer:
         if (registry := self._registries.get(request.path)) is None:
             return web.Response(status=404)
         if why := self._refusal(request):
-            error = {"error": f"only for the graph's components: {why}"}
-            return web.json_response(error, status=403)
+            return _json({"error": f"only for the graph's components: {why}"}, 403)
         page = generate_latest(registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -103,4 +103,9 @@ class StatusServer:
 
 
 def _facts(facts: Mapping[str, Any]) -> web.Response:
-    return web.json_response(dict(facts), status=200 if facts.get("ok") else 503)
+    return _json(facts, 200 if facts.get("ok") else 503)
+
+
+def _json(content: Mapping[str, Any], status: int) -> web.Response:
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, content_type="application/json")

@@ -24,9 +24,8 @@ from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migration import Continue
-from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.routing.pickers import RoundRobin, Selection
+from dynamo_lite.routing.pickers import Picker, RoundRobin, Selection
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
@@ -292,11 +291,11 @@ class Front:
                     self.messaging, routers, namespace=NAMESPACE, lease_id=8, fallback=RoundRobin()
                 )
             )
-            selector = _InterruptedSelector(self.router, self)
+            interrupted = _InterruptedPicker(self.router, self)
             self.client = FailoverClient(
                 lambda on_deltas, on_lost: _InterruptedTransport(self, on_deltas, on_lost),
                 members=lambda: [worker.record for worker in self.workers],
-                picker=selector,
+                picker=interrupted,
                 on_deltas=self.outputs.on_deltas,
                 on_ended=lambda request_id, error: self.ended.append((request_id, error)),
             )
@@ -342,17 +341,17 @@ class _InterruptedTransport(RemoteGenerateClient):
         await (work if interrupts is None else interrupts.step(work))
 
 
-class _InterruptedSelector(WorkerSelector):
+class _InterruptedPicker(Picker):
     def __init__(self, router: RemoteRouter, front: Front):
         self._router, self._front = router, front
 
-    async def choose(
+    async def pick(
         self,
         members: Sequence[EndpointRecord],
         request: GenerateRequest,
         without: Set[int] = frozenset(),
     ) -> Selection:
-        work = self._router.choose(members, request, without)
+        work = self._router.pick(members, request, without)
         interrupts = self._front.interrupts
         return await (work if interrupts is None else interrupts.step(work))
 
