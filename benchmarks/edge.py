@@ -22,7 +22,7 @@ from benchmarks.graph import (
 )
 from benchmarks.runtime import TOKENS, Meter, load
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 
 MAX_RATIO = 1.5

@@ -31,6 +31,8 @@ _MAX_HEADERS = 128
 #: How long a refused body is still read, so that its client reads the answer.
 _LINGER_S = 2.0
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+#: How long a client's connection stays open without a request.
+_KEEP_ALIVE_S = 75.0
 #: How long a request's body may take to arrive.
 BODY_S = 60.0
 _CLOSE = {"connection": "close"}
@@ -74,6 +76,7 @@ class ForwardServer:
             sock,
             None if tls is None else lambda: tls,
             on_refused=lambda: on_drop("http"),
+            keepalive_timeout=_KEEP_ALIVE_S,
             lingering_time=_LINGER_S,
             max_line_size=_MAX_FIELD_BYTES,
             max_field_size=_MAX_FIELD_BYTES,

@@ -49,7 +49,6 @@ async def single(one: RequestAttempt) -> None:
     prefill, engine = one.prefill, one.placement.decode
     leg = one.parts.protocol.decode(one.job.request.body, one.ids, None)
     with prefill.leg(one.placement.uncached_tokens) as computed, engine.leg(0):
-        prefill.asked()
         try:
             response = await one.open(engine, "decode", leg)
             await _relay(one, response, computed)
@@ -95,6 +94,7 @@ async def parallel(one: RequestAttempt) -> None:
         return answer
 
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
+        prefill.asked()
         prefilling = one.start(prefilled(), "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
         await one.all(prefilling, decoding)
@@ -207,6 +207,7 @@ async def first_token(one: RequestAttempt) -> None:
             kind = "timeout" if isinstance(exc, TimeoutError) else "malformed"
             raise LegFailed(prefill, "prefill", kind, str(exc)) from exc
         computed()
+        prefill.answered("")
         one.sent(prefill)
         if merge.over:
             one.leave_open(decoding)

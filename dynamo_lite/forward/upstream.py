@@ -116,7 +116,7 @@ class Upstream:
         """An idle connection that may be used again."""
         for connection in reversed(self._idle.get(place, [])):
             if connection.usable:
-                self._idle[place].remove(connection)
+                self._lost_idle(place, connection)
                 return connection
         return None
 
@@ -140,7 +140,9 @@ class Upstream:
                 text = f"no connection within {_CONNECT_S:g} s"
                 raise LegFailed(engine, leg, "refused", text) from exc
             except OSError as exc:
-                if isinstance(exc, ConnectionRefusedError):
+                # Other ports of an engine may refuse while it works.
+                is_own = address == engine.options.address
+                if isinstance(exc, ConnectionRefusedError) and is_own:
                     engine.ends += 1
                     for answer in self._answers(engine):
                         answer.left()
@@ -154,6 +156,9 @@ class Upstream:
 
     def _lost(self, place: _Place, connection: UpstreamConnection) -> None:
         self._open.discard(connection)
+        self._lost_idle(place, connection)
+
+    def _lost_idle(self, place: _Place, connection: UpstreamConnection) -> None:
         idle = self._idle.get(place, [])
         if connection in idle:
             idle.remove(connection)

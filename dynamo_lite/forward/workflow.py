@@ -86,14 +86,16 @@ class Forwarding:
 
     async def _run(self, job: ForwardJob) -> None:
         self.stats.in_flight += 1
-        outcome = "answered"
+        outcome = "failed"
         try:
             await self._until_answered(job)
+            outcome = "answered"
         except (ClientGone, asyncio.CancelledError):
             self.stats.gone += 1
             outcome = "client gone"
             raise
         except Final as final:
+            outcome = "answered"
             await job.client.send(final.answer)
         except Broken as exc:
             self.stats.broken += 1

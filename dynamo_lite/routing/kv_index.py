@@ -138,10 +138,11 @@ class KvIndex:
 
     def leave(self, worker: int) -> None:
         """The worker is gone, and all its blocks."""
+        if worker not in self._bits:
+            return
         self.removed(worker, self.held(worker))
-        if (bit := self._bits.pop(worker, None)) is not None:
-            self._slots[bit.bit_length() - 1] = None
-            self._named.clear()
+        self._slots[self._bits.pop(worker).bit_length() - 1] = None
+        self._named.clear()
 
     def _join(self, worker: int) -> int:
         if None in self._slots:

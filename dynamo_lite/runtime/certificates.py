@@ -115,8 +115,10 @@ class Certificates:
             try:
                 self._contexts = self._load()
                 logger.info("the certificates in %s were read again", self.folder)
-            except ConfigError as exc:
-                logger.error("%s; what was read before stays in use", "; ".join(exc.mistakes))
+            except Exception as exc:  # cryptography's errors have no class of their own
+                why = [f"{self.folder}: {exc!r}"]
+                why = exc.mistakes if isinstance(exc, ConfigError) else why
+                logger.error("%s; what was read before stays in use", "; ".join(why))
         return self._contexts
 
     def _stamp(self) -> list[tuple[int, int] | None]:

@@ -166,17 +166,19 @@ class TcpServer:
                 continue
             protocol = self._make()
             task = self._tasks.start(
-                self._handshake(connection, peer[0], protocol, context()), name="TLS handshake"
+                self._handshake(connection, peer[0], protocol, context), name="TLS handshake"
             )
             task.add_done_callback(partial(self._ended, connection, protocol))
             self._pending.add(protocol, peer[0], task.cancel)
+            # A burst that is accepted at once would leave no turn to those that are cancelled.
+            await asyncio.sleep(0)
 
     async def _handshake(
         self,
         connection: socket.socket,
         peer: str,
         protocol: asyncio.Protocol,
-        context: ssl.SSLContext,
+        context: Callable[[], ssl.SSLContext],
     ) -> bool:
         """Whether it has succeeded."""
         connection.setblocking(False)
@@ -184,7 +186,7 @@ class TcpServer:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: protocol,
                 connection,
-                ssl=context,
+                ssl=context(),
                 ssl_handshake_timeout=self._handshake_s,
                 ssl_shutdown_timeout=self._shutdown_s,
             )

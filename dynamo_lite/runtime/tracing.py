@@ -194,7 +194,7 @@ def check_endpoint(url: str) -> str | None:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as exc:
-        return f"{exc}, got {url!r}"
+        return f"expected http://HOST:PORT or https://HOST:PORT: {exc}"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return f"expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
     if port == _GRPC_PORT:

@@ -79,10 +79,6 @@ class PrefillWorkers:
         """Why the worker cannot work; empty if it responds and is healthy."""
         return "" if self._health is None else self._health.trouble(lease_id)
 
-    def link_trouble(self, lease_id: int) -> str:
-        """Why the worker cannot write into this engine; empty if its link has not failed."""
-        return self._links.trouble(lease_id)
-
     def forget_links(self, lease_ids: frozenset[int]) -> None:
         """These workers have left."""
         self._links.forget(lease_ids)

@@ -26,6 +26,7 @@ from typing import Any
 import aetcd
 from aetcd import rpc
 
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import ServerAddress
 from dynamo_lite.runtime.etcd.backend import EtcdBackend, Portal
 from dynamo_lite.runtime.etcd.client import EtcdClient, details, is_future_revision, status
@@ -40,7 +41,8 @@ HUNG_S = 120.0
 _REFRESHES_PER_TTL = 10
 _RETRY_S = 0.2
 
-_OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
+#: ConfigError: the files of TLS are being replaced.
+_OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError, ConfigError)
 
 
 class EtcdLease:
