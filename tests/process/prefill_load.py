@@ -27,7 +27,7 @@ class Jobs:
         self.pushed: set[str] = set()
         #: By attempt.
         self.sequences: dict[str, int] = {}
-        #: By attempt: its ends, as (writer, outcome).
+        #: By attempt: its ends, as (writer, outcome); "given back": it was not claimed.
         self.ended: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
 
     async def load(self, queue: PrefillQueue) -> None:
@@ -50,7 +50,8 @@ class Jobs:
     async def listen(self) -> None:
         while True:
             said = await self.done.get()
-            self.ended[said.attempt].append((said.writer_lease_id, said.outcome))
+            outcome = said.outcome if said.claim else "given back"
+            self.ended[said.attempt].append((said.writer_lease_id, outcome))
 
     def ends(self, attempts: set[str]) -> list[tuple[int, str]]:
         return [end for attempt in attempts for end in self.ended[attempt]]

@@ -84,5 +84,7 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
     # They had just begun when the worker began to leave.
     assert begun <= lost
     assert all(jobs.ended[attempt] == [(new, "lost")] for attempt in lost)
-    assert {outcome for _, outcome in jobs.ends(jobs.pushed - lost)} == {"written"}
+    # A worker that leaves gives back what it has pulled and not claimed.
+    outcomes = {outcome for _, outcome in jobs.ends(jobs.pushed - lost)}
+    assert "written" in outcomes and outcomes <= {"written", "given back"}
     assert all(len(ends) == 1 for ends in jobs.ended.values())
