@@ -6,8 +6,10 @@ Nothing has been started by then.
 """
 
 import asyncio
+import contextlib
+import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from dynamo_lite.planner.connector import COMPONENTS, by_role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
+    host_port,
     is_loopback,
     parse_etcd_url,
     parse_nats_url,
@@ -30,7 +33,7 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import answer_of, can_listen, free_port, output_of
+from dynamo_lite.serve.processes import answer_of, can_listen, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
@@ -70,12 +73,31 @@ def http_address(service: ServiceConfig) -> tuple[str, int] | None:
     return (host, port) if isinstance(host, str) and isinstance(port, int) else None
 
 
-def fixed_port(service: ServiceConfig) -> ServiceConfig:
-    """The service with a real HTTP port in place of 0, where several processes listen on it, also
-    restarted ones."""
-    if (address := http_address(service)) is None or service.workers < 2 or address[1]:
-        return service
-    return replace(service, options={**service.options, "port": free_port(address[0])})
+@contextlib.contextmanager
+def shared_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+    """Keeps the HTTP port of a service with several processes: while the context is open, only they
+    can listen on it, with SO_REUSEPORT.
+
+    The result has the real port in place of 0. Raises StartupError when the port is in use.
+    """
+    if (address := http_address(service)) is None or service.workers < 2:
+        yield service
+        return
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    # It never listens, so it gets no connections.
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(address)
+            # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would
+            # get each other's connections. And with SO_REUSEADDR any program could bind it,
+            # because this socket does not listen.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        except OSError as exc:
+            why = f"cannot reserve {host_port(*address)} for several processes: {exc.strerror}"
+            raise StartupError(why) from exc
+        yield replace(service, options={**service.options, "port": holder.getsockname()[1]})
 
 
 def check_model(service: ServiceConfig) -> None:
