@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
-from dynamo_lite.planner.config import PlannerConfig
+from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.connector import COMPONENTS, by_role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -28,6 +28,7 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
@@ -133,6 +134,19 @@ def check_tls(service: ServiceConfig) -> None:
     """Raises StartupError when the HTTP server's certificate cannot be loaded."""
     if (tls := tls_options(service.flags)) is not None:
         tls.context()
+
+
+def check_service_account(service: ServiceConfig) -> None:
+    """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
+    options = KubernetesOptions(**service.options.get("kubernetes", {}))
+    if not options.scales or service.workers == 0:
+        return
+    try:
+        KubernetesApi(options.url, Path(options.service_account))
+    except ConfigError as exc:
+        raise ConfigError(
+            [f"{service.service.name}.{mistake}" for mistake in exc.mistakes]
+        ) from exc
 
 
 def check_planner_budget(config: GraphConfig, document: Document, *, only: str | None) -> None:
