@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/forward": 6_135,
     "dynamo_lite/planner": 2_645,
     "dynamo_lite/serve": 6_448,
-    "dynamo_lite/cli": 3_154,
+    "dynamo_lite/cli": 3_145,
     "tests": 58_584,
     "tests/simulation": 8_713,
 }
