@@ -13,16 +13,9 @@ from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
-    EXIT_CUT_OFF,
-    CertificatesDir,
-    EtcdUrl,
-    Namespace,
-    StateDir,
-    interruptible,
-)
-from dynamo_lite.cli.listing import Place, find_place, members, open_store, table
+from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
+from dynamo_lite.cli.listing import Place, members, open_store, table
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.planner.connector import ROLES
 from dynamo_lite.planner.departure import Departure
 from dynamo_lite.planner.drains import WorkerSeen, listens, look
@@ -49,7 +42,9 @@ class DrainChoice:
     table: str
 
 
+@on_graph("nats_url")
 def drain(
+    graph: OnGraph,
     lease: Annotated[
         str, typer.Argument(metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`.")
     ] = "",
@@ -73,10 +68,6 @@ def drain(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Longest wait in seconds; the drain goes on.")
     ] = 300.0,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the choice as JSON.")] = False,
 ) -> None:
     """Remove one worker, and say when it is safe to kill.
@@ -100,7 +91,7 @@ def drain(
     if bool(lease) == (component is not None):
         raise ConfigError(["give either LEASE or --pick COMPONENT"])
     wanted = parse_lease(lease) if lease else 0
-    place = find_place(state_dir, etcd_url, namespace, certificates)
+    place = graph.place()
 
     async def work() -> bool:
         """Returns whether its work was cut off."""

@@ -51,10 +51,7 @@ async def serve(request: ServeRequest) -> int:
     """
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    started = [
-        startup_checks.fixed_port(service)
-        for service in _services_here(request.config, request.only)
-    ]
+    started = _services_here(request.config, request.only)
     served = [service for service in started if service.service.flags != "none"]
     for service in served:
         startup_checks.check_tls(service)
@@ -62,6 +59,7 @@ async def serve(request: ServeRequest) -> int:
         progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
+        started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
             state, servers = await _connect(request, stack, progress)
@@ -116,6 +114,7 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
     startup_checks.check_bind_host(config.shared)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
+        startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
 

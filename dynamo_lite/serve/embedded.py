@@ -35,6 +35,8 @@ _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
 #: Failed starts in a row after which the whole graph fails: nearly 8 s.
 _TRIES = 6
+#: Free ports that a first start tries.
+_PORTS = 5
 _BACKOFF = Backoff(first_s=0.25, factor=2.0, longest_s=5.0, calm_s=30.0)
 
 #: Of an error in the logs of etcd and nats-server.
@@ -52,11 +54,14 @@ class EmbeddedServer(ABC):
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
         self.port = port or free_port()
+        self._ports = 1 if port else _PORTS
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
         #: Set during a drain: failed restarts no longer raise.
         self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
+        #: Where the log of this process begins: earlier ones have written, too.
+        self._log_begin = 0
 
     @property
     def pid(self) -> int:
@@ -102,7 +107,14 @@ class EmbeddedServer(ABC):
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        await self.restart()
+        for left in reversed(range(self._ports)):
+            try:
+                await self.restart()
+                break
+            except StartupError:
+                if not left or can_listen("127.0.0.1", self.port):
+                    raise
+                self.port = free_port()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -136,6 +148,7 @@ class EmbeddedServer(ABC):
     async def _spawn(self) -> asyncio.subprocess.Process:
         """Raises OSError, also when a file of its directory cannot be written."""
         with self._log_path.open("ab") as log:
+            self._log_begin = log.tell()
             return await start_group(
                 self._command(),
                 signal.SIGKILL,  # ends a frozen one, too
@@ -164,9 +177,9 @@ class EmbeddedServer(ABC):
         return self.directory / f"{self.name}.log"
 
     def _log_tail(self) -> str:
-        """The cause that its log names, or else the last lines."""
+        """The cause that its log names since the start, or else the last lines."""
         try:
-            log = self._log_path.read_text(errors="replace")
+            log = self._log_path.read_bytes()[self._log_begin :].decode(errors="replace")
         except OSError:
             log = ""
         causes = [": ".join(filter(None, found)) for found in _CAUSE.findall(log)]

@@ -6,31 +6,35 @@ Nothing has been started by then.
 """
 
 import asyncio
+import contextlib
+import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
-from dynamo_lite.planner.config import PlannerConfig
+from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.connector import COMPONENTS, by_role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
+    host_port,
     is_loopback,
     parse_etcd_url,
     parse_nats_url,
     redact,
 )
 from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import answer_of, can_listen, free_port, output_of
+from dynamo_lite.serve.processes import answer_of, can_listen, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
@@ -70,12 +74,31 @@ def http_address(service: ServiceConfig) -> tuple[str, int] | None:
     return (host, port) if isinstance(host, str) and isinstance(port, int) else None
 
 
-def fixed_port(service: ServiceConfig) -> ServiceConfig:
-    """The service with a real HTTP port in place of 0, where several processes listen on it, also
-    restarted ones."""
-    if (address := http_address(service)) is None or service.workers < 2 or address[1]:
-        return service
-    return replace(service, options={**service.options, "port": free_port(address[0])})
+@contextlib.contextmanager
+def shared_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+    """Keeps the HTTP port of a service with several processes: while the context is open, only they
+    can listen on it, with SO_REUSEPORT.
+
+    The result has the real port in place of 0. Raises StartupError when the port is in use.
+    """
+    if (address := http_address(service)) is None or service.workers < 2:
+        yield service
+        return
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    # It never listens, so it gets no connections.
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(address)
+            # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would
+            # get each other's connections. And with SO_REUSEADDR any program could bind it,
+            # because this socket does not listen.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        except OSError as exc:
+            why = f"cannot reserve {host_port(*address)} for several processes: {exc.strerror}"
+            raise StartupError(why) from exc
+        yield replace(service, options={**service.options, "port": holder.getsockname()[1]})
 
 
 def check_model(service: ServiceConfig) -> None:
@@ -111,6 +134,19 @@ def check_tls(service: ServiceConfig) -> None:
     """Raises StartupError when the HTTP server's certificate cannot be loaded."""
     if (tls := tls_options(service.flags)) is not None:
         tls.context()
+
+
+def check_service_account(service: ServiceConfig) -> None:
+    """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
+    options = KubernetesOptions(**service.options.get("kubernetes", {}))
+    if not options.scales or service.workers == 0:
+        return
+    try:
+        KubernetesApi(options.url, Path(options.service_account))
+    except ConfigError as exc:
+        raise ConfigError(
+            [f"{service.service.name}.{mistake}" for mistake in exc.mistakes]
+        ) from exc
 
 
 def check_planner_budget(config: GraphConfig, document: Document, *, only: str | None) -> None:

@@ -1,4 +1,4 @@
-"""One port for several processes: the supervisor's choice and the Frontends' sockets."""
+"""One port for several processes: the supervisor's reservation and the Frontends' sockets."""
 
 import contextlib
 import socket
@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.services.services import FRONTEND
-from dynamo_lite.serve.startup_checks import fixed_port
+from dynamo_lite.serve.startup_checks import shared_port
 
 HOST = "127.0.0.1"
 
@@ -20,9 +21,8 @@ def frontend(workers: int, port: int = 0, host: str = HOST) -> ServiceConfig:
 
 
 @pytest.mark.parametrize("host", [HOST, "::1"])
-def test_every_process_gets_connections_of_the_same_port(host: str):
-    service = fixed_port(frontend(2, host=host))
-    with contextlib.ExitStack() as stack:
+def test_every_process_gets_connections_of_the_reserved_port(host: str):
+    with shared_port(frontend(2, host=host)) as service, contextlib.ExitStack() as stack:
         port = service.options["port"]
         assert port > 0 and service.options["router"] == "kv"
         listeners = [stack.enter_context(bind(host, port, shared=True)) for _ in range(2)]
@@ -41,7 +41,38 @@ def test_every_process_gets_connections_of_the_same_port(host: str):
         assert accepted.total() == 64 and min(accepted[0], accepted[1]) > 0
 
 
+def test_a_process_that_was_killed_finds_its_port_again():
+    with shared_port(frontend(2)) as service:
+        port = service.options["port"]
+        for _ in range(2):
+            with bind(HOST, port, shared=True) as listener:
+                listener.listen()
+
+
+def test_a_reserved_port_is_in_use_for_all_others():
+    with shared_port(frontend(2)) as service:
+        port = service.options["port"]
+        with pytest.raises(StartupError, match=f"{HOST}:{port}.*in use"):
+            bind(HOST, port)
+        with (
+            pytest.raises(StartupError, match=f"cannot reserve {HOST}:{port}.*in use"),
+            shared_port(frontend(3, port)),
+        ):
+            pass
+    with bind(HOST, port):
+        pass
+
+
+def test_the_port_of_another_server_cannot_be_shared():
+    with bind(HOST, 0, shared=True) as other:
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StartupError, match="in use"), shared_port(frontend(2, port)):
+            pass
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_single_process_binds_its_port_itself(workers: int):
     service = frontend(workers)
-    assert fixed_port(service) is service
+    with shared_port(service) as same:
+        assert same is service
