@@ -95,7 +95,9 @@ class KubernetesConnector:
 
     def owns(self, worker: EndpointRecord) -> bool:
         """Whether it is a pod of its Deployment."""
-        name = self._workloads[worker.component][0].removeprefix("deployments/")
+        if (workload := self._workloads.get(worker.component)) is None:
+            return False
+        name = workload[0].removeprefix("deployments/")
         return worker.host.startswith(f"{name}-") and worker.host not in self._unknown
 
     async def _counts(self, component: str) -> RoleCounts:

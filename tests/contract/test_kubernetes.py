@@ -231,6 +231,12 @@ async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
     assert owned() == ["p-1"]
 
 
+def test_a_role_without_a_deployment_has_no_own_pods(account: Path):
+    api = KubernetesApi("https://kubernetes.default.svc", account, 1.0)
+    connector = KubernetesConnector(api, KubernetesOptions(decode="deployments/d"))
+    assert not connector.owns(pod("p-1"))
+
+
 @pytest.mark.parametrize("missing", ["token", "ca.crt", "namespace"])
 def test_without_a_service_account_the_start_fails(account: Path, missing: str):
     (account / missing).unlink()
