@@ -81,12 +81,12 @@ class KubernetesConnector:
         }
         await self._api.patch(path, change)
 
-    async def prefer(self, worker: EndpointRecord) -> None:
+    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
         host = worker.host
         if not re.fullmatch(_SUBJECT, host):
             raise ProtocolError(f"{host!r} is not the name of a pod")
         path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
-        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
+        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST if ends else None}}}
         try:
             await self._api.patch(path, change)
         except Refused:
