@@ -5,6 +5,7 @@ wanted and at what is there.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -16,7 +17,7 @@ from dynamo_lite.planner.departure import Departure, worker_of
 from dynamo_lite.planner.policy.drain import NoVictim, Safe, victim
 from dynamo_lite.planner.policy.memory import Change
 from dynamo_lite.planner.record import PlannerRecords, with_role
-from dynamo_lite.protocol.errors import DynamoLiteError, Refused
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused, Unavailable
 from dynamo_lite.protocol.planner import (
     LeavingWorker,
     RoleCounts,
@@ -43,6 +44,8 @@ class Acts:
         self._members = members
         #: Leases of workers that were removed here.
         self._removed: set[int] = set()
+        #: Whether the record may tell of an order that was not given, and has not been settled.
+        self.unsure = False
         self._departures: dict[int, Departure] = {}
 
     def foreign(self) -> list[int]:
@@ -67,6 +70,8 @@ class Acts:
 
         def wanted(record: WantedRecord) -> WantedRecord:
             nonlocal role
+            if record.paused is not None and not record.manual:
+                raise Unavailable("paused")
             before = record.roles.get(component, role)
             role = msgspec.structs.replace(
                 before,
@@ -81,6 +86,7 @@ class Acts:
             )
             return with_role(record, component, role)
 
+        unsure, self.unsure = self.unsure, True
         await self._records.edit(wanted)
         try:
             async with asyncio.timeout(self._records.may_act()):
@@ -88,9 +94,11 @@ class Acts:
         except (DynamoLiteError, TimeoutError) as exc:
             refused = isinstance(exc, Refused)
             await self._records.edit(
-                lambda record: _not_begun(record, component, role, leaving, refused=refused)
+                lambda record: _not_begun(record, component, role, change, refused=refused)
             )
+            self.unsure = unsure
             raise
+        self.unsure = unsure
         return True
 
     def _leaving(self, chosen: EndpointRecord | None) -> tuple[LeavingWorker, ...]:
@@ -101,7 +109,6 @@ class Acts:
                 lease_id=chosen.lease_id,
                 host=chosen.host,
                 status_url=chosen.status_url,
-                at=self._host.clock.wall(),
             ),
         )
 
@@ -123,6 +130,9 @@ class Acts:
         self._removed &= members.keys()
         seen = await drains.look(members.values(), self._host.certificates)
         workers = seen.workers(component)
+        if self._connector.chooses_victim:
+            # An order removes none if another one has left by itself meanwhile.
+            self._removed -= {w.record.lease_id for w in workers if w.candidate.serves}
         own = {w.record.lease_id for w in workers if self._connector.owns(w.record)}
         found = victim([worker.candidate for worker in workers], among=own - self._removed)
         if isinstance(found, NoVictim):
@@ -137,26 +147,35 @@ class Acts:
         self, wanted: WantedRecord, counts: Mapping[str, RoleCounts], within_s: float
     ) -> WantedRecord:
         """Ends the oldest worker of each role that leaves, if it has drained or has drained for
-        `within_s`. Returns the record, which has changed with each of them. Raises as `begin`."""
+        `within_s`. One whose lease was not revoked stays. Returns the record, which has changed
+        with each of them. Raises as `begin`."""
         for component, role in wanted.roles.items():
             if not role.leaving or component not in counts:
                 continue
-            first = role.leaving[0]
-            # It was not told to leave: its planner has ended before.
-            stays = first.lease_id in self._members() and first.lease_id not in self._removed
-            if not stays and not await self._may_end(component, first, within_s):
+            first = min(role.leaving, key=lambda one: self._stays(one) is None)
+            stays = self._stays(first)
+            if stays is None and not await self._may_end(component, first, within_s):
                 continue
             count, now = role.count + len(role.leaving) - 1, counts[component]
-            if not stays and now.starting + now.ready > count:
-                async with asyncio.timeout(self._records.may_act()):
+            async with asyncio.timeout(self._records.may_act()):
+                if stays is not None:
+                    # One that is refused was never preferred.
+                    with contextlib.suppress(Refused, ProtocolError):
+                        await self._connector.prefer(stays, ends=False)
+                elif now.starting + now.ready > count:
                     await self._connector.change(component, count)
             self._departures.pop(first.lease_id, None)
             wanted = await self._records.edit(
-                lambda record, name=component, gone=first, more=stays: _without(
+                lambda record, name=component, gone=first, more=stays is not None: _without(
                     record, name, gone, more=more
                 )
             )
         return wanted
+
+    def _stays(self, leaving: LeavingWorker) -> EndpointRecord | None:
+        """Its record if its lease was not revoked: that failed, or the planner ended before it."""
+        lease_id = leaving.lease_id
+        return None if lease_id in self._removed else self._members().get(lease_id)
 
     async def _may_end(self, component: str, leaving: LeavingWorker, within_s: float) -> bool:
         now = self._host.clock.monotonic
@@ -185,19 +204,13 @@ def _without(
 
 
 def _not_begun(
-    record: WantedRecord,
-    component: str,
-    role: WantedWorkers,
-    leaving: tuple[LeavingWorker, ...],
-    *,
-    refused: bool,
+    record: WantedRecord, component: str, role: WantedWorkers, change: Change, *, refused: bool
 ) -> WantedRecord:
     """After an order that was not given, or may not have been. A start that is refused has
-    failed."""
+    failed. A worker that was to leave stays in `leaving` until `end_leaving` has looked at it."""
     if record.roles.get(component) != role:
         return record
-    role = msgspec.structs.replace(role, starting=role.starting and refused)
-    record = with_role(record, component, role)
-    for one in leaving:
-        record = _without(record, component, one, more=True)
-    return record
+    role = msgspec.structs.replace(
+        role, starting=role.starting and refused, failures=role.failures - change.withdraws
+    )
+    return with_role(record, component, role)

@@ -39,8 +39,8 @@ class Connector(Protocol):
         remove; 0: only those that do not serve."""
         ...
 
-    async def prefer(self, worker: EndpointRecord) -> None:
-        """This is the one that the next removal should end."""
+    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
+        """Whether this is the one that the next removal should end."""
         ...
 
     def owns(self, worker: EndpointRecord) -> bool:
@@ -66,7 +66,7 @@ class LocalConnector:
         version = self._version
         await self._ask(Want(component=component, count=count, lease_id=lease_id, version=version))
 
-    async def prefer(self, worker: EndpointRecord) -> None:
+    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
         """Each change names its worker."""
 
     def owns(self, worker: EndpointRecord) -> bool:

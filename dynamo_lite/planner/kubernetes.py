@@ -81,12 +81,12 @@ class KubernetesConnector:
         }
         await self._api.patch(path, change)
 
-    async def prefer(self, worker: EndpointRecord) -> None:
+    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
         host = worker.host
         if not re.fullmatch(_SUBJECT, host):
             raise ProtocolError(f"{host!r} is not the name of a pod")
         path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
-        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
+        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST if ends else None}}}
         try:
             await self._api.patch(path, change)
         except Refused:
@@ -95,7 +95,9 @@ class KubernetesConnector:
 
     def owns(self, worker: EndpointRecord) -> bool:
         """Whether it is a pod of its Deployment."""
-        name = self._workloads[worker.component][0].removeprefix("deployments/")
+        if (workload := self._workloads.get(worker.component)) is None:
+            return False
+        name = workload[0].removeprefix("deployments/")
         return worker.host.startswith(f"{name}-") and worker.host not in self._unknown
 
     async def _counts(self, component: str) -> RoleCounts:

@@ -16,7 +16,7 @@ from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.connector import COMPONENTS, Connector, LocalConnector, by_role
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed
-from dynamo_lite.planner.policy.inputs import Seen
+from dynamo_lite.planner.policy.inputs import Role, Seen
 from dynamo_lite.planner.policy.limits import bounds, contradictions
 from dynamo_lite.planner.policy.memory import Change, PlannerMemory, Proposal
 from dynamo_lite.planner.policy.planner import begun, plan
@@ -58,7 +58,7 @@ class PlannerMetrics:
         )
         self.failures = Counter(
             "dynamo_lite_planner_failures",
-            "What could not be asked or ordered: counts, store",
+            "What could not be asked or ordered: counts, store, order",
             ["what"],
             registry=registry,
         )
@@ -92,6 +92,8 @@ class Planner:
         #: What was logged last.
         self._told: object = None
         self._led = False
+        #: The last `RoleSeen.others`.
+        self._others: dict[Role, int] = {}
         #: Devices of one worker, by component.
         self._devices: dict[str, int] = {}
         self._records: PlannerRecords | None = None
@@ -171,15 +173,17 @@ class Planner:
         leads = not records.why_not
         self._metrics.leads.set(leads)
         wanted = records.wanted or WantedRecord()
-        if leads and counts and records.wanted is not None:
-            before, elected = counts, not self._led
+        settles = leads and bool(counts) and records.wanted is not None
+        if settles:
+            before, elected = counts, not self._led or self._acts.unsure
             wanted = await records.edit(lambda record: settled(record, before, elected=elected))
+            self._acts.unsure = False
             limit_s, left = self._limits.drain_timeout_s, wanted
             wanted = await self._acts.end_leaving(wanted, counts, limit_s)
             if wanted is not left:
                 # What has just been ordered is not in these numbers.
                 counts = await self._count(connector)
-        self._led = leads
+        self._led = leads and (settles or self._led)
         seen = self._seen(records, observed, counts, wanted)
         self._memory, proposal = plan(
             self._memory, seen, self._limits, self._host.clock.monotonic()
@@ -220,27 +224,29 @@ class Planner:
         counts: Mapping[str, RoleCounts],
         wanted: WantedRecord,
     ) -> Seen:
-        roles = roles_seen(observed, counts, wanted, self._acts.foreign(), self._changes)
+        foreign = self._acts.foreign()
+        roles = roles_seen(observed, counts, wanted, foreign, self._changes, self._others)
+        self._others |= {role: one.others for role, one in roles.items()}
         manual = manual_counts(wanted, roles, paused=wanted.paused is not None)
         return Seen(
             roles=roles,
             prefill=observed.prefill,
             decode=observed.decode,
-            hold=self._hold(records, bool(manual)),
+            hold=self._hold(records, wanted, bool(manual)),
             manual=manual,
         )
 
-    def _hold(self, records: PlannerRecords, manual: bool) -> str:
+    def _hold(self, records: PlannerRecords, wanted: WantedRecord, manual: bool) -> str:
         if self._config.dry_run:
             return "dry run"
         if why := records.why_not:
             return why
-        if not self._led:
-            # It was elected during this tick, and has not settled what was before.
-            return "it has just been elected"
         if records.wanted is None:
             return "paused by a record that cannot be read"
-        if manual or (why := records.wanted.paused) is None:
+        if not self._led:
+            # It has not settled what was before: it was elected during this tick, or has no counts.
+            return "it has just been elected"
+        if manual or (why := wanted.paused) is None:
             return ""
         return "paused" + (f": {why}" if why else "")
 
@@ -250,7 +256,7 @@ class Planner:
             if await self._acts.begin(change, counts[COMPONENTS[change.role]]):
                 self._memory = begun(self._memory, change)
         except (DynamoLiteError, TimeoutError) as exc:
-            self._metrics.failures.labels("store").inc()
+            self._metrics.failures.labels("order").inc()
             logger.warning("%s was not begun: %s", as_text(change), exc)
 
     def _reached(self, seen: Seen) -> dict[str, int]:

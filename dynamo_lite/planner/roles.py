@@ -33,18 +33,20 @@ def roles_seen(
     wanted: WantedRecord,
     foreign: Collection[int],
     changes: LastChanges,
+    before: Mapping[Role, int],
 ) -> dict[Role, RoleSeen]:
-    """foreign: leases of workers that cannot be removed here."""
+    """foreign: leases of workers that cannot be removed here. before: the last `others`."""
     seen: dict[Role, RoleSeen] = {}
     for role, component in COMPONENTS.items():
         if component not in counts:
             continue
         now, record = counts[component], wanted.roles.get(component)
+        others = len(observed.serving(role).intersection(foreign))
         # One that starts is a member before its supervisor knows its lease.
-        others = len(observed.serving(role).intersection(foreign)) - now.starting
+        others = max(others - now.starting, min(before.get(role, 0), others))
         seen[role] = RoleSeen(
             counts=_without_leaving(now, 0 if record is None else len(record.leaving)),
-            others=max(others, 0),
+            others=others,
             youngest_s=observed.youngest_s(role),
             failures=0 if record is None else record.failures,
             changed=changes.of(component, record),
@@ -54,8 +56,9 @@ def roles_seen(
 
 def _without_leaving(counts: RoleCounts, leaving: int) -> RoleCounts:
     """Pods that drain still run by the numbers of Kubernetes, but without a lease."""
-    ready = min(leaving, counts.ready)
-    starting = min(leaving - ready, counts.starting)
+    # Their readiness fails, so most of them count as starting.
+    starting = min(leaving, counts.starting)
+    ready = min(leaving - starting, counts.ready)
     return msgspec.structs.replace(
         counts,
         ready=counts.ready - ready,

@@ -99,7 +99,6 @@ class LeavingWorker(msgspec.Struct, frozen=True, kw_only=True):
     #: Its pod's name.
     host: Text
     status_url: Text
-    at: Wall = 0.0
 
 
 class WantedWorkers(msgspec.Struct, frozen=True, kw_only=True):

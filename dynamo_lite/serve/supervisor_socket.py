@@ -124,7 +124,7 @@ class SupervisorSocket:
         try:
             request = _decode_request(line)
         except msgspec.DecodeError as exc:
-            why = f"not a request: {exc}; accepted: counts, add, remove"
+            why = f"not a request: {exc}; accepted: counts, want"
             return self._orders.reply(why)
         return self._orders.answer(request, self._carry_out)
 

@@ -92,8 +92,11 @@ class FakeSupervisor:
             self.finish_drains()
         await self._moment(f"{what} after")
 
-    async def prefer(self, worker: EndpointRecord) -> None:
-        self.preferred.append(worker.host)
+    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
+        if ends:
+            self.preferred.append(worker.host)
+        elif worker.host in self.preferred:
+            self.preferred.remove(worker.host)
         await self._moment("prefer after")
 
     def owns(self, worker: EndpointRecord) -> bool:
@@ -248,3 +251,7 @@ class Running:
     @property
     def facts(self) -> Mapping[str, Any]:
         return self.planner.health()["planner"]
+
+    def failures(self, what: str) -> float:
+        """As they are counted in the metric."""
+        return self.planner._metrics.failures.labels(what)._value.get()

@@ -93,7 +93,12 @@ class ApiServer:
         if request.content_type != "application/merge-patch+json":
             return _status(415, "the body of the request was in an unknown format")
         change = json.loads(await request.read())
-        self.pods.setdefault(name, {}).update(change["metadata"]["annotations"])
+        pod = self.pods.setdefault(name, {})
+        for key, value in change["metadata"]["annotations"].items():
+            if value is None:
+                pod.pop(key, None)
+            else:
+                pod[key] = value
         return web.json_response({"metadata": change["metadata"]})
 
 
@@ -213,6 +218,8 @@ async def test_the_victim_is_marked(server: ApiServer, account: Path):
     connector = connect(server, account)
     await connector.prefer(pod("d-7f9-x2"))
     assert server.pods == {"d-7f9-x2": {COST: "-2147483647"}}
+    await connector.prefer(pod("d-7f9-x2"), ends=False)
+    assert server.pods == {"d-7f9-x2": {}}
     with pytest.raises(ProtocolError, match="not the name of a pod"):
         await connector.prefer(pod("../../secrets/x"))
 
@@ -229,6 +236,12 @@ async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
     with pytest.raises(Refused):
         await connector.prefer(pod("p-x"))
     assert owned() == ["p-1"]
+
+
+def test_a_role_without_a_deployment_has_no_own_pods(account: Path):
+    api = KubernetesApi("https://kubernetes.default.svc", account, 1.0)
+    connector = KubernetesConnector(api, KubernetesOptions(decode="deployments/d"))
+    assert not connector.owns(pod("p-1"))
 
 
 @pytest.mark.parametrize("missing", ["token", "ca.crt", "namespace"])

@@ -224,7 +224,7 @@ async def test_a_worker_that_was_not_told_to_leave_stays(bench: Bench):
     await bench.store.revoke(other)
     async with bench.planner(1):
         await bench.until_settled(VllmWorker=2)
-    assert supervisor.orders == []
+    assert supervisor.orders == supervisor.preferred == []
 
 
 async def test_workers_that_come_while_one_drains_stay(bench: Bench):
@@ -244,6 +244,23 @@ async def test_workers_that_come_while_one_drains_stay(bench: Bench):
     assert [order.count for order in supervisor.taken("remove")] == [7]
 
 
+async def test_an_order_that_was_never_given_is_no_failed_start(bench: Bench):
+    """Also if the supervisor does not reply when the next planner is elected."""
+    supervisor = bench.supervisor
+    supervisor.instant, supervisor.stop_at = False, "add before"
+    async with bench.planner():
+        await bench.want(PrefillWorker=2)
+        await supervisor.stopped.wait()
+    supervisor.away = True
+    async with bench.planner(1) as running:
+        await eventually(lambda: running.facts["leads"], 20)
+        enough = supervisor.looks + 3
+        await eventually(lambda: supervisor.looks > enough)
+        supervisor.away = False
+        await eventually(lambda: supervisor.starting[P], 20)
+    assert (await bench.wanted()).roles[P].failures == 0
+
+
 async def test_an_order_that_fails_is_no_failed_start(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):
@@ -255,10 +272,11 @@ async def test_an_order_that_fails_is_no_failed_start(
         await change(component, count, lease_id)
 
     monkeypatch.setattr(bench.supervisor, "change", fails)
-    async with bench.planner():
+    async with bench.planner() as running:
         await bench.want(PrefillWorker=2)
         await bench.until_settled(PrefillWorker=2)
         assert (await bench.wanted()).roles[P].failures == 0
+        assert running.failures("order") == 2 and running.failures("store") == 0
 
 
 async def test_a_start_that_is_refused_or_ends_without_a_worker_has_failed(

@@ -227,12 +227,12 @@ class SimPods:
             self._remove(component)
         await self._way()
 
-    async def prefer(self, worker: EndpointRecord) -> None:
+    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
         """Remembers the pod by its process. When the container was restarted, the pod is still
         the preferred one."""
         await self._way()
         pod = self._supervisor.find(worker.component, worker.lease_id)
-        pod.last_lease, pod.preferred = worker.lease_id, True
+        pod.last_lease, pod.preferred = worker.lease_id, ends
         await self._way()
 
     def _remove(self, component: str) -> None:

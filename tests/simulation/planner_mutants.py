@@ -73,7 +73,7 @@ def _act_in_dry_run(planner: Planner) -> None:
     """A planner in a dry run acts."""
     if planner._config.dry_run:
         _usurp(planner)
-        planner._hold = lambda records, manual: ""
+        planner._hold = lambda records, wanted, manual: ""
 
 
 def _see(planner: Planner, other: Callable[[RoleSeen], RoleSeen]) -> None:

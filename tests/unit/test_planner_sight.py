@@ -10,8 +10,9 @@ from dynamo_lite.planner import departure
 from dynamo_lite.planner.departure import Departure, worker_of
 from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.planner.policy.drain import Safe, Unsafe
-from dynamo_lite.planner.roles import LastChanges
-from dynamo_lite.protocol.planner import LeavingWorker, WantedWorkers
+from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role, RoleSeen
+from dynamo_lite.planner.roles import LastChanges, roles_seen
+from dynamo_lite.protocol.planner import LeavingWorker, RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
@@ -184,6 +185,45 @@ def test_the_age_of_a_change_does_not_depend_on_the_clock_of_who_made_it():
     assert last is not None and (last.up, last.age_s) == (True, 30.0)
     last = changes.of(P, WantedWorkers(count=1, up=False, by="", reason="", at=1.0))
     assert last is not None and (last.up, last.age_s) == (False, 0.0)
+
+
+def look_at(counts: RoleCounts, serving: int = 0, leaving: int = 0, before: int = 0) -> RoleSeen:
+    """Decode workers. serving: foreign ones. before: how many others there were."""
+    workers = [
+        LiveProcess(component=D, instance=0, lease=f"{one:x}", state="ready")
+        for one in range(1, serving + 1)
+    ]
+    observed = Observed(
+        prefill=PrefillLoad(),
+        decode=DecodeLoad(),
+        workers={Role.PREFILL: [], Role.DECODE: workers},
+    )
+    left = tuple(LeavingWorker(lease_id=i, host="", status_url="") for i in range(90, 90 + leaving))
+    role = WantedWorkers(count=2, up=False, by="", reason="", leaving=left)
+    record, foreign = WantedRecord(roles={D: role}), range(1, serving + 1)
+    changes = LastChanges(lambda: 0.0)
+    seen = roles_seen(observed, {D: counts}, record, foreign, changes, {Role.DECODE: before})
+    return seen[Role.DECODE]
+
+
+@pytest.mark.parametrize(
+    ("starting", "ready", "left"), [(1, 2, (0, 2)), (0, 3, (0, 2)), (2, 1, (1, 1)), (0, 0, (0, 0))]
+)
+def test_a_pod_that_drains_is_no_start(starting: int, ready: int, left: tuple[int, int]):
+    """Its readiness fails."""
+    counts = look_at(RoleCounts(starting=starting, ready=ready), leaving=1).counts
+    assert ((counts.starting, counts.ready), counts.draining) == (left, 1)
+
+
+@pytest.mark.parametrize(
+    ("starting", "serving", "before", "others"),
+    [(0, 3, 0, 3), (2, 3, 3, 3), (2, 5, 3, 3), (2, 3, 0, 1), (2, 2, 3, 2), (0, 2, 3, 2)],
+)
+def test_own_starts_hide_no_worker_of_another_supervisor(
+    starting: int, serving: int, before: int, others: int
+):
+    """One that starts may be a member before its supervisor knows its lease."""
+    assert look_at(RoleCounts(starting=starting), serving, before=before).others == others
 
 
 async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
