@@ -18,7 +18,6 @@ from dynamo_lite.protocol import names
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
-from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
 
 #: Sections and keys that are not a service or its options.
@@ -280,9 +279,7 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
     flags: dict[str, Any] = {}
     for key, value in given.items():
         where = (service.name, str(key))
-        if gone := removed_option(*where):
-            document.complain(where, gone)
-        elif key in service.reserved:
+        if key in service.reserved:
             document.complain(where, service.reserved[key])
         elif str(key) != kebab(str(key)):
             document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.serve.removed import removed_option
 
 KeyPath = tuple[str, ...]
 
@@ -243,8 +242,7 @@ def _snake(
     for key, inner in value.items():
         here = (*path, str(key))
         if (field := known.get(str(key))) is None:
-            gone = removed_option(*here)
-            document.complain(here, gone or unknown_key(str(key), accepted or known))
+            document.complain(here, unknown_key(str(key), accepted or known))
         else:
             result[field[0]] = _snake(document, here, field[1], inner)
     return result
