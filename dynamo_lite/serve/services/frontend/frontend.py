@@ -22,22 +22,16 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
-from dynamo_lite.serve.services.frontend.processor import (
-    ENDPOINTS,
-    Ask,
-    Processor,
-    ask_app,
-    ask_server,
-)
+from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, Processor, client_of
 
 if TYPE_CHECKING:
+    from httpx import AsyncClient
     from starlette.types import ASGIApp
 
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
-
-#: How much later than its own limit the Rust frontend may answer the Processor.
+#: How much later than a request's own limit the HTTP edge may answer the Processor.
 _LATE_S = 5.0
 
 
@@ -76,7 +70,7 @@ class Frontend:
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = app = await self._open_app(host)
         await host.register("http", stream=address)
-        await self._serve_processor(host, ask_app(app.asgi, app.api_key), app.served_model)
+        await self._serve_processor(host, client_of(app.asgi, app.api_key), app.served_model)
         # Last: a failure after this would break accepted requests.
         return await self._serve_http(host, app, sock)
 
@@ -89,8 +83,7 @@ class Frontend:
         sock.close()
         host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
-        ask = ask_server(url, self._timeout_s() + _LATE_S)
-        await self._serve_processor(host, ask, rust.served_model)
+        await self._serve_processor(host, client_of(url), rust.served_model)
         return url
 
     def _timeout_s(self) -> float:
@@ -162,8 +155,9 @@ class Frontend:
         await self._stack.enter_async_context(observer)
         return Dashboard(app, observer, any_name=self._config.dashboard is True)
 
-    async def _serve_processor(self, host: Host, ask: Ask, model: str) -> None:
-        processor = Processor(ask, on_drop=host.drops)
+    async def _serve_processor(self, host: Host, client: "AsyncClient", model: str) -> None:
+        await self._stack.enter_async_context(client)
+        processor = Processor(client, self._timeout_s() + _LATE_S, on_drop=host.drops)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id
