@@ -1,11 +1,10 @@
 """`dynamo-lite access`: who may use NATS and etcd, and with which credentials; certificates.
 
 Prints users with the least rights, as nats-server's configuration and as commands of etcdctl, and
-makes those of etcd; and prints variables with which etcdctl and `nats` reach a graph's servers.
+makes those of etcd.
 """
 
 import re
-import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +17,9 @@ from dynamo_lite.cli.listing import checked_namespace
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
-from dynamo_lite.runtime.address import (
-    parse_nats_url,
-    redact,
-)
+from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
-from dynamo_lite.runtime.tls import TlsFiles
-from dynamo_lite.serve.embedded import etcd_environment, program, server_list
+from dynamo_lite.serve.embedded import etcd_environment, program
 
 _ROOT = "root"
 #: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
@@ -39,19 +34,9 @@ app = typer.Typer(
     dynamo-lite access certs certificates --namespace dynamo --server nats --host nats.example
     dynamo-lite access nats --namespace dynamo > users.conf
     dynamo-lite access etcd --namespace dynamo --component PrefillWorker
-    eval "$(dynamo-lite access etcd --env)"; etcdctl get --prefix dynamo
-    eval "$(dynamo-lite access nats --env)"; nats sub 'dynamo_health.>'
     """,
 )
 
-_Env = Annotated[
-    bool,
-    typer.Option(
-        "--env",
-        help="Print variables for a shell instead: the address of the server that the graph here"
-        " uses, and the credentials. The output may contain passwords.",
-    ),
-]
 _Components = Annotated[
     list[str] | None,
     typer.Option("--component", help="Only the user of this one; may be repeated."),
@@ -63,7 +48,6 @@ _Components = Annotated[
 def etcd(
     graph: OnGraph,
     component: _Components = None,
-    env: _Env = False,
     make: Annotated[
         Path | None,
         typer.Option(
@@ -78,12 +62,8 @@ def etcd(
     A user may read and change only the keys that its component needs. The commands of
     `dynamo-lite` use `Operator`. With --make the command makes the users itself.
     """
-    if make is not None and (env or graph.etcd_url is None):
-        raise ConfigError(["--make needs --etcd-url, and goes without --env"])
-    if env:
-        _check_alone(component, graph.namespace)
-        print(_as_shell(etcd_environment(graph.place().etcd_url)))
-        return
+    if make is not None and graph.etcd_url is None:
+        raise ConfigError(["--make needs --etcd-url"])
     name = _named(graph.namespace)
     permissions = chosen(name, component or ())
     if make is not None:
@@ -94,24 +74,15 @@ def etcd(
 
 
 @app.command("nats")
-@on_graph("etcd_url")
-def nats(
-    graph: OnGraph,
-    component: _Components = None,
-    env: _Env = False,
-) -> None:
+def nats(namespace: Namespace = None, component: _Components = None) -> None:
     """Print the part of nats-server's configuration that has a user for each component.
 
     A user may publish and subscribe only to the subjects that its component needs, and to an
     inbox of its own, which `?inbox=` in the component's NATS URL names. `Operator` is for the
     commands of `dynamo-lite`.
     """
-    if env:
-        _check_alone(component, graph.namespace)
-        print(_as_shell(_nats_environment(graph.nats())))
-    else:
-        name = _named(graph.namespace)
-        print(nats_configuration(name, chosen(name, component or ())), end="")
+    name = _named(namespace)
+    print(nats_configuration(name, chosen(name, component or ())), end="")
 
 
 @app.command("certs")
@@ -167,40 +138,10 @@ def certs(
     print(f"{folder}: made {', '.join(made) or 'nothing: all are there'}")
 
 
-def _check_alone(component: list[str] | None, namespace: str | None) -> None:
-    if component or namespace:
-        raise ConfigError(["--env prints the credentials as they are, without other options"])
-
-
 def _named(namespace: str | None) -> str:
     if namespace is None:
         raise ConfigError(["name the graph's --namespace (`dynamo` unless you chose another)"])
     return checked_namespace(namespace)
-
-
-def _nats_environment(url: str) -> dict[str, str]:
-    """Of `nats`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
-    address = parse_nats_url(url)
-    tls = address.tls or TlsFiles()
-    variables = {
-        "DYNAMO_LITE_NATS_URL": url,
-        "NATS_URL": server_list(address, "tls" if address.tls else "nats"),
-        # That command takes a user without a password as a token.
-        "NATS_USER": address.user or address.token,
-        "NATS_PASSWORD": address.password,
-        "NATS_CREDS": address.creds,
-        "NATS_NKEY": address.nkey,
-        "NATS_INBOX_PREFIX": address.inbox,
-        "NATS_CA": tls.ca,
-        "NATS_CERT": tls.cert,
-        "NATS_KEY": tls.key,
-    }
-    return {name: str(value) for name, value in variables.items() if value}
-
-
-def _as_shell(variables: Mapping[str, str]) -> str:
-    """A line for each, to be evaluated by a shell."""
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def chosen(namespace: str, components: Iterable[str]) -> list[Permissions]:

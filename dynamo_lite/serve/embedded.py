@@ -21,7 +21,7 @@ from typing import Self
 from urllib.parse import quote
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.address import ServerAddress, host_port, parse_etcd_url
+from dynamo_lite.runtime.address import host_port, parse_etcd_url
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import files_of
 from dynamo_lite.runtime.tls import TlsFiles
@@ -328,13 +328,12 @@ async def _exchange(
 
 
 def etcd_environment(url: str) -> dict[str, str]:
-    """Of `etcdctl`, and of the commands of `dynamo-lite`. Raises ConfigError for a bad URL."""
+    """Of `etcdctl`. Raises ConfigError for a bad URL."""
     address = parse_etcd_url(url)
-    tls = address.tls or TlsFiles()
+    tls, scheme = address.tls or TlsFiles(), "https" if address.tls else "http"
     variables = {
-        "DYNAMO_LITE_ETCD_URL": url,
         "ETCDCTL_API": "3",
-        "ETCDCTL_ENDPOINTS": server_list(address, "https" if address.tls else "http"),
+        "ETCDCTL_ENDPOINTS": ",".join(f"{scheme}://{host_port(*one)}" for one in address.hosts),
         "ETCDCTL_USER": address.user,
         "ETCDCTL_PASSWORD": address.password,
         "ETCDCTL_CACERT": tls.ca,
@@ -342,10 +341,6 @@ def etcd_environment(url: str) -> dict[str, str]:
         "ETCDCTL_KEY": tls.key,
     }
     return {name: str(value) for name, value in variables.items() if value}
-
-
-def server_list(address: ServerAddress, scheme: str) -> str:
-    return ",".join(f"{scheme}://{host_port(*host)}" for host in address.hosts)
 
 
 def program(name: str) -> str:

@@ -128,7 +128,7 @@ def test_what_needs_no_graph(tmp_path: Path):
     assert "graph: tests.process.stub:Front" in result.stdout
     assert "host: h" in result.stdout
     assert invoke("--version").stdout.startswith("dynamo-lite ")
-    for command in (("ps",), ("top", "--once"), ("access", "etcd", "--env")):
+    for command in (("ps",), ("top", "--once")):
         result = invoke(*command, *state)
         assert (result.returncode, result.stdout) == (1, "")
         assert re.search("no graph runs on .*--etcd-url", result.stderr)

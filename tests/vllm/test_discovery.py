@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from dynamo_lite.cli.access import etcd_environment
 from dynamo_lite.runtime.address import is_loopback
+from dynamo_lite.serve.embedded import etcd_environment
 from tests.vllm.asking import ask
 from tests.vllm.graph import Graph
 
