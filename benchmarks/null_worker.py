@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import annotated_types as at
 import msgspec
 
 from dynamo_lite.request_plane.server import GenerateServer
@@ -27,7 +26,7 @@ TOKEN_ID = 70
 class NullWorkerConfig:
     """step_s: time between two engine steps."""
 
-    step_s: Annotated[float, at.Ge(0)] = 0.0
+    step_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class NullWorker:

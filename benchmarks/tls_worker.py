@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import annotated_types as at
+import msgspec
 
 from benchmarks.null_worker import BUSY_WORKER, TOKEN_ID
 from dynamo_lite.disagg.engine import DecodeEngine
@@ -26,7 +26,7 @@ from tests.null_engine import NullEngine
 @dataclass(frozen=True, kw_only=True)
 class TlsWorkerConfig(VllmWorkerConfig):
     #: Time between two engine steps.
-    step_s: Annotated[float, at.Ge(0)] = 0.0
+    step_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class _PacedEngine(NullEngine):

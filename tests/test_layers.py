@@ -37,7 +37,7 @@ HOMES = {
     "aiohttp": ("forward", "runtime", "serve"),
     "zmq": ("vllm",),
     "opentelemetry": ("runtime/tracing.py",),
-    "pydantic": ("serve", "cli", "vllm/frontend"),
+    "pydantic": ("vllm/frontend",),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
     "typer": ("serve", "cli"),
@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_058,
+    "dynamo_lite/protocol": 2_055,
     "dynamo_lite/runtime": 6_574,
     "dynamo_lite/routing": 1_482,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_351,
     "dynamo_lite/vllm": 6_263,
-    "dynamo_lite/forward": 6_146,
+    "dynamo_lite/forward": 6_145,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 6_222,
+    "dynamo_lite/serve": 6_173,
     "dynamo_lite/cli": 3_076,
-    "tests": 58_720,
+    "tests": 58_713,
     "tests/simulation": 8_713,
 }
 SLACK = 50

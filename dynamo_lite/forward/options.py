@@ -6,15 +6,14 @@ Imports nothing heavy, because the command line imports it.
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
-
-import annotated_types as at
 
 from dynamo_lite.forward.named import PRIVATE, AllowedHosts
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.options import (
     NaturalOption,
+    PortOption,
     PositiveOption,
     SecondsOption,
 )
@@ -97,7 +96,7 @@ class ForwarderConfig:
     #: Address to listen on.
     host: str = "127.0.0.1"
     #: Port to listen on; 0 takes a free one.
-    port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
+    port: PortOption = 8000
     #: PEM file of the server's certificate and those that sign it: with it, HTTPS is served.
     tls_cert: str | None = None
     #: PEM file of its private key, unencrypted.

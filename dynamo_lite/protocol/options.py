@@ -8,7 +8,6 @@ kebab-case. The engine's configuration carries a set whole, live options replace
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import annotated_types as at
 import msgspec
 
 if TYPE_CHECKING:
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 _MOST, _LONGEST_S, _HEAVIEST = 10**9, 1e9, 1e6
-# Each range is stated twice: pydantic reads the first form (configuration file), msgspec the
-# second one (records).
-NaturalOption = Annotated[int, at.Ge(0), at.Le(_MOST), msgspec.Meta(ge=0, le=_MOST)]
-PositiveOption = Annotated[int, at.Gt(0), at.Le(_MOST), msgspec.Meta(gt=0, le=_MOST)]
-SecondsOption = Annotated[float, at.Gt(0), at.Le(_LONGEST_S), msgspec.Meta(gt=0, le=_LONGEST_S)]
-Weight = Annotated[float, at.Ge(0), at.Le(_HEAVIEST), msgspec.Meta(ge=0, le=_HEAVIEST)]
-Share = Annotated[float, at.Gt(0), at.Le(1), msgspec.Meta(gt=0, le=1)]
+NaturalOption = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+PositiveOption = Annotated[int, msgspec.Meta(gt=0, le=_MOST)]
+SecondsOption = Annotated[float, msgspec.Meta(gt=0, le=_LONGEST_S)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=_HEAVIEST)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+#: 0: any free port.
+PortOption = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 import hashlib
 from typing import Annotated
 
-import annotated_types as at
 import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
@@ -18,8 +17,7 @@ Subject = Annotated[str, msgspec.Meta(pattern=r"^[!-)+-=?-~]{1,512}\Z")]
 #: For display.
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 LAST_PORT = 65535
-#: The range is stated twice, as in `options.py`.
-Port = Annotated[int, at.Gt(0), at.Le(LAST_PORT), msgspec.Meta(gt=0, le=LAST_PORT)]
+Port = Annotated[int, msgspec.Meta(gt=0, le=LAST_PORT)]
 #: etcd's lease ids are positive and signed; 0: no lease.
 LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 

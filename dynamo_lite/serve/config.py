@@ -7,14 +7,15 @@ vLLM's arguments. `common-configs: [key, ...]` copies keys from the section `Com
 of the service itself overrides a common one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import annotated_types as at
+import msgspec
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
@@ -26,27 +27,12 @@ _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 
 #: Options or vLLM arguments that must have one value in all services that have them.
 _MUST_AGREE = ("queue", "model")
-
-#: Names of vLLM's for one type.
-_SAME_DTYPE = {"half": "float16", "float": "float32"}
-#: vLLM's arguments without which a prefill worker's KV is not valid for a decode worker, and what
-#: is known of a value before the model is read; None: nothing.
-_MUST_FIT: dict[str, Callable[[Any], Any]] = {
-    "dtype": lambda given: None if given == "auto" else _SAME_DTYPE.get(str(given), given),
-    # There are several names for the types of 8 bits.
-    "kv-cache-dtype": lambda given: (
-        given.partition("_")[0] if isinstance(given, str) and given != "auto" else None
-    ),
-    "max-model-len": lambda given: given if isinstance(given, int) and given > 0 else None,
-    "revision": lambda given: given or "",
-    # It may also be a text in JSON.
-    "hf-overrides": lambda given: given if isinstance(given, dict) else None,
-    "override-generation-config": lambda given: given if isinstance(given, dict) else None,
-}
-
-PositiveSeconds = Annotated[float, at.Gt(0)]
-
-Scalar = str | int | float
+#: vLLM's arguments without which a prefill worker's KV is not valid for a decode worker. Everything
+#: else is compared when the engines run (`vllm/engine/fingerprint.py`).
+_MUST_FIT = (
+    *("dtype", "kv-cache-dtype", "max-model-len", "revision", "hf-overrides"),
+    "override-generation-config",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +49,16 @@ class GraphOptions:
     certificates: str | None = None
     #: A dead process disappears from etcd after this time. Outages of etcd of up to nine
     #: tenths of it cost no lease.
-    lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
+    lease_ttl_s: Annotated[float, msgspec.Meta(ge=2, le=1e9)] = 30.0
     #: Longest drain of one process.
-    grace_s: PositiveSeconds = 30.0
+    grace_s: SecondsOption = 30.0
     #: Devices of this host that the services with `ServiceArgs.devices` occupy: names for
     #: CUDA_VISIBLE_DEVICES, or their number, to count them only.
-    devices: tuple[int | str, ...] | Annotated[int, at.Ge(0)] = 0
+    devices: tuple[int | str, ...] | NaturalOption = 0
     #: URL to which spans are sent; None: no tracing.
     otlp_endpoint: str | None = None
     #: Share of the requests that are traced, unless the client decides it.
-    trace_ratio: Annotated[float, at.Ge(0), at.Le(1)] = 1.0
+    trace_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
     @property
     def tracing(self) -> TracingOptions | None:
@@ -92,15 +78,14 @@ class ServiceArgs:
     """Section `Service.ServiceArgs`: how a service's processes are started."""
 
     #: Number of processes.
-    workers: Annotated[int, at.Ge(0)] = 1
+    workers: NaturalOption = 1
     #: Port of the status server of the first process, on `Graph.bind-host`; the second process has
     #: the next port, and so on. 0: free ports.
-    status_port: Annotated[int, at.Ge(0), at.Le(65535)] = 0
+    status_port: PortOption = 0
     #: Devices of `Graph.devices` that each process occupies.
-    devices: Annotated[int, at.Ge(0)] = 0
-    #: Environment variables. A list gives each worker its own value, e.g.
-    #: `CUDA_VISIBLE_DEVICES: [0, 1]` for two workers.
-    env: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
+    devices: NaturalOption = 0
+    #: Environment variables.
+    env: dict[str, str | int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,23 +94,16 @@ class ServiceConfig:
 
     service: Service
     workers: int
-    #: Environment variables, one mapping per worker.
-    env: tuple[Mapping[str, str], ...]
+    #: Environment variables.
+    env: Mapping[str, str]
     #: See `ServiceArgs`.
     status_port: int = 0
-    #: Environment variables of processes that are added while the graph runs.
-    later_env: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: Why no process can be added; empty if processes can be added.
-    fixed_env: str = ""
     #: Devices that each process occupies.
     devices: int = 0
     #: The service's own options in snake_case, with defaults.
     options: dict[str, Any]
     #: vLLM's arguments in kebab-case, only those given.
     flags: dict[str, Any]
-
-    def env_of(self, instance: int) -> Mapping[str, str]:
-        return self.env[instance] if instance < len(self.env) else self.later_env
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +143,12 @@ def resolve(
             document.complain(
                 ("Common", str(key)), "no service lists this key in its common-configs"
             )
-    _check_agreement(document, services)
-    _check_fit(document, services, alone=only is not None)
+    _check_agreement(document, services, _MUST_AGREE)
+    if only is None:
+        # One that starts alone may be meant for others than those of the file.
+        pair = [c for c in services if c.service in (VLLM_WORKER, PREFILL_WORKER)]
+        if all(c.options.get("remote_prefill", True) for c in pair):
+            _check_agreement(document, pair, _MUST_FIT)
     _check_devices(document, shared, [s for s in services if only in (None, s.service.name)])
     return GraphConfig(shared=shared, services=services)
 
@@ -183,7 +165,7 @@ def describe(config: GraphConfig) -> dict[str, Any]:
                 "workers": c.workers,
                 "status-port": c.status_port,
                 "devices": c.devices,
-                "env": [dict(env) for env in c.env],
+                "env": dict(c.env),
             }
     return described
 
@@ -234,13 +216,10 @@ def _resolve_service(
     accepted = accepted_keys(service)
     filled = fill(document, path, service.config, options, service.defaults, accepted)
     args = _service_args(service, document, section)
-    lists = sorted(name for name, value in args.env.items() if isinstance(value, list))
     return ServiceConfig(
         service=service,
         workers=0 if service.inside else args.workers,
-        env=() if service.inside else tuple(_env_of(args, i) for i in range(args.workers)),
-        later_env={k: str(v) for k, v in args.env.items() if not isinstance(v, list)},
-        fixed_env=_fixed(lists),
+        env={name: str(value) for name, value in args.env.items()},
         devices=args.devices,
         status_port=args.status_port,
         options=filled,
@@ -297,25 +276,7 @@ def _service_args(service: Service, document: Document, section: dict[str, Any])
         document.complain(
             path, f"{service.name} runs inside {service.inside}: set ServiceArgs there"
         )
-    args = ServiceArgs(**fill(document, path, ServiceArgs, given))
-    for name, value in args.env.items():
-        if isinstance(value, list) and len(value) != args.workers:
-            message = f"a list has one value per worker ({args.workers}), got {len(value)}"
-            document.complain((*path, "env", name), message)
-            return ServiceArgs(workers=0)
-    return args
-
-
-def _env_of(args: ServiceArgs, worker: int) -> dict[str, str]:
-    return {k: str(v[worker] if isinstance(v, list) else v) for k, v in args.env.items()}
-
-
-def _fixed(lists: list[str]) -> str:
-    """Why no process can be added; empty if they can. lists: variables with a list of values."""
-    if not lists:
-        return ""
-    instead = "list the devices in Graph.devices" if DEVICE_VARIABLE in lists else "use one value"
-    return f"ServiceArgs.env has one value per worker for {', '.join(lists)}; {instead} instead"
+    return ServiceArgs(**fill(document, path, ServiceArgs, given))
 
 
 def _check_devices(document: Document, shared: GraphOptions, services: list[ServiceConfig]) -> None:
@@ -325,8 +286,7 @@ def _check_devices(document: Document, shared: GraphOptions, services: list[Serv
         document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
     for c in services:
         path = (c.service.name, "ServiceArgs", "devices")
-        variables = {*c.later_env, *(name for env in c.env for name in env)}
-        if names and c.devices and DEVICE_VARIABLE in variables:
+        if names and c.devices and DEVICE_VARIABLE in c.env:
             message = f"Graph.devices sets {DEVICE_VARIABLE}; remove it from ServiceArgs.env"
             document.complain(path, message)
     need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
@@ -337,8 +297,10 @@ def _check_devices(document: Document, shared: GraphOptions, services: list[Serv
         )
 
 
-def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) -> None:
-    for key in _MUST_AGREE:
+def _check_agreement(
+    document: Document, services: Sequence[ServiceConfig], keys: Sequence[str]
+) -> None:
+    for key in keys:
         values = {
             c.service.name: c.flags.get(key, c.options.get(key))
             for c in services
@@ -346,31 +308,7 @@ def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) ->
         }
         if len({repr(value) for value in values.values()}) > 1:
             found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
-            document.complain(
-                (next(iter(values)), key), f"must have the same value in all services: {found}"
-            )
-
-
-def _check_fit(document: Document, services: tuple[ServiceConfig, ...], *, alone: bool) -> None:
-    """Everything else is compared when the engines run (`vllm/engine/fingerprint.py`).
-
-    alone: one service starts, and the others may run with other overrides.
-    """
-    flags = {c.service.name: c.flags for c in services if c.options.get("remote_prefill", True)}
-    decode, prefill = flags.get(VLLM_WORKER.name), flags.get(PREFILL_WORKER.name)
-    if decode is None or prefill is None:
-        return
-    for key, known in _MUST_FIT.items():
-        names = (PREFILL_WORKER.name, VLLM_WORKER.name)
-        if alone and any(document.where((name, key)).startswith("--") for name in names):
-            continue
-        here, there = (known(given.get(key)) for given in (prefill, decode))
-        if here != there and here is not None and there is not None:
-            document.complain(
-                (PREFILL_WORKER.name, key),
-                f"must be as in {VLLM_WORKER.name}, or no prompt is prefilled remotely:"
-                f" here {prefill.get(key)!r}, there {decode.get(key)!r}",
-            )
+            document.complain((next(iter(values)), key), f"must have the same value: {found}")
 
 
 def _kebab_keys(options: Any) -> Any:

@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import redact
@@ -208,41 +208,58 @@ def fill(
     """The options of `kind` in snake_case, with defaults.
 
     `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
-    is incomplete and must not be used. accepted: the keys to name if one is unknown; by itself
-    those of `kind`.
+    is empty. accepted: the keys to name if one is unknown; by itself those of `kind`.
     """
-    names = _snake(document, path, kind, given, accepted)
-    adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    try:
-        # Strict JSON mode refuses "5" for 5 and 1 for true, but accepts 5 for 5.0.
-        value = adapter.validate_json(
-            json.dumps({**(defaults or {}), **names}, default=str), strict=True
-        )
-    except ValidationError as exc:
-        for error in exc.errors(include_url=False):
-            where = (*path, *(kebab(str(step)) for step in error["loc"]))
-            got = json.dumps(error["input"], default=str)
-            message = error["msg"]
-            document.complain(where, f"{message[:1].lower()}{message[1:]}, got {got}")
-        return {}
-    return dataclasses.asdict(value)
+    before = len(document.mistakes)
+    value = _section(document, path, kind, given, defaults or {}, accepted)
+    return dataclasses.asdict(value) if len(document.mistakes) == before else {}
 
 
-def _snake(
-    document: Document, path: KeyPath, kind: Any, value: Any, accepted: Iterable[str] = ()
+def _section(
+    document: Document,
+    path: KeyPath,
+    kind: Any,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    accepted: Iterable[str] = (),
 ) -> Any:
-    """The value with field names as keys, if `kind` is a dataclass or a tuple of one kind."""
+    """None after a mistake."""
+    before, hints = len(document.mistakes), get_type_hints(kind, include_extras=True)
+    fields = {kebab(field.name): field for field in dataclasses.fields(kind)}
+    values = dict(defaults)
+    for key, value in given.items():
+        here = (*path, str(key))
+        if (field := fields.get(str(key))) is None:
+            document.complain(here, unknown_key(str(key), accepted or fields))
+        else:
+            values[field.name] = _value(document, here, hints[field.name], value)
+    for key, field in fields.items():
+        nothing = field.default is field.default_factory is dataclasses.MISSING
+        if nothing and field.name not in values:
+            document.complain((*path, key), "is required")
+    if len(document.mistakes) > before:
+        return None
+    try:
+        return kind(**values)
+    except ValueError as exc:
+        document.complain(path, str(exc))
+        return None
+
+
+def _value(document: Document, path: KeyPath, kind: Any, value: Any) -> Any:
+    """None after a mistake."""
     if get_origin(kind) is tuple and isinstance(value, list):
         element = get_args(kind)[0]
-        return [_snake(document, (*path, str(i)), element, one) for i, one in enumerate(value)]
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict)):
-        return value
-    known = {kebab(name): (name, hint) for name, hint in get_type_hints(kind).items()}
-    result: dict[str, Any] = {}
-    for key, inner in value.items():
-        here = (*path, str(key))
-        if (field := known.get(str(key))) is None:
-            document.complain(here, unknown_key(str(key), accepted or known))
-        else:
-            result[field[0]] = _snake(document, here, field[1], inner)
-    return result
+        return tuple(_value(document, (*path, str(i)), element, v) for i, v in enumerate(value))
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _section(document, path, kind, value, {})
+    try:
+        # Refuses "5" for 5 and 1 for true, but takes 5 for 5.0.
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        expected = str(exc).partition(", got ")[0]
+        if get_origin(kind) is Literal:
+            expected = f"Expected {' or '.join(map(repr, get_args(kind)))}"
+        got = json.dumps(value, default=str)
+        document.complain(path, f"{expected[:1].lower()}{expected[1:]}, got {got}")
+        return None

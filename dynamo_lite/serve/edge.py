@@ -42,7 +42,7 @@ def _settle(service: ServiceConfig, document: Document) -> ServiceConfig:
         asdict(FrontendConfig()),
         service.flags,
         workers=service.workers,
-        key_in_environment=any(child_environment(env).get("VLLM_API_KEY") for env in service.env),
+        key_in_environment=bool(child_environment(service.env).get("VLLM_API_KEY")),
     )
     program = None
     if not found:

@@ -59,13 +59,13 @@ class Fleet:
 
     def add(self, component: str) -> InstanceSupervisor:
         """Enters one more process. Raises Refused, which says what is accepted."""
-        launches = self._scalable_one(component)
+        self._check_scalable(component)
         self._free_devices()
-        return self._enter(component, self._free_number(component, launches))
+        return self._enter(component, self._free_number(component))
 
     def number(self, component: str) -> int:
         """Its processes, without draining ones. Raises as `add`."""
-        self._scalable_one(component)
+        self._check_scalable(component)
         counts = self._counts(component)
         return counts.starting + counts.ready
 
@@ -108,10 +108,8 @@ class Fleet:
         self._occupied[instance] = devices
         return instance
 
-    def _free_number(self, component: str, launches: Launches) -> int:
+    def _free_number(self, component: str) -> int:
         """Raises Refused when no process can be added."""
-        if why := launches.service.fixed_env:
-            raise _refused(f"{component}: {why}")
         tier = self._tiers[component]
         present = {one.launch.instance for one in tier if not one.done.is_set()}
         if len(present) >= MAX_INSTANCES:
@@ -125,12 +123,11 @@ class Fleet:
     def _scalable(self) -> list[str]:
         return [name for name, one in self._launches.items() if one.service.service.scalable]
 
-    def _scalable_one(self, component: str) -> Launches:
+    def _check_scalable(self, component: str) -> None:
         accepted = self._scalable()
         if component not in accepted:
             can = ", ".join(accepted) or "none"
             raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
-        return self._launches[component]
 
     def _counts(self, name: str) -> RoleCounts:
         tier = self._tiers[name]

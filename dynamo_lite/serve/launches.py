@@ -57,7 +57,7 @@ class Launches:
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
         shared = self._request.config.shared
-        own = {**self.service.env_of(instance), **devices}
+        own = {**self.service.env, **devices}
         environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
         log_settings = logging_config(
             self._request.log_format,

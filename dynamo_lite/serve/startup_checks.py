@@ -185,7 +185,7 @@ def check_stored_responses(config: GraphConfig, document: Document, *, only: str
         name, frontend = service.service.name, service.service.config is FrontendConfig
         if not frontend or service.workers < 2 or only not in (None, name):
             continue
-        if any(child_environment(env).get(_RESPONSES_STORE, "0") != "0" for env in service.env):
+        if child_environment(service.env).get(_RESPONSES_STORE, "0") != "0":
             why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
             document.complain((name, "ServiceArgs", "workers"), why)
 

@@ -8,9 +8,7 @@ the command line reads it.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-import annotated_types as at
+from typing import Literal
 
 from dynamo_lite.disagg.decision.lanes import ClientPriority
 from dynamo_lite.disagg.queue.base import QueueOptions
@@ -19,6 +17,7 @@ from dynamo_lite.protocol.options import (
     DisaggOptions,
     KvRoutingOptions,
     NaturalOption,
+    PortOption,
     PositiveOption,
     SecondsOption,
 )
@@ -31,7 +30,7 @@ class FrontendConfig(AdmissionOptions):
     #: Address to listen on.
     host: str = "127.0.0.1"
     #: Port to listen on; 0 takes a free one.
-    port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
+    port: PortOption = 8000
     #: Which of vLLM's HTTP frontends serves.
     edge: Literal["python", "rust"] = "python"
     #: Path of `vllm-rs`, the program of the Rust frontend; None: found beside the vLLM package, or
