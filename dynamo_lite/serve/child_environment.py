@@ -12,6 +12,9 @@ VARIABLES: Mapping[str, str] = {
     "etcd-url": "DYNAMO_LITE_ETCD_URL",
 }
 
+#: The devices that a process sees.
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
 #: Set for every child unless the user's environment or YAML says otherwise.
 _CHILD_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",

@@ -40,6 +40,8 @@ class Launch:
     log_path: Path | None
     #: Its whole environment.
     env: Mapping[str, str]
+    #: The devices of the host that it occupies.
+    devices: tuple[str, ...] = ()
     #: Keys of vLLM's in its section.
     options: tuple[str, ...] = ()
 

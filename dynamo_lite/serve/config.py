@@ -17,7 +17,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.devices import DEVICE_VARIABLE
+from dynamo_lite.serve.child_environment import DEVICES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
 
@@ -286,8 +286,8 @@ def _check_devices(document: Document, shared: GraphOptions, services: list[Serv
         document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
     for c in services:
         path = (c.service.name, "ServiceArgs", "devices")
-        if names and c.devices and DEVICE_VARIABLE in c.env:
-            message = f"Graph.devices sets {DEVICE_VARIABLE}; remove it from ServiceArgs.env"
+        if names and c.devices and DEVICES in c.env:
+            message = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
             document.complain(path, message)
     need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
     if sum(need.values()) > have:

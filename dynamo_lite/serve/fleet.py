@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
-from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
 
@@ -16,24 +15,24 @@ from dynamo_lite.serve.launches import Launches
 MAX_INSTANCES = 1000
 
 
-#: Makes the supervisor of one process from its service, number and device variables. Raises OSError
-#: when its files cannot be written.
-Keep = Callable[[Launches, int, dict[str, str]], InstanceSupervisor]
+#: Makes the supervisor of one process from its service, number and devices. Raises OSError when its
+#: files cannot be written.
+Keep = Callable[[Launches, int, tuple[str, ...]], InstanceSupervisor]
 
 
 class Fleet:
-    """tiers: one service each, in drain order.
+    """tiers: one service each, in drain order. devices: of this host, or their number.
 
     Raises StartupError when the devices do not suffice for the processes of the start, or their
     files cannot be written.
     """
 
-    def __init__(self, tiers: Sequence[Launches], devices: Devices, keep: Keep):
-        self._devices = devices
+    def __init__(self, tiers: Sequence[Launches], devices: Sequence[str | int] | int, keep: Keep):
+        names = range(devices) if isinstance(devices, int) else devices
+        self._devices = tuple(str(name) for name in names)
         self._keep = keep
         self._tiers: dict[str, list[InstanceSupervisor]] = {}
         self._launches = {tier.service.service.name: tier for tier in tiers}
-        self._occupied: dict[InstanceSupervisor, tuple[str, ...]] = {}
         for name, launches in self._launches.items():
             self._tiers[name] = []
             for number in range(launches.service.workers):
@@ -54,13 +53,11 @@ class Fleet:
 
     def counts(self) -> dict[str, RoleCounts]:
         """The numbers of processes of the scalable services."""
-        self._free_devices()
         return {name: self._counts(name) for name in self._scalable()}
 
     def add(self, component: str) -> InstanceSupervisor:
         """Enters one more process. Raises Refused, which says what is accepted."""
         self._check_scalable(component)
-        self._free_devices()
         return self._enter(component, self._free_number(component))
 
     def number(self, component: str) -> int:
@@ -92,20 +89,18 @@ class Fleet:
         """Raises Refused when too few devices are free, or its files cannot be written."""
         launches = self._launches[name]
         need = launches.service.devices
-        if (devices := self._devices.take(need)) is None:
+        if need > len(free := self._free()):
             raise _refused(
-                f"{name}: needs {need} devices, {self._devices.free} are free; set Graph.devices,"
+                f"{name}: needs {need} devices, {len(free)} are free; set Graph.devices,"
                 " or retire a process first"
             )
         try:
-            instance = self._keep(launches, number, self._devices.environment(devices))
+            instance = self._keep(launches, number, free[:need])
         except OSError as exc:
-            self._devices.put_back(devices)
             raise _refused(f"{name}: its files cannot be written: {exc}") from exc
         # The last process with this number has ended, and its log was overwritten.
         self._tiers[name] = [one for one in self._tiers[name] if one.launch.instance != number]
         self._tiers[name].append(instance)
-        self._occupied[instance] = devices
         return instance
 
     def _free_number(self, component: str) -> int:
@@ -116,9 +111,10 @@ class Fleet:
             raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
         return next(n for n in range(MAX_INSTANCES) if n not in present)
 
-    def _free_devices(self) -> None:
-        for instance in [one for one in self._occupied if one.done.is_set()]:
-            self._devices.put_back(self._occupied.pop(instance))
+    def _free(self) -> tuple[str, ...]:
+        """The devices that no process occupies which has not ended."""
+        occupied = {name for one in self if not one.done.is_set() for name in one.launch.devices}
+        return tuple(name for name in self._devices if name not in occupied)
 
     def _scalable(self) -> list[str]:
         return [name for name, one in self._launches.items() if one.service.service.scalable]
@@ -137,7 +133,7 @@ class Fleet:
             ready=phases.count("ready"),
             draining=phases.count("draining"),
             devices_each=self._launches[name].service.devices,
-            devices_free=self._devices.free,
+            devices_free=len(self._free()),
             leases=tuple(one.lease_id for one in tier if one.lease_id and one.phase != "ended"),
         )
 

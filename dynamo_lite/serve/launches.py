@@ -1,6 +1,5 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import msgspec
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
-from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.child_environment import DEVICES, child_environment
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.run_state import RunState, write_private
@@ -50,14 +49,17 @@ class Launches:
         self._request = request
         self._directory, self._place = directory, place
 
-    def make(self, instance: int, devices: Mapping[str, str]) -> Launch:
-        """Writes the plan and empties the log of one process. devices: variables for it."""
+    def make(self, instance: int, devices: tuple[str, ...]) -> Launch:
+        """Writes the plan and empties the log of one process. devices: that it occupies."""
         name = f"{self.service.service.name}-{instance}"
         plans, logs = self._directory / "plans", self._directory / "logs"
         for folder in (plans, logs):
             folder.mkdir(parents=True, exist_ok=True)
         shared = self._request.config.shared
-        own = {**self.service.env, **devices}
+        own = dict(self.service.env)
+        # A number of devices is only counted.
+        if devices and not isinstance(shared.devices, int):
+            own[DEVICES] = ",".join(devices)
         environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
         log_settings = logging_config(
             self._request.log_format,
@@ -76,6 +78,7 @@ class Launches:
             plan_path=plans / f"{name}.json",
             log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
             env=environment,
+            devices=devices,
             options=tuple(self.service.flags),
         )
         plan = ChildPlan(

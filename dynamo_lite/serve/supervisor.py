@@ -11,7 +11,6 @@ from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
 from dynamo_lite.serve.config import GraphOptions
-from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
@@ -53,7 +52,7 @@ class Supervisor:
     ):
         self._leases = LeaseRevoker(run.etcd_url(tiers[0].service.service.name))
         self._directory, self._run, self._progress = directory, run, progress
-        self._fleet = Fleet(tiers, Devices(options.devices), self._keeper)
+        self._fleet = Fleet(tiers, options.devices, self._keeper)
         self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
@@ -125,7 +124,7 @@ class Supervisor:
         return self._tasks
 
     def _keeper(
-        self, launches: Launches, number: int, devices: dict[str, str]
+        self, launches: Launches, number: int, devices: tuple[str, ...]
     ) -> InstanceSupervisor:
         return InstanceSupervisor(
             launches.make(number, devices),

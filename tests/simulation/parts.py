@@ -26,7 +26,7 @@ from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
-from dynamo_lite.serve.services.vllm_backend import decode_role, prefill_role
+from dynamo_lite.serve.services.vllm_backend import VllmBackend, decode_role, prefill_role
 from tests.simulation.engine.assembly import EngineSetup, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
 from tests.simulation.loop.process import SimProcess
@@ -148,8 +148,8 @@ class _Pulls:
 
 
 @dataclass(frozen=True)
-class SimParts:
-    """Implements WorkerBackend for one incarnation of a worker."""
+class SimParts(VllmBackend):
+    """Of one incarnation of a worker."""
 
     world: "World"
     slot: Slot

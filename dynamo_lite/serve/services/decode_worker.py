@@ -24,7 +24,6 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
-from dynamo_lite.serve.services.backend import WorkerBackend
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
@@ -43,7 +42,7 @@ class VllmWorker:
         self,
         config: Mapping[str, Any] | VllmWorkerConfig,
         spec: ProcessSpec,
-        parts: WorkerBackend | None = None,
+        parts: VllmBackend | None = None,
     ):
         self._config = msgspec.convert(config, VllmWorkerConfig)
         self._spec = spec

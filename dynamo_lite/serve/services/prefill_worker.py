@@ -19,7 +19,6 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import until_listed
 from dynamo_lite.runtime.tasks import all_of
-from dynamo_lite.serve.services.backend import WorkerBackend
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
 from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, StatusGauges
@@ -38,7 +37,7 @@ class PrefillWorker:
         self,
         config: Mapping[str, Any] | PrefillWorkerConfig,
         spec: ProcessSpec,
-        parts: WorkerBackend | None = None,
+        parts: VllmBackend | None = None,
     ):
         self._config = msgspec.convert(config, PrefillWorkerConfig)
         self._spec = spec

@@ -1,9 +1,11 @@
 """The real parts of a worker: stock vLLM, JetStream, claim cells in a mapped file."""
 
 import uuid
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dynamo_lite.disagg.engine import DecodeEngine, PrefillEngine
 from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
@@ -19,30 +21,33 @@ from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerCon
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.core import EngineContext
-    from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
-    from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 
 #: The component whose members write KV for decode workers.
 PREFILL_COMPONENT = "PrefillWorker"
 
 
 class VllmBackend:
-    """Implements WorkerBackend."""
+    """What a worker runs on: engine, queue and claim cells. A simulation passes its own."""
 
     def __init__(self, spec: ProcessSpec):
         self._spec = spec
 
     async def prepare(self) -> None:
+        """Everything that takes long and needs no other process."""
         await import_in_thread("dynamo_lite.vllm.engine.core")
 
     def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
         return ClaimCells(config.most_jobs, _engine_file(self._spec, "claims"))
 
-    def open_queue(self, host: Host, options: QueueOptions) -> PrefillQueue:
+    def open_queue(
+        self, host: Host, options: QueueOptions
+    ) -> AbstractAsyncContextManager[PrefillQueue]:
         spec, config = self._spec, QueueConfig.of(options)
         return open_queue(spec.nats_url, spec.namespace, config, on_drop=host.drops)
 
-    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmDecodeEngine":
+    def open_decode_engine(
+        self, host: Host, config: VllmWorkerConfig
+    ) -> AbstractAsyncContextManager[DecodeEngine]:
         from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 
         engine_config = None
@@ -57,7 +62,7 @@ class VllmBackend:
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
-    ) -> "VllmPrefillEngine":
+    ) -> AbstractAsyncContextManager[PrefillEngine]:
         from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 
         assert cells.path is not None

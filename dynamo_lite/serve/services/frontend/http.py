@@ -10,7 +10,6 @@ import contextlib
 import logging
 import socket
 import ssl
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 
-#: How often the certificate's files are checked for changes.
+#: How often the certificate's files are read again.
 _REFRESH_S = 5.0
 
 #: How long the app may take to notice that its clients are disconnected.
@@ -122,8 +121,8 @@ def _protocol(options: HttpOptions, pending: PendingConnections) -> type[asyncio
 class HttpServer(BoundedServer):
     """`start` returns when connections are accepted; `stop` is idempotent.
 
-    refresh_s: how often the certificate's files are checked, if TLS is to refresh. on_drop: called
-    with "http" for a connection that is closed because too many have no request.
+    refresh_s: how often the certificate's files are read again, if TLS is to refresh. on_drop:
+    called with "http" for a connection that is closed because too many have no request.
     """
 
     def __init__(
@@ -210,27 +209,12 @@ class HttpServer(BoundedServer):
 
 
 async def _refresh(context: ssl.SSLContext, tls: TlsOptions, every_s: float) -> None:
-    """Reloads the certificate into `context` when its files change, for new connections."""
-    seen = _versions(tls)
+    """Loads the certificate's files into `context` again and again, for new connections."""
     while True:
         await asyncio.sleep(every_s)
-        if (now := _versions(tls)) == seen:
-            continue
-        seen = now
         try:
             # First into a new context: a half-replaced pair must not damage the one in use.
             tls.context()
             tls.load(context)
-            logger.info("reloaded the TLS certificate")
         except (StartupError, OSError, ValueError) as exc:
             logger.warning("cannot reload the TLS certificate, keeping the old one: %s", exc)
-
-
-def _versions(tls: TlsOptions) -> list[tuple[str, int, int]]:
-    """Modification time and inode of each file that is there. Symbolic links are followed."""
-    versions: list[tuple[str, int, int]] = []
-    for path in tls.files:
-        with contextlib.suppress(OSError):
-            stat = Path(path).stat()
-            versions.append((path, stat.st_mtime_ns, stat.st_ino))
-    return versions
