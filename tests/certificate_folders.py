@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.certificates import Certificates
-from dynamo_lite.serve.certificate_folder import make_certificates, make_server_certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
 
 NAMESPACE = "n"
 #: Hosts of the certificates.
@@ -18,7 +18,7 @@ HOSTS = ("localhost", "127.0.0.1")
 def graph_folder(folder: Path, namespace: str = NAMESPACE) -> Path:
     """With a certificate of each component, and of servers of NATS and etcd."""
     make_certificates(folder, namespace, all_permissions(namespace), HOSTS)
-    make_server_certificates(folder, namespace, ("nats-server", "etcd-server"), HOSTS)
+    make_certificates(folder, namespace, ("nats-server", "etcd-server"), HOSTS, servers=True)
     return folder
 
 

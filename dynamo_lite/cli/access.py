@@ -123,14 +123,16 @@ def certs(
 
     With --server: nats-server.pem or etcd-server.pem and its key, for localhost and each --host.
     """
-    from dynamo_lite.serve.certificate_folder import make_certificates, make_server_certificates
+    from dynamo_lite.serve.certificate_folder import make_certificates
 
     name, hosts = _named(namespace), host or []
     if server is not None:
         if component or set(server) - {"nats", "etcd"}:
             raise ConfigError(["--server is nats or etcd, and goes without --component"])
         names = [f"{one}-server" for one in server]
-        made = make_server_certificates(folder, name, names, ["localhost", "127.0.0.1", *hosts])
+        made = make_certificates(
+            folder, name, names, ["localhost", "127.0.0.1", *hosts], servers=True
+        )
     else:
         if wrong := [one for one in component or () if not one.isalnum() or not one.isascii()]:
             raise ConfigError([f"--component {one}: not the name of a service" for one in wrong])

@@ -2,7 +2,7 @@
 
 import datetime
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography import x509
@@ -24,35 +24,31 @@ _Key = ec.EllipticCurvePrivateKey
 
 
 def make_certificates(
-    folder: Path, namespace: str, components: Iterable[str], hosts: Iterable[str] = ()
+    folder: Path,
+    namespace: str,
+    names: Iterable[str],
+    hosts: Iterable[str] = (),
+    *,
+    servers: bool = False,
 ) -> list[str]:
     """Makes the authority, and a certificate of each component, also for these hosts. What is there
     is kept. Returns the names of those that were made.
 
+    servers: they are no components, and clients compare the hosts.
+
     Raises ConfigError when the authority's key is not there, StartupError when a file cannot be
     written.
     """
-    uris = {name: identity(namespace, name) for name in components}
-    return _make(folder, namespace, uris, hosts)
-
-
-def make_server_certificates(
-    folder: Path, namespace: str, names: Iterable[str], hosts: Iterable[str]
-) -> list[str]:
-    """As `make_certificates`, of servers that are no components: clients compare the hosts."""
-    return _make(folder, namespace, dict.fromkeys(names, ""), hosts)
-
-
-def _make(folder: Path, namespace: str, uris: Mapping[str, str], hosts: Iterable[str]) -> list[str]:
-    """uris: by name of the files; empty for none."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        wanted = {name: (folder / f"{name}-key.pem", folder / f"{name}.pem") for name in uris}
+        wanted = {name: (folder / f"{name}-key.pem", folder / f"{name}.pem") for name in names}
         made = [n for n, (key, cert) in wanted.items() if not (key.exists() and cert.exists())]
         authority = _authority(folder, namespace) if made else None
         for name in made:
             assert authority is not None
-            issued, own = _issue(*authority, _names(uris[name], hosts))
+            issued, own = _issue(
+                *authority, _names("" if servers else identity(namespace, name), hosts)
+            )
             # The certificate comes last: it says that its key is there.
             for file, pem in zip(wanted[name], (_key_pem(own), _pem(issued)), strict=True):
                 write_private(file, pem)

@@ -42,8 +42,6 @@ class Launch:
     env: Mapping[str, str]
     #: The devices of the host that it occupies.
     devices: tuple[str, ...] = ()
-    #: Keys of vLLM's in its section.
-    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from dynamo_lite.runtime.address import host_port, parse_etcd_url
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import files_of
 from dynamo_lite.runtime.tls import TlsFiles
-from dynamo_lite.serve.certificate_folder import make_server_certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.processes import can_listen, end_group, free_port, start_group
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ServerState, write_private
@@ -273,7 +273,7 @@ class EmbeddedEtcd(EmbeddedServer):
             self.directory.mkdir(parents=True, exist_ok=True)
             self.directory.chmod(0o700)
             folder = self.directory.resolve()
-            make_server_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"])
+            make_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"], servers=True)
             self._context = files_of(folder, "etcd-server").context()
         return await super().__aenter__()
 

@@ -18,6 +18,7 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.services.services import Graph
 
 GRAPHS, CONFIGS = "graphs", "configs"
+_LISTED = "`dynamo-lite examples` lists the packaged graphs and configurations"
 
 
 def load_graph(name: str) -> Graph:
@@ -50,7 +51,8 @@ def _import(name: str, module_name: str) -> ModuleType:
             ) from exc
         if (module := _import_packaged(module_name)) is not None:
             return module
-        raise ConfigError([_no_module(name, module_name)]) from exc
+        where = f"no module {module_name} in {os.getcwd()}"
+        raise ConfigError([f"graph {name}: {where}; {_LISTED}"]) from exc
 
 
 def _import_packaged(module_name: str) -> ModuleType | None:
@@ -62,19 +64,6 @@ def _import_packaged(module_name: str) -> ModuleType | None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _no_module(name: str, module_name: str) -> str:
-    package = module_name.rpartition(".")[0]
-    siblings = [g.partition(":")[0].rpartition(".")[2] for g, _ in graphs() if package == GRAPHS]
-    try:
-        spec = importlib.util.find_spec(package) if package else None
-    except ModuleNotFoundError:
-        spec = None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        siblings += [f[:-3] for f in os.listdir(folder) if f.endswith(".py") and f[0] != "_"]
-    hint = f"; modules in {package}: {', '.join(sorted({*siblings}))}" if siblings else ""
-    return f"graph {name}: no module {module_name} in {os.getcwd()}{hint}"
 
 
 def packaged_file(folder: str, name: str) -> Path | None:
@@ -90,17 +79,10 @@ def config_file(given: Path) -> Path:
     """
     if given.exists() or given.is_absolute():
         return given
-    if len(given.parts) == 2 and given.parts[0] == CONFIGS:
-        if (packaged := packaged_file(CONFIGS, given.name)) is not None:
-            return packaged
-        names, stem = [name for name, _ in configs()], given.stem
-        alike = [name for name in names if stem.startswith(f"{Path(name).stem}_")]
-        known = alike and packaged_file(GRAPHS, f"{stem}.py") is not None
-        other = f"{alike[-1]} is for {GRAPHS}.{stem}, too; " if known else ""
-        message = f"no such file; {other}packaged are {', '.join(names)}"
-        raise ConfigError([f"{given}: cannot be read: {message}"])
-    hint = "`dynamo-lite examples` lists those that are packaged"
-    raise ConfigError([f"{given}: cannot be read: no such file; {hint}"])
+    packaged = packaged_file(CONFIGS, given.name) if given.parts[:-1] == (CONFIGS,) else None
+    if packaged is None:
+        raise ConfigError([f"{given}: cannot be read: no such file; {_LISTED}"])
+    return packaged
 
 
 def graphs() -> Iterator[tuple[str, str]]:

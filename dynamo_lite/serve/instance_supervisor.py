@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 from dynamo_lite.protocol.errors import StartupError
@@ -213,8 +213,7 @@ class InstanceSupervisor:
             self._on_change()
 
     def _start_failure(self, code: int) -> str:
-        """Prints the end of its log. Returns a line with the cause, and the options that it
-        speaks of."""
+        """Prints the end of its log. Returns a line with the cause."""
         path, log = self.launch.log_path, ""
         tail = "its log is above"
         if path is not None:
@@ -228,14 +227,4 @@ class InstanceSupervisor:
         if "root cause above" in cause and (raised := _RAISED.search(log)):
             cause = raised[1]
         cause = cause or f"ended before it was ready ({exit_text(code)})"
-        options = [f"{self.launch.service}.{key}" for key in _named(cause, self.launch.options)]
-        see = f"; see {', '.join(options)}" if options else ""
-        return f"{self.launch.name}: {cause.rstrip('.')}{see}"
-
-
-def _named(text: str, options: Iterable[str]) -> list[str]:
-    """Those of the options of several words that the text names: `max_model_len`, or "sleep mode"
-    for `enable-sleep-mode`."""
-    text = f"-{re.sub(r'[^a-z0-9]+', '-', text.lower())}-"
-    bare = {key: key.removeprefix("enable-").removeprefix("disable-") for key in options}
-    return [key for key, words in bare.items() if "-" in words and f"-{words}-" in text]
+        return f"{self.launch.name}: {cause.rstrip('.')}"

@@ -79,7 +79,6 @@ class Launches:
             log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
             env=environment,
             devices=devices,
-            options=tuple(self.service.flags),
         )
         plan = ChildPlan(
             component=self.service.service.component,

@@ -17,7 +17,7 @@ from dynamo_lite.runtime.certificates import files_of as certificate_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import LeaseLoss, Put, Snapshot
 from dynamo_lite.runtime.tls import TlsFiles
-from dynamo_lite.serve.certificate_folder import make_server_certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.hostile import listening_ports
@@ -35,7 +35,7 @@ async def refusal(url: str) -> str:
 
 def foreign_key(folder: Path) -> TlsFiles:
     """Those of an authority that looks just like the server's."""
-    make_server_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"])
+    make_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"], servers=True)
     return certificate_files(folder, "etcd-server")
 
 

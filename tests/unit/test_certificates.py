@@ -11,7 +11,7 @@ from cryptography import x509
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.certificates import Certificates, with_files
-from dynamo_lite.serve.certificate_folder import make_certificates, make_server_certificates
+from dynamo_lite.serve.certificate_folder import make_certificates
 from tests.certificate_folders import NAMESPACE, expire, graph_folder, of, renew
 
 
@@ -111,7 +111,7 @@ def test_a_certificate_has_no_common_name_and_the_named_hosts(tmp_path: Path):
         "dynamo-lite://n/Frontend",
         *("a.example", "10.0.0.1", "::1"),
     ]
-    make_server_certificates(tmp_path, NAMESPACE, ["nats-server"], ["nats"])
+    make_certificates(tmp_path, NAMESPACE, ["nats-server"], ["nats"], servers=True)
     with pytest.raises(ConfigError, match=r"nats-server.pem: it is of no component"):
         of(tmp_path, "nats-server")
     days = made.not_valid_after_utc - made.not_valid_before_utc

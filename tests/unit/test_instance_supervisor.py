@@ -61,7 +61,6 @@ def launch_in(folder: Path) -> Launch:
         plan_path=folder / "plan.json",
         log_path=folder / "logs" / "Back-0.log",
         env=dict(os.environ),
-        options=("model", "enable-sleep-mode", "max-model-len"),
     )
 
 
@@ -116,15 +115,14 @@ _ELSEWHERE = "RuntimeError: Engine core initialization failed. See root cause ab
     [
         (
             _PYDANTIC,
-            "ValidationError: 1 error for A Value error, Sleep mode is not supported; see"
-            " Back.enable-sleep-mode",
+            "ValidationError: 1 error for A Value error, Sleep mode is not supported",
         ),
-        (_ELSEWHERE, "ValueError: the largest max_model_len is 9; see Back.max-model-len"),
+        (_ELSEWHERE, "ValueError: the largest max_model_len is 9"),
         ("a model without sleep", "a model without sleep"),
         ("", "ended before it was ready (exit 1)"),
     ],
 )
-async def test_the_last_line_of_a_failed_start_has_the_cause_and_the_option(
+async def test_the_last_line_of_a_failed_start_has_the_cause(
     tmp_path: Path, keep: Any, capsys: Any, monkeypatch: Any, error: str, cause: str
 ):
     monkeypatch.setattr(Children, "error", error)

@@ -45,15 +45,8 @@ def test_a_file_in_the_working_directory_goes_before_the_packaged_one(elsewhere:
 
 
 def test_a_file_that_is_nowhere_is_bad_input(elsewhere: Path) -> None:
-    for given, hint in (
-        ("configs/ag.yaml", "no such file; packaged are configs/agg.yaml"),
-        ("configs/agg_router.yaml", "configs/agg.yaml is for graphs.agg_router, too; packaged"),
-        ("configs/disagg_router.yaml", "configs/disagg.yaml is for graphs.disagg_router, too"),
-        ("configs/disagg_other.yaml", "no such file; packaged are"),
-        ("ag.yaml", "`dynamo-lite examples` lists"),
-        ("configs/../agg.yaml", "`dynamo-lite examples` lists"),
-    ):
-        with pytest.raises(ConfigError, match=hint):
+    for given in ("configs/ag.yaml", "ag.yaml", "configs/../agg.yaml"):
+        with pytest.raises(ConfigError, match="no such file; `dynamo-lite examples` lists"):
             config_file(Path(given))
     with pytest.raises(ConfigError, match="no packaged graph or configuration"):
         example("configs/ag.yaml")
