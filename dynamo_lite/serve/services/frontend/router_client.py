@@ -70,8 +70,6 @@ class RemoteRouter(Picker):
         #: Routers that have failed, and until when they are left alone.
         self._failed: dict[int, float] = {}
         self._tasks = OwnedTasks()
-        self._members: Sequence[EndpointRecord] = ()
-        self._by_lease: Mapping[int, EndpointRecord] = {}
 
     async def __aenter__(self) -> Self:
         self._tasks.start(self._publish_outcomes(), name="router-outcomes")
@@ -86,7 +84,7 @@ class RemoteRouter(Picker):
         request: GenerateRequest,
         without: Set[int] = frozenset(),
     ) -> Selection:
-        candidates = self._candidates(members, without)
+        candidates = {m.lease_id: m for m in members if m.lease_id not in without}
         if not candidates:
             raise NoWorkers("no live worker")
         until = _now() + ANSWER_S
@@ -112,16 +110,6 @@ class RemoteRouter(Picker):
                 )
         self._fallbacks.inc()
         return self._fallback.pick(members, request, without)
-
-    def _candidates(
-        self, members: Sequence[EndpointRecord], without: Set[int]
-    ) -> Mapping[int, EndpointRecord]:
-        """The candidates by lease id. Most requests have all members as candidates."""
-        if members is not self._members or not isinstance(members, tuple):
-            self._members, self._by_lease = members, {m.lease_id: m for m in members}
-        if not without:
-            return self._by_lease
-        return {k: member for k, member in self._by_lease.items() if k not in without}
 
     def answered(self, request_id: str) -> None:
         if (placed := self._placed.get(request_id)) is not None:
