@@ -64,8 +64,8 @@ BUDGET = {
     "dynamo_lite/vllm": 6_263,
     "dynamo_lite/forward": 6_145,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 6_025,
-    "dynamo_lite/cli": 3_073,
+    "dynamo_lite/serve": 5_964,
+    "dynamo_lite/cli": 3_045,
     "tests": 58_652,
     "tests/simulation": 8_713,
 }

@@ -158,7 +158,6 @@ def chosen(namespace: str, components: Iterable[str]) -> list[Permissions]:
 
 
 def user_of(namespace: str, component: str) -> str:
-    """The name of a component's user, of NATS and of etcd."""
     return f"{namespace}-{component}"
 
 
@@ -177,7 +176,6 @@ def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> st
 
 
 def nats_account(namespace: str, permissions: Sequence[Permissions]) -> str:
-    """The graph's entry in `accounts`."""
     users = "".join(_nats_user(namespace, one) for one in permissions)
     return (
         "  # nats-server reads the passwords from the variables that are named here. For an NKey\n"

@@ -186,10 +186,7 @@ def examples(
     if name is not None:
         print(example(name), end="")
         return
-    rows = [*graphs(), *configs()]
-    width = max(len(shown) for shown, _ in rows)
-    for shown, about in rows:
-        print(f"{shown.ljust(width)}  {about}")
+    print(listing.table(("name", "about"), [*graphs(), *configs()]))
 
 
 @app.command()

@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a namespace lives."""
-
     etcd_url: str
     namespace: str
     #: The folder with the operator's certificate; None: without one.
@@ -84,7 +82,6 @@ def checked_namespace(namespace: str) -> str:
 
 
 def open_broker(nats_url: str) -> AbstractAsyncContextManager[Messaging]:
-    """A context."""
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
     return NatsMessaging(nats_url)
@@ -127,7 +124,6 @@ async def members(place: Place) -> list[EndpointRecord]:
 
 
 async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
-    """As `members`."""
     return _decoded(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
 
 
@@ -143,7 +139,6 @@ async def facts_of(
 async def states(
     records: Iterable[EndpointRecord], certificates: Certificates | None
 ) -> dict[str, str]:
-    """Maps each status URL to the state that its process reports (see `state_of`)."""
     found = await facts_of(records, certificates)
     return {url: state_of(facts) for url, facts in found.items()}
 
@@ -187,7 +182,6 @@ def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[
 def as_link_rows(
     prefill_leases: Iterable[int], engines: Iterable[EngineMetadata], links: Iterable[LinkRecord]
 ) -> list[dict[str, Any]]:
-    """One row of plain values per pair."""
     failed = {(link.prefill_lease_id, link.engine_id): link for link in links}
     rows: list[dict[str, Any]] = []
     for lease_id, engine in itertools.product(prefill_leases, engines):
@@ -216,7 +210,6 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def as_link_table(rows: list[dict[str, Any]]) -> str:
-    """The pairs, and for each decode engine how many prefill workers it can use."""
     cells = [
         {**row, "next_try": as_next_try(row["next_try"]) if row["state"] == "failed" else _UNKNOWN}
         for row in rows
@@ -231,7 +224,6 @@ def as_link_table(rows: list[dict[str, Any]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned lines under headings."""
     shown = rich_table([name.upper().replace("_", " ") for name in columns], rows)
     console = Console(color_system=None, width=10_000)
     with console.capture() as captured:

@@ -264,7 +264,6 @@ async def rows(
 
 
 def shown(value: Any) -> str:
-    """As text."""
     if value is UNSET:
         return "(file)"
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class OnGraph:
-    """What the user has given of them."""
-
     etcd_url: EtcdUrl = None
     nats_url: NatsUrl = None
     certificates: CertificatesDir = None
@@ -36,7 +34,6 @@ class OnGraph:
     namespace: Namespace = None
 
     def place(self) -> Place:
-        """Raises what `find_place` raises."""
         return listing.find_place(self.state_dir, self.etcd_url, self.namespace, self.certificates)
 
     def nats(self) -> str:
@@ -50,7 +47,6 @@ class OnGraph:
         return with_files(url, folder, OPERATOR)
 
     def on_store(self, work: Callable[[Store, Place], Awaitable[T]]) -> T:
-        """Runs `work` on the graph's etcd; see `listing.on_store`."""
         return listing.on_store(
             self.state_dir, self.etcd_url, self.namespace, self.certificates, work
         )

@@ -19,7 +19,6 @@ from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store, ric
 from dynamo_lite.runtime.overview.compose import ELSEWHERE
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
-from dynamo_lite.runtime.store import Store
 
 #: Width of a plain frame; only a failed link's long reason is wider.
 _PLAIN_WIDTH = 160
@@ -33,57 +32,49 @@ async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) ->
 
     Raises StartupError or Unavailable when etcd does not respond.
     """
-    shown = _print_one(place, interval_s, as_json=as_json) if once else _watch(place, interval_s)
-    task = asyncio.ensure_future(shown)
+    task = asyncio.ensure_future(_show(place, interval_s, once=once, as_json=as_json))
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def second_overview(place: Place, interval_s: float) -> Overview:
-    """Rates need two."""
-    async with open_store(place) as store, _observer(store, place) as observer:
-        await observer.look()
+async def _show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
+    """A frame per `interval_s`, or fewer if one takes longer. On a terminal each replaces the last;
+    elsewhere they are printed in sequence. One frame is plain text, not cut to the terminal's
+    width, or JSON."""
+    console = Console(
+        highlight=False,
+        color_system=None if once else "auto",
+        width=_PLAIN_WIDTH if once else None,
+    )
+    shows_live = console.is_terminal and not once
+    live = Live(console=console, screen=True, auto_refresh=False) if shows_live else None
+    loop = asyncio.get_running_loop()
+    async with (
+        open_store(place) as store,
+        Observer(store, place.namespace, certificates=place.certificates()) as observer,
+    ):
+        with live or contextlib.nullcontext():
+            seen, due = await observer.look(), loop.time()
+            while not once:
+                if live is not None:
+                    live.update(as_frame(seen), refresh=True)
+                else:
+                    console.print(as_frame(seen), "")
+                due = max(due + interval_s, loop.time())
+                await asyncio.sleep(due - loop.time())
+                seen = await observer.look()
+        # Rates need two looks.
         await asyncio.sleep(interval_s)
-        return await observer.look()
-
-
-def _observer(store: Store, place: Place) -> Observer:
-    return Observer(store, place.namespace, certificates=place.certificates())
-
-
-async def _print_one(place: Place, interval_s: float, *, as_json: bool) -> None:
-    """Plain text, whose lines are not cut to the terminal's width, or JSON."""
-    seen = await second_overview(place, interval_s)
+        seen = await observer.look()
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(seen), indent=2).decode())
     else:
-        console = Console(color_system=None, highlight=False, width=_PLAIN_WIDTH)
         console.print(as_frame(seen))
 
 
-async def _watch(place: Place, interval_s: float) -> None:
-    """A frame per `interval_s`, or fewer if one takes longer. On a terminal each replaces the last;
-    elsewhere they are printed in sequence."""
-    console = Console(highlight=False)
-    live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
-    loop = asyncio.get_running_loop()
-    async with open_store(place) as store, _observer(store, place) as observer:
-        with live or contextlib.nullcontext():
-            due = loop.time()
-            while True:
-                frame = as_frame(await observer.look())
-                if live is not None:
-                    live.update(frame, refresh=True)
-                else:
-                    console.print(frame, "")
-                due = max(due + interval_s, loop.time())
-                await asyncio.sleep(due - loop.time())
-
-
 def as_frame(seen: Overview) -> RenderableType:
-    """All sections, separated by empty lines."""
     clock = time.strftime("%H:%M:%S", time.localtime(seen.at))
     window = f"rates over {seen.rate_s:g} s, latencies over {seen.latency_s:g} s"
     title = ("dynamo-lite top", "bold"), f"  {seen.namespace}  {clock}  {window}"
@@ -117,7 +108,6 @@ def _workers(seen: Overview) -> Table:
 
 
 def _flow(seen: Overview) -> Table:
-    """Requests, queue, transfers and latencies."""
     table = Table.grid(padding=(0, 2))
     table.add_row("requests", f"{_count(seen.in_flight)} in flight")
     if seen.engines:

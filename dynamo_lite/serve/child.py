@@ -23,8 +23,6 @@ from dynamo_lite.runtime.process.imports import import_large
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one child process runs."""
-
     #: "module:Class".
     component: str
     spec: ProcessSpec

@@ -90,8 +90,6 @@ class ServiceArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """One service, resolved."""
-
     service: Service
     workers: int
     #: Environment variables.
@@ -108,8 +106,6 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """A graph, resolved."""
-
     shared: GraphOptions
     #: In drain order.
     services: tuple[ServiceConfig, ...]

@@ -50,7 +50,6 @@ class Document:
         )
 
     def raise_mistakes(self) -> None:
-        """Raises ConfigError if there are any."""
         if self.mistakes:
             raise ConfigError(self.mistakes)
 
@@ -182,7 +181,6 @@ def kebab(name: str) -> str:
 
 
 def field_keys(kind: type) -> list[str]:
-    """The YAML keys of a dataclass."""
     return [kebab(field.name) for field in dataclasses.fields(kind)]
 
 

@@ -70,7 +70,6 @@ class EmbeddedServer(ABC):
         return self._process.pid
 
     async def exited(self) -> int:
-        """Waits until the server has ended. Returns its exit code."""
         assert self._process is not None
         return await self._process.wait()
 

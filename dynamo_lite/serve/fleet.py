@@ -52,7 +52,6 @@ class Fleet:
         return [one.launch.name for one in (self if instances is None else instances)]
 
     def counts(self) -> dict[str, RoleCounts]:
-        """The numbers of processes of the scalable services."""
         return {name: self._counts(name) for name in self._scalable()}
 
     def add(self, component: str) -> InstanceSupervisor:

@@ -125,7 +125,6 @@ def _files(folder: str, pattern: str) -> list[Path]:
 
 
 def _folder(name: str) -> Path:
-    """Inside the package, or in a checkout beside it."""
     package = Path(dynamo_lite.__file__).parent
     inside = package / name
     return inside if inside.is_dir() else package.parent / name

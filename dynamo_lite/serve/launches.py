@@ -17,8 +17,6 @@ from dynamo_lite.vllm.args import engine_flags
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """The arguments of one `dynamo-lite serve`."""
-
     graph_name: str
     config: GraphConfig
     state_dir: Path

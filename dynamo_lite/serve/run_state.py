@@ -19,8 +19,6 @@ from dynamo_lite.serve.processes import is_alive
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
-    """One process."""
-
     service: str
     instance: int
     #: waiting, starting, ready, draining, backoff, stopped or failed (it was added and could not
@@ -36,8 +34,6 @@ class ProcessState(msgspec.Struct, kw_only=True):
 
 
 class ServerState(msgspec.Struct, kw_only=True):
-    """An embedded server."""
-
     name: str
     #: 0 while it is being restarted.
     pid: int
@@ -45,8 +41,6 @@ class ServerState(msgspec.Struct, kw_only=True):
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """Content of `run.json`."""
-
     version: int = 1
     #: Of the supervisor.
     pid: int
@@ -71,7 +65,6 @@ class RunState(msgspec.Struct, kw_only=True):
         return with_files(self.nats, self._folder, component)
 
     def etcd_url(self, component: str) -> str:
-        """As `nats_url`."""
         return with_files(self.etcd, self._folder, component)
 
     @property

@@ -92,7 +92,6 @@ class Supervisor:
     # Changes while the graph runs
 
     def counts(self) -> dict[str, RoleCounts]:
-        """How many processes of each scalable service there are."""
         return self._fleet.counts()
 
     def want(self, component: str, count: int, lease_id: int) -> None:

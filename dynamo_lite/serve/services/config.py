@@ -95,8 +95,6 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillWorkerConfig:
-    """The prefill worker."""
-
     #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
     #: is read from there; a shorter one is computed. More than the longest prompt: never read.
     min_prefix_read_length: PositiveOption = 128

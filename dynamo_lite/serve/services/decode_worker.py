@@ -1,7 +1,7 @@
 """The decode worker: takes requests, and keeps each until its end."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -36,8 +36,6 @@ _LEAVE_TRIES = 3
 
 
 class VllmWorker:
-    """Component. config: the fields of `VllmWorkerConfig`."""
-
     def __init__(
         self,
         config: Mapping[str, Any] | VllmWorkerConfig,
@@ -84,7 +82,7 @@ class VllmWorker:
             lambda values: server.limit(limits(self._config, values)),
         )
         await self._stack.enter_async_context(options.following())
-        host.spawn(self._deliver(engine, server), "engine-steps")
+        host.spawn(_disconnecting(server, self._deliver(engine), "died"), "engine-steps")
         if self._config.kv_events:
             await self._publish_to_routers(host, engine, server)
         await self._register(host, engine, server)
@@ -161,7 +159,9 @@ class VllmWorker:
             step_timeout_s=self._config.step_timeout_s,
             on_status=on_status,
         )
-        self._heartbeat = start_heartbeats(host, probe, self._probe_engine(probe, server))
+        self._heartbeat = start_heartbeats(
+            host, probe, _disconnecting(server, probe.run(), "is stuck")
+        )
 
     async def _publish_to_routers(
         self, host: Host, engine: DecodeEngine, server: GenerateServer
@@ -242,20 +242,9 @@ class VllmWorker:
             prefill_tokens=server.waiting_tokens,
         )
 
-    async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:
-        try:
-            await probe.run()
-        except EngineDied:
-            server.disconnect_all("the worker's engine is stuck")
-            raise
-
-    async def _deliver(self, engine: DecodeEngine, server: GenerateServer) -> None:
-        try:
-            async for deltas in engine.steps():
-                self._send(deltas)
-        except EngineDied:
-            server.disconnect_all("the worker's engine died")
-            raise
+    async def _deliver(self, engine: DecodeEngine) -> None:
+        async for deltas in engine.steps():
+            self._send(deltas)
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Sends deltas to the Frontends."""
@@ -265,6 +254,17 @@ class VllmWorker:
         self._server.deliver(deltas)
         if self._publisher is not None:
             self._publisher.load_changed()
+
+
+async def _disconnecting(
+    server: GenerateServer, work: Coroutine[Any, Any, None], what: str
+) -> None:
+    """Until the engine has failed: then all Frontends hear of it at once."""
+    try:
+        await work
+    except EngineDied:
+        server.disconnect_all(f"the worker's engine {what}")
+        raise
 
 
 async def _publish_changes(events: KvEvents, publisher: KvPublisher) -> None:

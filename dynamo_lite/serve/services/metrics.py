@@ -115,8 +115,6 @@ class RequestMetrics(Collector):
 
 
 class RouterMetrics(Collector):
-    """The choices of the KV-aware router, by reason."""
-
     def __init__(self, picker: KvPicker):
         self._picker = picker
 
@@ -142,7 +140,6 @@ class RouterMetrics(Collector):
 
 
 def _counts(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    """A counter with one label. values: by the label's value."""
     family = CounterMetricFamily(name, text, labels=[label])
     for value, count in values.items():
         family.add_metric([value], count)

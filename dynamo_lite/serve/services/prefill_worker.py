@@ -31,8 +31,6 @@ _DECODE_COMPONENT = "VllmWorker"
 
 
 class PrefillWorker:
-    """Component. config: the fields of `PrefillWorkerConfig`."""
-
     def __init__(
         self,
         config: Mapping[str, Any] | PrefillWorkerConfig,

@@ -34,8 +34,6 @@ _MAX_EARLY = 1024
 
 
 class Router:
-    """Component. config: the fields of `RouterConfig`."""
-
     def __init__(self, config: Mapping[str, Any] | RouterConfig, spec: ProcessSpec):
         self._config = msgspec.convert(config, RouterConfig)
         self._spec = spec

@@ -55,7 +55,6 @@ class Service:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def with_defaults(self, **options: Any) -> "Service":
-        """The same service with other defaults. The user's YAML overrides them."""
         return replace(self, defaults={**self.defaults, **options})
 
     def link(self, other: "Service") -> "Graph":
@@ -81,9 +80,6 @@ class Graph:
         names = {service.name for service in self.services}
         wanted = {name for s in self.services for name in (s.inside, s.calls) if name}
         return sorted(wanted - names)
-
-    def get(self, name: str) -> Service | None:
-        return next((service for service in self.services if service.name == name), None)
 
 
 FRONTEND = Service(

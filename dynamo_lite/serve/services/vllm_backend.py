@@ -72,7 +72,6 @@ class VllmBackend:
     def _engine_config(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig
     ) -> EngineConfig:
-        """The configuration of a new engine incarnation, with a fresh id."""
         return EngineConfig(
             namespace=self._spec.namespace,
             engine_id=str(uuid.uuid4()),

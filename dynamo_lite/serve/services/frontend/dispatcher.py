@@ -139,13 +139,11 @@ class RequestDispatcher:
         )
 
     def check(self) -> WorkerCheck:
-        """Whether requests can be sent to a worker."""
         if self._roster is None or self._workers is None or self._failover is None:
             return NONE_REGISTERED
         return check_workers(self._roster, self._workers, self._failover.transport)
 
     def facts(self) -> dict[str, Any]:
-        """For the Frontend's health."""
         return {
             "workers": len(self._roster.members) if self._roster is not None else 0,
             "responsive": len(self._workers.responsive) if self._workers is not None else 0,
@@ -184,7 +182,6 @@ class RequestDispatcher:
 async def open_picker(
     stack: AsyncExitStack, host: Host, config: FrontendConfig, namespace: str, roster: Roster
 ) -> Picker:
-    """Opens the picker in `stack`. roster: of the decode workers."""
     match config.router:
         case "random":
             return Random(random.Random().randrange)

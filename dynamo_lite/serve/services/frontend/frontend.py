@@ -36,8 +36,6 @@ _LATE_S = 5.0
 
 
 class Frontend:
-    """The component. config: the fields of `FrontendConfig`."""
-
     def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
         self._config = msgspec.convert(config, FrontendConfig)
         self._spec = spec
@@ -66,7 +64,6 @@ class Frontend:
         return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
 
     async def _start_python(self, host: Host, sock: socket.socket, address: str) -> str:
-        """Returns the URL."""
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = app = await self._open_app(host)
         await host.register("http", stream=address)
@@ -75,7 +72,6 @@ class Frontend:
         return await self._serve_http(host, app, sock)
 
     async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
-        """Returns the URL."""
         host.progress("starting vLLM's Rust frontend")
         url = url_of(sock)
         self._app = self._rust = rust = await self._open_rust(host, sock, url)

@@ -38,17 +38,11 @@ _REFRESH_S = 5.0
 _DISCONNECT_S = 3.0
 
 
-def local_address(sock: socket.socket) -> tuple[str, int]:
-    """Host and port for a client on this host."""
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
+    """The server's URL for a client on this host."""
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return host, port
-
-
-def url_of(sock: socket.socket, *, tls: bool = False) -> str:
-    """The server's URL for a client on this host."""
-    host, port = local_address(sock)
     return f"{'https' if tls else 'http'}://{host_port(host, port)}"
 
 
