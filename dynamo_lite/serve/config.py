@@ -37,27 +37,15 @@ _MUST_FIT = (
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """Section `Graph`: options of all processes of a graph."""
+    """Section `Graph`: options of all processes of a graph, as docs/configuration.md explains."""
 
-    #: Prefix of every etcd key and NATS subject.
     namespace: str = "dynamo"
-    #: Address on which status servers and token streams listen. With services on several
-    #: nodes it must be reachable from the other nodes.
     bind_host: str = "127.0.0.1"
-    #: Folder with the authority's certificate, and those of the components that run here; see
-    #: `dynamo-lite access certs`.
     certificates: str | None = None
-    #: A dead process disappears from etcd after this time. Outages of etcd of up to nine
-    #: tenths of it cost no lease.
     lease_ttl_s: Annotated[float, msgspec.Meta(ge=2, le=1e9)] = 30.0
-    #: Longest drain of one process.
     grace_s: SecondsOption = 30.0
-    #: Devices of this host that the services with `ServiceArgs.devices` occupy: names for
-    #: CUDA_VISIBLE_DEVICES, or their number, to count them only.
     devices: tuple[int | str, ...] | NaturalOption = 0
-    #: URL to which spans are sent; None: no tracing.
     otlp_endpoint: str | None = None
-    #: Share of the requests that are traced, unless the client decides it.
     trace_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
     @property
@@ -77,14 +65,9 @@ def certificate_folder(options: GraphOptions) -> Path | None:
 class ServiceArgs:
     """Section `Service.ServiceArgs`: how a service's processes are started."""
 
-    #: Number of processes.
     workers: NaturalOption = 1
-    #: Port of the status server of the first process, on `Graph.bind-host`; the second process has
-    #: the next port, and so on. 0: free ports.
     status_port: PortOption = 0
-    #: Devices of `Graph.devices` that each process occupies.
     devices: NaturalOption = 0
-    #: Environment variables.
     env: dict[str, str | int | float] = field(default_factory=dict)
 
 
