@@ -55,7 +55,7 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_055,
+    "dynamo_lite/protocol": 2_024,
     "dynamo_lite/runtime": 6_574,
     "dynamo_lite/routing": 1_482,
     "dynamo_lite/transfer": 1_350,
@@ -64,9 +64,9 @@ BUDGET = {
     "dynamo_lite/vllm": 6_263,
     "dynamo_lite/forward": 6_145,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 5_964,
-    "dynamo_lite/cli": 3_045,
-    "tests": 58_652,
+    "dynamo_lite/serve": 5_891,
+    "dynamo_lite/cli": 3_048,
+    "tests": 58_643,
     "tests/simulation": 8_713,
 }
 SLACK = 50

@@ -167,8 +167,8 @@ def serve(
     raise typer.Exit(run(request))
 
 
-@app.command()
-def examples(
+@app.command("examples")
+def examples_(
     name: Annotated[
         str | None, typer.Argument(help="Print this one, e.g. configs/disagg.yaml.")
     ] = None,
@@ -181,12 +181,15 @@ def examples(
     dynamo-lite examples configs/disagg.yaml > my.yaml
     dynamo-lite serve graphs.disagg:Frontend -f my.yaml
     """
-    from dynamo_lite.serve.graphs import configs, example, graphs
+    from dynamo_lite.serve.graphs import examples
 
-    if name is not None:
-        print(example(name), end="")
-        return
-    print(listing.table(("name", "about"), [*graphs(), *configs()]))
+    found = examples()
+    if name is None:
+        print(listing.table(("name", "about"), [(n, about) for n, (_, about) in found.items()]))
+    elif name in found:
+        print(found[name][0].read_text(encoding="utf-8"), end="")
+    else:
+        raise ConfigError([f"{name}: no packaged graph or configuration has this name"])
 
 
 @app.command()

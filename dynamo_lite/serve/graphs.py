@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -79,49 +78,25 @@ def config_file(given: Path) -> Path:
     """
     if given.exists() or given.is_absolute():
         return given
-    packaged = packaged_file(CONFIGS, given.name) if given.parts[:-1] == (CONFIGS,) else None
-    if packaged is None:
+    if (packaged := examples().get(given.as_posix())) is None:
         raise ConfigError([f"{given}: cannot be read: no such file; {_LISTED}"])
-    return packaged
+    return packaged[0]
 
 
-def graphs() -> Iterator[tuple[str, str]]:
-    """Name (`graphs.MODULE:NAME`) and first line of description of each packaged graph."""
-    for path in _files(GRAPHS, "*.py"):
+def examples() -> dict[str, tuple[Path, str]]:
+    """Name (`graphs.MODULE:NAME` or `configs/FILE`) of each packaged graph and configuration to its
+    file and the first line of its description."""
+    found: dict[str, tuple[Path, str]] = {}
+    for path in sorted(_folder(GRAPHS).glob("[!_]*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         about = (ast.get_docstring(tree) or "").partition("\n")[0]
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                yield f"{GRAPHS}.{path.stem}:{node.targets[0].id}", about
-
-
-def configs() -> Iterator[tuple[str, str]]:
-    """Name (`configs/FILE`) and first line of description of each packaged configuration."""
-    for path in _files(CONFIGS, "*.yaml"):
+                found[f"{GRAPHS}.{path.stem}:{node.targets[0].id}"] = path, about
+    for path in sorted(_folder(CONFIGS).glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0]
-        yield f"{CONFIGS}/{path.name}", first.removeprefix("#").strip()
-
-
-def example(name: str) -> str:
-    """The text of a packaged graph or configuration, by the name that its list shows.
-
-    Raises ConfigError for another name.
-    """
-    if name in dict(configs()):
-        path = packaged_file(CONFIGS, name.removeprefix(f"{CONFIGS}/"))
-    elif name in dict(graphs()):
-        module = name.removeprefix(f"{GRAPHS}.").partition(":")[0]
-        path = packaged_file(GRAPHS, f"{module}.py")
-    else:
-        path = None
-    if path is None:
-        raise ConfigError([f"{name}: no packaged graph or configuration has this name"])
-    return path.read_text(encoding="utf-8")
-
-
-def _files(folder: str, pattern: str) -> list[Path]:
-    found = sorted(_folder(folder).glob(pattern))
-    return [path for path in found if not path.name.startswith("_")]
+        found[f"{CONFIGS}/{path.name}"] = path, first.removeprefix("#").strip()
+    return found
 
 
 def _folder(name: str) -> Path:

@@ -19,8 +19,6 @@ _LOG_TAIL_LINES = 12
 _INPUT = re.compile(r" \[type=\w+, input_value=.*?, input_type=\w+\]( For further \S+ visit \S+)?")
 #: The last line of a traceback, in the log of an engine's process.
 _RAISED = re.compile(r"^(?:\([^)]*\) )*([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
-#: In place of an exit code, which is smaller.
-_NOT_SPAWNED = 1 << 16
 
 
 class InstanceSupervisor:
@@ -96,12 +94,19 @@ class InstanceSupervisor:
         try:
             while not self._stopping.is_set():
                 began = time.monotonic()
-                code = await self._run_once()
+                self._error = ""
+                try:
+                    code = await self._run_child()
+                except StartupError as exc:
+                    if not self.ready.is_set():
+                        raise
+                    # A file, memory or a process id may be missing for a while only.
+                    self._error, code = str(exc), None
                 if self._stopping.is_set():
                     return
                 if not self.ready.is_set():
-                    raise StartupError(self._start_failure(code))
-                if code == 0 or self._leaves:
+                    raise StartupError(self._start_failure(code or 0))
+                if code is not None and (code == 0 or self._leaves):
                     self._change("stopped")
                     self._progress.line(self.launch.name, f"left the graph ({exit_text(code)})")
                     return
@@ -138,18 +143,6 @@ class InstanceSupervisor:
         if self._child is not None:
             self._child.kill()
 
-    async def _run_once(self) -> int:
-        """Returns the exit code; `_NOT_SPAWNED` before another try. Raises StartupError."""
-        self._error = ""
-        try:
-            return await self._run_child()
-        except StartupError as exc:
-            if not self.ready.is_set():
-                raise
-            # A file, memory or a process id may be missing for a while only.
-            self._error = str(exc)
-            return _NOT_SPAWNED
-
     async def _run_child(self) -> int:
         async with ChildProcess(self.launch) as child:
             self._child = child
@@ -176,8 +169,8 @@ class InstanceSupervisor:
                 self._child = None
                 self.state.pid, self.state.status_url = 0, ""
 
-    async def _pause(self, code: int, delay_s: float) -> None:
-        what = "not started" if code == _NOT_SPAWNED else f"ended ({exit_text(code)})"
+    async def _pause(self, code: int | None, delay_s: float) -> None:
+        what = "not started" if code is None else f"ended ({exit_text(code)})"
         self.state.restarts += 1
         self.state.lease, self.state.state = "", "backoff"
         self._on_change()

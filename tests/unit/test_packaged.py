@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.serve.graphs import (
-    config_file,
-    configs,
-    example,
-    graphs,
-    load_graph,
-    packaged_file,
-)
+from dynamo_lite.serve.graphs import config_file, examples, load_graph, packaged_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +18,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_everything_that_is_packaged_is_listed_with_a_sentence() -> None:
-    listed = {**dict(graphs()), **dict(configs())}
+    listed = {name: about for name, (_, about) in examples().items()}
     files = {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()}
     modules = {path.stem for path in (ROOT / "graphs").glob("[!_]*.py")}
     assert {name for name in listed if "/" in name} == files
@@ -33,7 +26,7 @@ def test_everything_that_is_packaged_is_listed_with_a_sentence() -> None:
         f"graphs.{module}" for module in modules
     }
     assert [about for about in listed.values() if not about.endswith(".")] == []
-    assert not any(load_graph(name).missing() for name, _ in graphs())
+    assert not any(load_graph(name).missing() for name in listed if ":" in name)
 
 
 def test_a_file_in_the_working_directory_goes_before_the_packaged_one(elsewhere: Path) -> None:
@@ -48,10 +41,8 @@ def test_a_file_that_is_nowhere_is_bad_input(elsewhere: Path) -> None:
     for given in ("configs/ag.yaml", "ag.yaml", "configs/../agg.yaml"):
         with pytest.raises(ConfigError, match="no such file; `dynamo-lite examples` lists"):
             config_file(Path(given))
-    with pytest.raises(ConfigError, match="no packaged graph or configuration"):
-        example("configs/ag.yaml")
 
 
 def test_an_example_is_the_file_itself() -> None:
-    assert example("configs/agg.yaml") == (ROOT / "configs/agg.yaml").read_text()
-    assert example("graphs.agg:Frontend") == (ROOT / "graphs/agg.py").read_text()
+    assert examples()["configs/agg.yaml"][0].read_text() == (ROOT / "configs/agg.yaml").read_text()
+    assert examples()["graphs.agg:Frontend"][0].read_text() == (ROOT / "graphs/agg.py").read_text()
