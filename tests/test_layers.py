@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_669,
     "dynamo_lite/serve": 5_891,
     "dynamo_lite/cli": 3_048,
-    "tests": 58_643,
+    "tests": 58_635,
     "tests/simulation": 8_713,
 }
 SLACK = 50

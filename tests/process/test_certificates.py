@@ -151,13 +151,6 @@ def test_the_command_makes_a_folder(tmp_path: Path):
     assert invoke("access", "certs", str(folder)).returncode == 2
 
 
-def test_what_gave_the_secret_says_what_to_use(tmp_path: Path):
-    for words in (("serve", STUB), ("config", "get"), ("planner", "status"), ("explain", "x")):
-        done = invoke(*words, "--secret-file", "x")
-        assert done.returncode == 2 and "removed in 0.3.0" in done.stderr, words
-        assert "certificates" in done.stderr.lower()
-
-
 def test_join_needs_them_where_others_reach_it(tmp_path: Path):
     joining = ("join", "--url", "http://127.0.0.1:1", "--role", "both", "--protocol", "nixl")
     plain = invoke(*joining, "--etcd-url", "http://etcd.invalid")

@@ -63,7 +63,6 @@ def test_options_are_set_shown_and_unset(place: tuple[str, ...]):
         (["unset", "VllmWorker.nothing"], "unknown key"),
         (["get", "nothing"], "unknown key"),
         (["set"], "Missing argument"),
-        (["set", f"{LENGTH}=5", "--dry-run"], "--dry-run: removed in 0.3.0: "),
     ],
 )
 def test_bad_input_is_refused_and_nothing_changes(
