@@ -234,7 +234,7 @@ def plain_server(config: str, model: Path) -> Iterator[str]:
         *("--host", "127.0.0.1", "--port", str(port)),
         *engine_flags(worker.flags),
     ]
-    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", **worker.env[0]}
+    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", **worker.env}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         log_path = Path(folder) / "plain.log"
         with log_path.open("wb") as log:
