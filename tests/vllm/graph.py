@@ -382,7 +382,7 @@ class PlainServer(Command):
                 *("--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]),
                 *engine_flags({**config.flags, **TOOL_FLAGS, **flags}),
             ],
-            env={**config.env[0], "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED},
+            env={**config.env, "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED},
         )
 
     def __enter__(self) -> Self:
