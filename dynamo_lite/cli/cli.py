@@ -41,13 +41,22 @@ from dynamo_lite.cli.arguments import (
 )
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.serve.removed import removed_command
 
 
 class _Commands(TyperGroup):
-    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs.
+    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs, and what is gone.
 
     A running graph has its own signal handlers.
     """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        commands = (args[:1], args[:2])
+        options = [word.partition("=")[0] for word in args if word.startswith("--")]
+        for words in (*commands, *([*some, option] for some in commands for option in options)):
+            if gone := removed_command(*words):
+                raise ConfigError([f"{' '.join(words)}: {gone}"])
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         for kind in (signal.SIGTERM, signal.SIGHUP):

@@ -25,6 +25,7 @@ from dynamo_lite.protocol.live_options import (
 )
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.serve.removed import removed_option
 
 #: Option (kebab-case) to its value; UNSET: back to the file.
 Edit = Mapping[str, Any]
@@ -175,7 +176,7 @@ def split_key(key: str) -> tuple[str, str]:
         from dynamo_lite.serve.document import unknown_key
 
         keys = [f"{name}.{each}" for name, options in LIVE_OPTIONS.items() for each in options]
-        raise ConfigError([f"{key}: {unknown_key(key, keys)}"])
+        raise ConfigError([f"{key}: {removed_option(component, option) or unknown_key(key, keys)}"])
     return component, option
 
 

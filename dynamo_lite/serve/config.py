@@ -19,6 +19,7 @@ from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOptio
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.child_environment import DEVICES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
+from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
 
 #: Sections and keys that are not a service or its options.
@@ -237,7 +238,9 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
     flags: dict[str, Any] = {}
     for key, value in given.items():
         where = (service.name, str(key))
-        if key in service.reserved:
+        if gone := removed_option(*where):
+            document.complain(where, gone)
+        elif key in service.reserved:
             document.complain(where, service.reserved[key])
         elif str(key) != kebab(str(key)):
             document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")
