@@ -141,7 +141,11 @@ def serve(
     from dynamo_lite.serve.edge import settle_edge
     from dynamo_lite.serve.graphs import config_file, load_graph
     from dynamo_lite.serve.launches import ServeRequest
-    from dynamo_lite.serve.startup_checks import check_planner_budget, check_url_syntax
+    from dynamo_lite.serve.startup_checks import (
+        check_planner_budget,
+        check_stored_responses,
+        check_url_syntax,
+    )
     from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
     check_url_syntax(nats_url, etcd_url)
@@ -152,6 +156,7 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_planner_budget(config, document, only=service_name)
+    check_stored_responses(config, document, only=service_name)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir, service_name)
     verdicts = state_dir / "cache" / "vllm-arguments"

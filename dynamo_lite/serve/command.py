@@ -114,6 +114,7 @@ def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> Non
     startup_checks.check_bind_host(config.shared)
     for service in _services_here(config, only):
         startup_checks.check_port(service)
+        startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
-from dynamo_lite.planner.config import PlannerConfig
+from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.connector import COMPONENTS, by_role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -28,12 +28,14 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import answer_of, can_listen, output_of
+from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.http_options import tls_options
 
@@ -41,6 +43,7 @@ _ACCESS_TIMEOUT_S = 60.0
 
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
+_RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 def check_port(service: ServiceConfig) -> None:
@@ -133,6 +136,19 @@ def check_tls(service: ServiceConfig) -> None:
         tls.context()
 
 
+def check_service_account(service: ServiceConfig) -> None:
+    """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
+    options = KubernetesOptions(**service.options.get("kubernetes", {}))
+    if not options.scales or service.workers == 0:
+        return
+    try:
+        KubernetesApi(options.url, Path(options.service_account))
+    except ConfigError as exc:
+        raise ConfigError(
+            [f"{service.service.name}.{mistake}" for mistake in exc.mistakes]
+        ) from exc
+
+
 def check_planner_budget(config: GraphConfig, document: Document, *, only: str | None) -> None:
     """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
 
@@ -160,6 +176,18 @@ def check_planner_budget(config: GraphConfig, document: Document, *, only: str |
             f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
             " workers (ServiceArgs.workers)",
         )
+
+
+def check_stored_responses(config: GraphConfig, document: Document, *, only: str | None) -> None:
+    """Adds several Frontends that store responses to the document's mistakes. only: the service
+    that is started alone."""
+    for service in config.services:
+        name, frontend = service.service.name, service.service.config is FrontendConfig
+        if not frontend or service.workers < 2 or only not in (None, name):
+            continue
+        if child_environment(service.env).get(_RESPONSES_STORE, "0") != "0":
+            why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
+            document.complain((name, "ServiceArgs", "workers"), why)
 
 
 def check_certificates(

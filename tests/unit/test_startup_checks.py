@@ -6,6 +6,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.certificates import with_files
+from dynamo_lite.serve.command import check_quickly
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
@@ -13,6 +14,7 @@ from dynamo_lite.serve.startup_checks import (
     check_certificates,
     check_exposed_urls,
     check_planner_budget,
+    check_stored_responses,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
 
@@ -113,3 +115,36 @@ def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here()
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
     assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
+
+
+@pytest.mark.parametrize(("stores", "processes"), [("1", 2), ("1", 1), ("0", 2)])
+def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
+    """Another one would answer 404 for them."""
+    several = f"--Frontend.ServiceArgs.workers={processes}"
+    store = f"--Frontend.ServiceArgs.env.VLLM_ENABLE_RESPONSES_API_STORE={stores}"
+    document = read_document(FILE, [several, store])
+    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
+    check_stored_responses(config, document, only="VllmWorker")
+    assert document.mistakes == []
+    check_stored_responses(config, document, only=None)
+    named = [mistake.partition(":")[0] for mistake in document.mistakes]
+    assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)
+
+
+def test_an_unusable_kubernetes_account_is_refused_before_the_start(tmp_path: Path):
+    section = {"Planner.kubernetes.service-account": str(tmp_path), "Frontend.port": "0"}
+    options = [f"--{key}={value}" for key, value in section.items()]
+
+    def check(*overrides: str, only: str | None = "Planner") -> None:
+        document = read_document(FILE, [*options, *overrides])
+        config = resolve(load_graph("graphs.disagg_planner:Frontend"), document, only=only)
+        assert document.mistakes == []
+        check_quickly(config, tmp_path, only)
+
+    scales = "--Planner.kubernetes.decode=deployments/d"
+    check()
+    check(scales, "--Planner.ServiceArgs.workers=0")
+    with pytest.raises(ConfigError, match=f"Planner.kubernetes.service-account: {tmp_path} has no"):
+        check(scales)
+    with pytest.raises(ConfigError, match=r"Planner\.kubernetes\.service-account"):
+        check(scales, only=None)
