@@ -110,15 +110,13 @@ async def asked_engines(
     prefill: int,
     decode: int,
     https: Certificates | None,
-    cached: tuple[int | None, int | None] = (None, None),
 ) -> dict[str, Any]:
-    """The fields of `Asked` but for the URL. https: of all engines. cached: what prefill and decode
-    engines report."""
+    """The fields of `Asked` but for the URL. https: of all engines."""
     made: dict[str, Any] = {"fleet": Fleet(), "prefill": [], "decode": []}
     tls = None if https is None else server_context(*https.files())
-    for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
+    for role, count in (("prefill", prefill), ("decode", decode)):
         for _ in range(count):
-            engine = ScriptedEngine(made["fleet"], role, HANDOVERS[protocol], cached=own, tls=tls)  # type: ignore[arg-type]
+            engine = ScriptedEngine(made["fleet"], role, HANDOVERS[protocol], tls=tls)  # type: ignore[arg-type]
             made[role].append(await stack.enter_async_context(engine))
     made["session"] = await stack.enter_async_context(trusting(https))
     return made
@@ -137,7 +135,6 @@ async def rig(
     *,
     prefill: int = 1,
     decode: int = 1,
-    cached: tuple[int | None, int | None] = (None, None),
     https: Certificates | None = None,
     ca_file: str | None = None,
     on_drop: OnDrop = uncounted,
@@ -145,7 +142,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """https: of all servers. ca_file: of all engines. options: of `ForwarderConfig`."""
     async with AsyncExitStack() as stack:
-        made = await asked_engines(stack, protocol, prefill, decode, https, cached)
+        made = await asked_engines(stack, protocol, prefill, decode, https)
         config = ForwarderConfig(
             protocol=protocol,  # type: ignore[arg-type]
             engines=tuple(
@@ -169,7 +166,7 @@ async def rig(
         parts = ForwardParts(
             protocol=kind, config=config, placer=placer, upstream=upstream, monitor=monitor
         )
-        forwarding = await stack.enter_async_context(Forwarding(parts))
+        forwarding = Forwarding(parts)
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
         tls = None if https is None else server_context(*https.files())

@@ -4,11 +4,9 @@ An engine aborts a request whose connection is closed before the end of its answ
 """
 
 import asyncio
-import math
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -29,7 +27,7 @@ from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt,
 from dynamo_lite.forward.protocols.one_token import prefill_answer
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import LegTaken
-from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
+from dynamo_lite.runtime.tasks import end_tasks
 
 T = TypeVar("T")
 
@@ -38,6 +36,8 @@ _RETRIED = frozenset({500, 502, 503, 504})
 #: How long after its prefill leg a decode leg that is not streamed depends on the prefill engine.
 #: Its first byte comes only after all tokens, so it does not tell when the KV has arrived.
 _WHOLE_S = 60.0
+#: How long a decode engine gets to take over a request after its client has disconnected.
+_LET_GO_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,6 @@ class ForwardParts:
     upstream: Upstream
     monitor: EngineMonitor
     stats: ForwardStats = field(default_factory=ForwardStats)
-    #: Work that is still done for requests that have ended; the workflow ends it.
-    over: OwnedTasks = field(default_factory=OwnedTasks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +67,8 @@ class ForwardJob:
 
 
 class RequestAttempt:
-    """Async context manager: at its end all legs are closed and all tasks have ended, but for a leg
-    that was left open. ids: None without a prefill leg."""
+    """Async context manager: at its end all legs are closed and all tasks have ended. ids: None
+    without a prefill leg."""
 
     def __init__(
         self,
@@ -80,14 +78,16 @@ class RequestAttempt:
         ids: HandoverAttempt | None,
     ):
         self.parts, self.job, self.placement = parts, job, placement
+        #: Whether a decode engine that has not answered yet gets a moment at the end: it then takes
+        #: the request over, and tells the prefill engine that the KV is not needed. Otherwise the
+        #: blocks stay reserved until a lease ends.
+        self.lets_go = False
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
         self._tasks: list[asyncio.Task[Any]] = []
-        self._left_open = False
-        #: Fails when the decode engine would wait for the prefill engine's KV in vain: the rest of
-        #: a streamed prefill leg has failed, or the engine has ended. None: it depends on neither.
-        self._trouble: asyncio.Future[None] | None = None
+        #: Why the decode engine would wait for the prefill engine's KV in vain.
+        self._vain: LegFailed | Final | None = None
         #: The time limit of the rest of a streamed prefill leg, while it is read.
         self._rest_limit: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -112,27 +112,24 @@ class RequestAttempt:
             await end_tasks(*self._tasks)
         finally:
             self._close()
-            for task in (*self._tasks, self._trouble):
-                if task is not None and task.done() and not task.cancelled():
+            for task in self._tasks:
+                if task.done() and not task.cancelled():
                     task.exception()  # else asyncio would report a second failure as unread
             for taken in self._taken.values():
                 self.job.note.leg_ends(taken)
 
     def _close(self) -> None:
-        self.handed_over()
+        self._independent()
         for kind, response in self._responses.items():
-            if not (self._left_open and kind == "decode"):
+            if self.lets_go and kind == "decode":
+                response.let_go(_LET_GO_S)
+            else:
                 response.close()
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(coro, name=name)
         self._tasks.append(task)
         return task
-
-    def leave_open(self, decoding: "asyncio.Task[EngineAnswer]") -> None:
-        """The decode leg outlives the attempt; the caller ends it."""
-        self._tasks.remove(decoding)
-        self._left_open = True
 
     def begins(self, how: str, reason: str = "") -> None:
         """The client gets its first byte."""
@@ -156,8 +153,9 @@ class RequestAttempt:
             else:
                 response = await self._open(engine, kind, request or None, {}, None)
         except (Final, LegFailed) as exc:
-            taken.status = exc.answer.status if exc.answer is not None else 0
-            note.leg_ends(taken, exc.kind if isinstance(exc, LegFailed) else "")
+            if exc is not self._vain:  # else it is the prefill engine's
+                taken.status = exc.answer.status if exc.answer is not None else 0
+                note.leg_ends(taken, exc.kind if isinstance(exc, LegFailed) else "")
             raise
         note.head_came(taken, response.status)
         return response
@@ -174,13 +172,15 @@ class RequestAttempt:
         incoming, prefill = self.job.incoming, kind == "prefill"
         url, head = f"{engine.base}{incoming.path}", headers.for_leg(incoming.headers, own)
         try:
-            response = await self.parts.upstream.open(
+            response = self._responses[kind] = await self.parts.upstream.send(
                 engine, kind, incoming.method, url, head, data
             )
+            if self._vain is not None:
+                response.fail(self._vain)
+            await response.head()
         except LegFailed as exc:
             self.parts.monitor.lost(engine, exc)
             raise
-        self._responses[kind] = response
         if hidden is not None:
             headers.hide(response.headers, *hidden)
         status = response.status
@@ -200,7 +200,7 @@ class RequestAttempt:
 
     async def prefilled(self, *, streams: bool = False) -> PrefillAnswer:
         """The whole prefill leg. streams: it ends with the head of its answer; the rest is read
-        and dropped, and `all` notices when it fails. Raises LegFailed, Final."""
+        and dropped, and the decode leg fails with it. Raises LegFailed, Final."""
         leg = self.parts.protocol.prefill(self.job.request.body, self.ids)
         try:
             answer = await self._prefilled(leg, streams)
@@ -218,7 +218,6 @@ class RequestAttempt:
             async with asyncio.timeout_at(deadline):
                 response = await self.open(engine, "prefill", leg)
                 if streams:
-                    self._depends()
                     self.start(self._read_out(response, deadline), "rest of the prefill leg")
                     return PrefillAnswer()
                 data = await response.read()
@@ -248,65 +247,35 @@ class RequestAttempt:
             self._rest_limit.reschedule(None)
 
     def stays(self, ends: int, *, streams: bool) -> None:
-        """After a prefill leg, until `handed_over`: `all` and `watched` fail if the prefill engine
-        ends, or another process than the one with the `engine_ids` of this attempt is found at its
-        address. The decode engine would wait for its KV until a timeout.
+        """After a prefill leg: the decode leg fails if the prefill engine ends before the decode
+        engine has answered, which would wait for the KV until a timeout.
 
         ends: the engine's before the leg. streams: whether the decode leg is streamed.
         """
-        self._depends()
-        self._look(ends, math.inf if streams else asyncio.get_running_loop().time() + _WHOLE_S)
+        engine = self.prefill
+        if engine.ends != ends:
+            return self._prefill_ended()
+        engine.on_end.add(self._prefill_ended)
+        if not streams:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_WHOLE_S, self._independent)
 
-    def _look(self, ends: int, until: float) -> None:
-        """By a timer: the end of a task would have to be waited for in every request."""
-        loop, engine = asyncio.get_running_loop(), self.prefill
-        if engine.ends != ends or engine.replaced(self.ids.prefill.engine_ids):
-            text = "the engine has ended or was restarted before its KV was taken over"
-            self._in_vain(LegFailed(engine, "prefill", "unpaired", text))
-        elif loop.time() < until:
-            # Not at once: most handovers do not last that long.
-            if self._timer is not None and not engine.followed:
-                self.parts.monitor.look(engine)
-            again = partial(self._look, ends, until)
-            self._timer = loop.call_later(self.parts.config.health_interval_s, again)
+    def _prefill_ended(self) -> None:
+        text = "the engine has ended or was restarted before its KV was taken over"
+        self._in_vain(LegFailed(self.prefill, "prefill", "unpaired", text))
 
-    def handed_over(self) -> None:
-        """The decode engine has answered, so it does not wait for the prefill engine any more."""
+    def _independent(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-    def _depends(self) -> None:
-        if self._trouble is None:
-            self._trouble = asyncio.get_running_loop().create_future()
+        if self.placement.prefill is not None:
+            self.placement.prefill.on_end.discard(self._prefill_ended)
 
     def _in_vain(self, why: LegFailed | Final) -> None:
-        if self._trouble is not None and not self._trouble.done():
-            self._trouble.set_exception(why)
-
-    async def all(self, *tasks: asyncio.Task[Any]) -> None:
-        """Returns when all have succeeded. The first failure is raised, without waiting for others,
-        as is one of the prefill engine that makes the decode engine wait in vain."""
-        pending: set[asyncio.Future[Any]] = set(tasks)
-        while pending:
-            if self._trouble is not None and self._trouble.done():
-                self._trouble.result()
-            others = set() if self._trouble is None else {self._trouble}
-            done, _ = await asyncio.wait(pending | others, return_when=asyncio.FIRST_COMPLETED)
-            pending -= done
-            for task in tasks:  # in the order of the arguments: of two the first one counts
-                if task in done:
-                    task.result()
-
-    async def watched(self, coro: Coroutine[Any, Any, T], name: str) -> T:
-        """What a part of the decode leg returns. Raises what it raises, and LegFailed as `all`."""
-        if self._trouble is None:
-            return await coro
-        reading = self.start(coro, name)
-        try:
-            await self.all(reading)
-        finally:
-            await end_tasks(reading)
-        return reading.result()
+        """Ends the decode leg, unless the client has a part of it."""
+        self._vain = why
+        response = self._responses.get("decode")
+        if response is not None and not response.shown:
+            response.fail(why)
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:

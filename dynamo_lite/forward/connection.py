@@ -70,6 +70,8 @@ class EngineAnswer:
         self._full = False
         self._idle_s = idle_s
         self._left = False
+        #: Ends it, although it has not begun.
+        self._letting_go: asyncio.TimerHandle | None = None
         self.touched = self._loop.time()
         self._timer = self._loop.call_later(idle_s, self._look_idle)
 
@@ -124,10 +126,19 @@ class EngineAnswer:
         if not self._ended:
             self.lost("closed here")
 
+    def let_go(self, within_s: float) -> None:
+        """Closes it when its head has come, at the latest after this time."""
+        if self.begun or self._error is not None:
+            self.close()
+        elif self._letting_go is None:
+            self._letting_go = self._loop.call_later(within_s, self.close)
+
     # Called by the connection.
 
     def begin(self, status: int) -> None:
         self.status, self.begun = status, True
+        if self._letting_go is not None:
+            self.close()
         self._wake()
 
     def feed(self, data: bytes) -> None:

@@ -64,8 +64,11 @@ class KnownEngine:
     answered_at: float = 0.0
     #: When the last bytes of an answer came, in the loop's time; 0: none has come.
     heard_at: float = 0.0
-    #: How often it was found to have ended: it refused a connection, or had fallen silent.
+    #: How often it was found to have ended: it refused a connection, had fallen silent, or another
+    #: process was at its address.
     ends: int = 0
+    #: Called when it is found again.
+    on_end: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     #: Whether it is checked all the time. Else it is checked while a handover waits for it.
     followed: bool = True
     #: Model names that it serves; empty: it did not report them.
@@ -185,7 +188,7 @@ class KnownEngine:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
         self.varies, self._identities = False, []
-        self.engine_ids, self.misfit, self.empty_legs = {}, "", 0
+        self.misfit, self.empty_legs = "", 0
 
     def asked(self) -> None:
         """It gets a prefill leg. If this one is a try, others go on without the engine."""
@@ -220,10 +223,16 @@ class KnownEngine:
             self._identities.remove(identity)
         self._identities.append(identity)
 
-    def replaced(self, ids: Mapping[int, str]) -> bool:
-        """Whether another process than the one with these `engine_ids` is known to be at its
-        address. Ranks that are not known now tell nothing: the engine may be starting."""
-        return any(self.engine_ids.get(rank, one) != one for rank, one in ids.items())
+    def ended(self) -> None:
+        self.ends += 1
+        for react in tuple(self.on_end):
+            react()
+
+    def has_ids(self, ids: dict[int, str]) -> None:
+        """ids: the `engine_ids` now. Ranks that are not known tell nothing: it may be starting."""
+        before, self.engine_ids = self.engine_ids, ids
+        if any(before.get(rank, one) != one for rank, one in ids.items()):
+            self.ended()
 
     def reported(self, load: StockEngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)

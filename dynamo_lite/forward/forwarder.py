@@ -54,15 +54,13 @@ class Forwarder:
             prefix = names.components_prefix(self._spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
             Discovery(roster, engines, monitor, placer, config)
-        self._forwarding = forwarding = await enter(
-            Forwarding(
-                ForwardParts(
-                    protocol=self._protocol,
-                    config=config,
-                    placer=placer,
-                    upstream=upstream,
-                    monitor=monitor,
-                )
+        self._forwarding = forwarding = Forwarding(
+            ForwardParts(
+                protocol=self._protocol,
+                config=config,
+                placer=placer,
+                upstream=upstream,
+                monitor=monitor,
             )
         )
         host.registry.register(ForwardMetrics(forwarding.stats, placer, engines))

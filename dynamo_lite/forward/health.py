@@ -127,7 +127,7 @@ class EngineMonitor:
             return
         if engine.heard_at > now:
             return
-        engine.ends += 1
+        engine.ended()
         if count := self._upstream.give_up(engine, "the engine has fallen silent"):
             logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
 
@@ -217,6 +217,6 @@ async def _query(upstream: Upstream, engine: KnownEngine) -> None:
     try:
         if status != 200:
             raise ValueError(f"status {status}")
-        engine.engine_ids = engine_ids(page)
+        engine.has_ids(engine_ids(page))
     except ValueError as exc:
         raise LegFailed(engine, "check", "broken", f"{url}: {exc}") from exc

@@ -62,7 +62,7 @@ class Sidecar:
         parts = ForwardParts(
             protocol=protocol, config=own, placer=placer, upstream=upstream, monitor=monitor
         )
-        forwarding = await enter(Forwarding(parts))
+        forwarding = Forwarding(parts)
         allowed, ranks = AllowedHosts(config.allowed), dict(zip(ports, engines.all, strict=True))
         if config.metrics_port:
             registry = CollectorRegistry()

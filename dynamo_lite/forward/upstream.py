@@ -21,9 +21,6 @@ _CONNECT_S = 2.0
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Methods that are sent again when a kept connection turns out to be closed.
-_REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
-
 #: A connect timeout that comes so much too late, as a share of itself, says that this process has
 #: stood still, and nothing about the engine: it is tried again.
 _LATE = 0.1
@@ -51,7 +48,7 @@ class Upstream:
             connection.abort()
         await asyncio.sleep(0)  # the loop closes them now
 
-    async def open(
+    async def send(
         self,
         engine: KnownEngine,
         leg: LegKind,
@@ -60,42 +57,29 @@ class Upstream:
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
     ) -> EngineAnswer:
-        """The answer's head; its body is still to be read. url: with its query, encoded.
+        """The answer, of which nothing has come yet. url: with its query, encoded.
 
         Raises LegFailed. The caller closes the answer: `close` drops the connection if the answer
         has not ended, and the engine then aborts the request.
         """
         host, _, path = url.partition("://")[2].partition("/")
-        address = _address(host)
-        tls = engine.tls if url.startswith("https:") else None
+        place = _address(host), engine.tls if url.startswith("https:") else None
         try:
             head = _head(method, f"/{path}", host, headers or {}, body)
         except ValueError as exc:
             raise LegFailed(engine, leg, "broken", str(exc)) from exc
-        while True:
-            connection = self._kept((address, tls))
-            reused = connection is not None
-            if connection is None:
-                connection = await self._connect(engine, leg, address, tls)
-            bodyless = method == "HEAD"
-            answer = connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
-            try:
-                await answer.head()
-                return answer
-            except LegFailed as exc:
-                if exc.kind != "broken" or not (reused and method in _REPEATED):
-                    raise
-            except BaseException:
-                answer.close()
-                raise
+        connection = self._kept(place) or await self._connect(engine, leg, place)
+        bodyless = method == "HEAD"
+        return connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
 
     async def fetch(self, engine: KnownEngine, url: str, *, within_s: float) -> tuple[int, bytes]:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
-                answer = await self.open(engine, "check", "GET", url)
+                answer = await self.send(engine, "check", "GET", url)
                 try:
-                    return answer.status, await answer.read()
+                    page = await answer.read()
+                    return answer.status, page
                 finally:
                     answer.close()
         except TimeoutError as exc:
@@ -121,12 +105,11 @@ class Upstream:
         return None
 
     async def _connect(
-        self, engine: KnownEngine, leg: LegKind, address: _Address, tls: ssl.SSLContext | None
+        self, engine: KnownEngine, leg: LegKind, place: _Place
     ) -> UpstreamConnection:
-        loop = asyncio.get_running_loop()
+        loop, (address, tls) = asyncio.get_running_loop(), place
 
         def made() -> UpstreamConnection:
-            place = address, tls
             return UpstreamConnection(partial(self._free, place), partial(self._lost, place))
 
         while True:
@@ -143,7 +126,7 @@ class Upstream:
                 # Other ports of an engine may refuse while it works.
                 is_own = address == engine.options.address
                 if isinstance(exc, ConnectionRefusedError) and is_own:
-                    engine.ends += 1
+                    engine.ended()
                     for answer in self._answers(engine):
                         answer.left()
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Self
+from typing import Any
 
 from dynamo_lite.forward import bodies, orders
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
@@ -33,18 +33,10 @@ LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
-    """Async context manager."""
-
     def __init__(self, parts: ForwardParts):
         self._parts, self._protocol, self._config = parts, parts.protocol, parts.config
         self.stats = parts.stats
         self.decisions = ForwardDecisionLog()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._parts.over.end()
 
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
@@ -146,7 +138,9 @@ class Forwarding:
             case "single":
                 return orders.single
             case "parallel":
+                # The legs of a tool call cannot be joined: each engine draws an id for it.
                 first = self._protocol.first_token_from_prefill and job.request.stream
+                first = first and "tools" not in job.request.body
                 return orders.first_token if first else orders.parallel
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:

@@ -21,9 +21,8 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLo
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
-from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
+from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.rewriting import cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
@@ -240,26 +239,6 @@ def test_engine_ids_of_mooncake():
     for bad in (b"", b"[]", b'{"x": {"engine_id": "a"}}', b'{"0": {}}'):
         with pytest.raises(ValueError):
             mooncake.engine_ids(bad)
-
-
-def answer(**fields: Any) -> PrefillAnswer:
-    return msgspec.json.decode(msgspec.json.encode(fields), type=PrefillAnswer)
-
-
-def test_cached_tokens_are_corrected_only_where_the_engine_does_not():
-    usage = {"prompt_tokens_details": {"cached_tokens": 3}}
-    assert cached_by_prefill(answer(usage=usage), {}) == 3
-    assert cached_by_prefill(answer(usage={"input_tokens_details": {"cached_tokens": 0}}), {}) == 0
-    told = {"remote_prefill_cached_tokens": 2}
-    of_prefill = answer(usage=usage, kv_transfer_params=told)
-    for params in (told, of_prefill.kv_transfer_params):
-        assert cached_by_prefill(of_prefill, {"kv_transfer_params": params}) is None
-    # The decode leg has params of its own.
-    assert cached_by_prefill(of_prefill, {"kv_transfer_params": {"do_remote_prefill": True}}) == 2
-    odd = answer(usage=usage, kv_transfer_params={"remote_prefill_cached_tokens": None})
-    assert cached_by_prefill(odd, {}) == 3
-    for silent in ({}, {"usage": None}, {"usage": {"prompt_tokens_details": None}}):
-        assert cached_by_prefill(answer(**silent), {}) is None
 
 
 def test_headers_of_one_hop_and_hosts_do_not_pass():
