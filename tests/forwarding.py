@@ -9,13 +9,11 @@ from typing import Any
 import aiohttp
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
-from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.codec import encode
@@ -156,16 +154,10 @@ async def rig(
             ),
             **options,
         )
-        kind = PROTOCOLS[protocol]
-        engines = KnownEngines(config.engines, kind)
-        upstream = await stack.enter_async_context(Upstream(config.idle_timeout_s))
-        sent = SentPrompts()
-        # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config.health_interval_s, sent)
-        placer = Placer(engines, kind, config, sent)
-        parts = ForwardParts(
-            protocol=kind, config=config, placer=placer, upstream=upstream, monitor=monitor
-        )
+        parts = ForwardParts(config)
+        engines = parts.engines
+        await stack.enter_async_context(parts.upstream)
+        # Its monitor is not entered: a test checks the engines when it means to.
         forwarding = Forwarding(parts)
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
@@ -179,11 +171,11 @@ async def rig(
             **made,
             url=f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}",
             engines=engines,
-            upstream=upstream,
-            monitor=monitor,
+            upstream=parts.upstream,
+            monitor=parts.monitor,
             parts=parts,
             forwarding=forwarding,
-            placer=placer,
+            placer=parts.placer,
             server=server,
         )
         await r.check()

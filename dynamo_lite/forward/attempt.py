@@ -13,18 +13,20 @@ import msgspec
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import EnginePlacement, Places, Tried
-from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, Leg, PrefillAnswer
+from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
+from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import prefill_answer
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import LegTaken
 from dynamo_lite.runtime.tasks import end_tasks
@@ -40,16 +42,35 @@ _WHOLE_S = 60.0
 _LET_GO_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardParts:
-    """What all attempts use."""
+    """What all attempts use. Its owner enters `upstream` and `monitor`. by_load: whether engines
+    are chosen, and not named by clients."""
 
-    protocol: ForwardProtocol
-    config: ForwarderConfig
-    placer: Places
-    upstream: Upstream
-    monitor: EngineMonitor
-    stats: ForwardStats = field(default_factory=ForwardStats)
+    def __init__(self, config: ForwarderConfig, *, by_load: bool = True):
+        self.config, self.protocol = config, PROTOCOLS[config.protocol]
+        self.stats, sent = ForwardStats(), SentPrompts()
+        self.engines = engines = KnownEngines(config.engines, self.protocol)
+        self.upstream = upstream = Upstream(config.idle_timeout_s)
+        followed = sent if by_load else None
+        self.monitor = EngineMonitor(engines, upstream, config.health_interval_s, followed)
+        self.placer = Placer(engines, self.protocol, config, sent)
+
+    def facts(self) -> dict[str, Any]:
+        """For `/health`."""
+        engines = self.engines.all
+        return {
+            "ok": any(engine.decodes and engine.usable for engine in engines),
+            "protocol": self.protocol.name,
+            "engines": {
+                engine.name: {
+                    "role": engine.options.role,
+                    "trouble": engine.trouble or engine.misfit,
+                    **({"lease": engine.lease} if engine.lease else {}),
+                }
+                for engine in engines
+            },
+            "requests": self.stats.in_flight,
+        }
 
 
 @dataclass(slots=True, kw_only=True)

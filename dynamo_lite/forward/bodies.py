@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.forward.named import NOTHING, Named
 from dynamo_lite.forward.protocols.base import (
     CHAT,
     COMPLETIONS,
@@ -70,8 +69,6 @@ class ClientRequest:
     sequences: int = 1
     stream: bool = False
     removed: tuple[str, ...] = ()
-    #: Engines that the client's headers name.
-    named: Named = NOTHING
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 
@@ -108,7 +105,7 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
 
 
 @_not_too_deep()
-def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
+def read(route: str, data: bytes) -> ClientRequest:
     """Raises MalformedBody, TooDeep."""
     body, clean, removed = sanitized(data)
     sequences, batch = _sequences(route, body)
@@ -121,7 +118,6 @@ def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
         sequences=sequences,
         stream=_set(body.get("stream")),
         removed=removed,
-        named=named,
         prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
     )
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
-from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.attempt import ForwardParts
+from dynamo_lite.forward.engines import KnownEngine, Unused
 from dynamo_lite.forward.options import ROLES, EngineOptions, ForwarderConfig
-from dynamo_lite.forward.placing import Placer
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.members.roster import Roster
@@ -81,17 +80,10 @@ def _options(record: EndpointRecord, config: ForwarderConfig) -> EngineOptions |
 class Discovery:
     """roster: entered; it calls this for each change."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        engines: KnownEngines,
-        monitor: EngineMonitor,
-        placer: Placer,
-        config: ForwarderConfig,
-    ):
-        self._roster, self._engines = roster, engines
-        self._monitor, self._placer, self._config = monitor, placer, config
-        self._listed = tuple(engine.name for engine in engines.all)
+    def __init__(self, roster: Roster, parts: ForwardParts):
+        self._roster, self._engines, self._config = roster, parts.engines, parts.config
+        self._monitor, self._placer = parts.monitor, parts.placer
+        self._listed = tuple(engine.name for engine in parts.engines.all)
         self._joined: dict[str, KnownEngine] = {}
         roster.on_change(lambda *_: self._update())
         self._update()

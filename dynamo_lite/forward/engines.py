@@ -28,8 +28,6 @@ _EMPTY = (
 )
 #: How long an engine that does not fit gets no leg. Then one leg tries whether it was changed.
 MISFIT_S = 60.0
-#: How long an engine that is not checked gets no leg after it has refused one, or was late.
-AVOIDED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,6 @@ class KnownEngine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
-    #: When its last check has ended, in the loop's time.
-    checked_at: float = -math.inf
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
     #: When the last bytes of an answer came, in the loop's time; 0: none has come.
@@ -69,8 +65,8 @@ class KnownEngine:
     ends: int = 0
     #: Called when it is found again.
     on_end: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
-    #: Whether it is checked all the time. Else it is checked while a handover waits for it.
-    followed: bool = True
+    #: Until when it is known, in the loop's time, unless a client names it again.
+    named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
     #: Legs of this process that have not ended.
@@ -86,8 +82,6 @@ class KnownEngine:
     misfit: str = ""
     #: When that was found, or tried again.
     misfit_at: float = 0.0
-    #: When a leg was refused or late.
-    avoided_at: float = -math.inf
     #: Prefill legs in a row that have handed nothing over.
     empty_legs: int = 0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
@@ -146,10 +140,6 @@ class KnownEngine:
         return bool(self.engine_ids) or not self.protocol.query_path
 
     @property
-    def avoided(self) -> bool:
-        return time.monotonic() - self.avoided_at < AVOIDED_S
-
-    @property
     def peer(self) -> Peer:
         host, port = self.transfer_address
         return Peer(
@@ -194,13 +184,10 @@ class KnownEngine:
         """It gets a prefill leg. If this one is a try, others go on without the engine."""
         if self.misfit:
             self.misfit_at = time.monotonic()
-        if self.avoided_at > -math.inf:
-            self.avoided_at = time.monotonic()
 
     def answered(self, misfit: str) -> bool:
         """A prefill leg has ended. Returns whether it gets no others from now on."""
         known, self.misfit, self.misfit_at = self.misfit, misfit, time.monotonic()
-        self.avoided_at = -math.inf
         return bool(misfit) and not known
 
     def handed_nothing(self) -> bool:
@@ -263,28 +250,24 @@ def engine_tls(options: EngineOptions) -> ssl.SSLContext | None:
     if not options.secure:
         return None
     option = f"{options.url}: ca-file"
-    return check_trust(options.ca_file, option, unverified=options.unverified)
+    return check_trust(options.ca_file, option)
 
 
-def check_trust(ca_file: str | None, option: str, *, unverified: bool = False) -> ssl.SSLContext:
+def check_trust(ca_file: str | None, option: str) -> ssl.SSLContext:
     """How certificates of engines are checked. option: where the file of authorities is named.
 
     Raises ConfigError when the file cannot be read or is invalid.
     """
     try:
-        return _tls(ca_file, unverified)
+        return _tls(ca_file)
     except ConfigError as exc:
         raise ConfigError([one.replace("ca=", f"{option}=", 1) for one in exc.mistakes]) from exc
 
 
 @lru_cache(maxsize=64)
-def _tls(ca_file: str | None, unverified: bool) -> ssl.SSLContext:
+def _tls(ca_file: str | None) -> ssl.SSLContext:
     """Files are read once per process: loading the system's authorities takes a while."""
-    context = TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
-    if unverified:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    return TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
 
 
 @dataclass(frozen=True, slots=True)

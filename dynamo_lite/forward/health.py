@@ -47,8 +47,6 @@ class EngineMonitor:
         self._engines, self._upstream, self._sent = engines, upstream, sent
         self._interval_s = interval_s
         self._tasks = OwnedTasks()
-        #: Checks of engines that are not followed, by their numbers.
-        self._looks: dict[int, asyncio.Task[None]] = {}
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
 
@@ -74,20 +72,14 @@ class EngineMonitor:
         if failure.kind == "refused":
             self._failed(engine, failure)
 
-    def look(self, engine: KnownEngine) -> "asyncio.Task[None]":
-        """A check of an engine that is not followed: the one that is under way, or a new one."""
-        number = engine.number
-        if number not in self._looks:
-            look = self._tasks.start(self.check(engine), name=f"check of {engine.name}")
-            look.add_done_callback(lambda _: self._looks.pop(number))
-            self._looks[number] = look
-        return self._looks[number]
-
     async def _follow(self, engine: KnownEngine) -> None:
+        loop = asyncio.get_running_loop()
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
             await self.check(engine)
             await asyncio.sleep(self._interval_s)
+            if loop.time() > engine.named_until:
+                self._engines.remove(engine)
 
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
@@ -106,7 +98,6 @@ class EngineMonitor:
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
                 self.compare()
-        engine.checked_at = loop.time()
 
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):

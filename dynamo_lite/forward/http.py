@@ -14,8 +14,7 @@ from aiohttp import HttpVersion11, web
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.failures import Final
-from dynamo_lite.forward.header_placing import Door
-from dynamo_lite.forward.named import read_headers
+from dynamo_lite.forward.named import read_header
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.workflow import Forwarding
@@ -62,7 +61,7 @@ class ForwardServer:
 
     def __init__(
         self,
-        forwarding: Forwarding | Door,
+        forwarding: Forwarding,
         config: ForwarderConfig,
         sock: socket.socket,
         own: Mapping[str, Reply],
@@ -118,7 +117,7 @@ class ForwardServer:
             path=path,
             headers=headers.to_engine(request.headers),
             client_id=headers.client_id(request.headers),
-            named=read_headers(request.headers),
+            named=read_header(request.headers),
         )
         try:
             data = await self._body(request)

@@ -6,7 +6,7 @@ Imports nothing heavy, because the command line imports it.
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import annotated_types as at
@@ -19,7 +19,6 @@ from dynamo_lite.protocol.options import (
     SecondsOption,
 )
 from dynamo_lite.protocol.records import LAST_PORT, Port
-from dynamo_lite.runtime.address import host_port
 
 EngineRole = Literal["prefill", "decode", "prefill-decode"]
 ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
@@ -45,8 +44,6 @@ _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9
 class EngineOptions:
     """One stock engine."""
 
-    #: Whether any certificate of the engine is accepted, even a forged one.
-    unverified: ClassVar[bool] = False
     #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
     #: Which legs it may take.
@@ -195,37 +192,15 @@ _NEED_HOST = ("moriio-read", "moriio-write")
 _PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
 
 
-class UnverifiedEngine(EngineOptions):
-    """An engine of which any certificate is accepted."""
-
-    unverified = True
-
-
-def trusted_engine(ca_file: str | None, unverified: bool, **options: Any) -> EngineOptions:
-    """An engine of which any certificate is accepted, or one of the authorities in the file (None:
-    the system's). Raises ValueError."""
-    if not options["url"].startswith("https:"):
-        return EngineOptions(**options)
-    if unverified:
-        return UnverifiedEngine(**options)
-    return EngineOptions(**options, ca_file=ca_file)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig:
-    """A server beside one decode engine.
-
-    `forwarder` has the HTTP server's options, and an engine for each data-parallel rank: rank r
-    listens r ports above the first one, and so does the server in front of it.
-    """
+    """A server beside one decode engine. `forwarder` has that engine, and the server's options."""
 
     forwarder: ForwarderConfig
     #: What all prefill engines that headers name have in common; the URL's host and port are any.
     prefillers: EngineOptions = _PREFILLERS
     #: Hosts that headers may name.
     allowed: tuple[str, ...] = PRIVATE
-    #: How one of several named prefill engines is chosen.
-    choice: Literal["first", "random"] = "first"
     #: Port of the sidecar's own metrics, on the same address; 0: none.
     metrics_port: int = 0
 
@@ -238,26 +213,8 @@ class SidecarConfig:
                 f"protocol {protocol} tells prefill engines where the decode engine is: give"
                 " --transfer-host, this host's address as they see it"
             )
-        ports = range(self.forwarder.port, self.forwarder.port + self.ranks)
-        if self.forwarder.port and (ports[-1] > 65535 or self.metrics_port in ports):
-            raise ValueError(f"ports {ports[0]} to {ports[-1]} are not free for the ranks")
-
-    @property
-    def ranks(self) -> int:
-        return len(self.forwarder.engines)
 
     def prefiller(self, name: str) -> EngineOptions:
         """name: HOST:PORT."""
         scheme = "https" if self.prefillers.secure else "http"
         return replace(self.prefillers, url=f"{scheme}://{name}")
-
-
-def decode_engines(first: EngineOptions, ranks: int) -> tuple[EngineOptions, ...]:
-    """One for each data-parallel rank, on consecutive ports. Raises ValueError."""
-    host, port = parse_engine_url(first.url)
-    if not 1 <= ranks <= 1024 or port + ranks - 1 > 65535:
-        raise ValueError(f"{ranks} ranks from port {port} on: at most 1024, up to port 65535")
-    scheme = urlsplit(first.url).scheme
-    return tuple(
-        replace(first, url=f"{scheme}://{host_port(host, port + rank)}") for rank in range(ranks)
-    )

@@ -1,9 +1,9 @@
 """Which engines take one attempt of a request."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import (
@@ -34,6 +34,8 @@ class Tried:
     decode: set[int] = field(default_factory=set[int])
     #: Why the request gets no further prefill leg.
     alone: str = ""
+    #: Prefill engines that the client has named; None: any.
+    named: Sequence[KnownEngine] | None = None
     #: Of the present attempt, one for each leg.
     choices: list[LegChoice] = field(default_factory=list[LegChoice])
 
@@ -56,25 +58,6 @@ class EnginePlacement:
     prompt_tokens: int
     #: Tokens of the prompt that are not assumed to be in the prefill engine's cache.
     uncached_tokens: int
-
-
-class Places(Protocol):
-    """The interface that the workflow calls for each attempt."""
-
-    #: Choices by leg and reason.
-    choices: Counter[tuple[str, str]]
-
-    def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
-        """Raises NoWorkers, CannotServe."""
-        ...
-
-    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
-        """Another decode engine, after the prefill leg. Raises NoWorkers."""
-        ...
-
-    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
-        """The engine has computed, or received, the prompt."""
-        ...
 
 
 def why_alone(request: ClientRequest, protocol: ForwardProtocol) -> str:
@@ -103,18 +86,20 @@ class Placer:
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
-        chain = text_chain(request.prompt)
+        # Where the client chooses, it does not matter what engines hold.
+        chain = text_chain(request.prompt) if tried.named is None else []
         matched, tokens = self._sent.matched(chain), tokens_of(request.prompt)
-        alone = tried.alone or self._alone(request)
-        prefilling = [] if alone else self._engines.prefilling(tried.prefill)
+        alone = tried.alone or self._alone(request, tried)
+        prefilling = [] if alone else self._prefilling(tried)
         if not alone and not prefilling:
             alone = "no_prefill_worker"
         # A request that is passed on unchanged may go to every engine.
-        without = bool(alone and request.route)
+        passed = not request.route or alone == "no_header"
+        without = bool(alone) and not passed
         decode = self._choose_decode(tried, matched, alone, able_alone=without)
         prefilling = [engine for engine in prefilling if engine is not decode]
         alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
-        if alone and request.route and not decode.decodes_alone:
+        if alone and not passed and not decode.decodes_alone:
             decode = self._choose_decode(tried, matched, alone, able_alone=True)
         prefill = None if alone else self._choose("prefill", prefilling, matched, tried)
         again = prefill is not None and self._protocol.staged
@@ -148,8 +133,17 @@ class Placer:
         self._sent.forget(engine.number)
         self._chooser.forget(engine.name)
 
-    def _alone(self, request: ClientRequest) -> str:
+    def _prefilling(self, tried: Tried) -> list[KnownEngine]:
+        """Of several that the client has named, the first."""
+        if tried.named is None:
+            return self._engines.prefilling(tried.prefill)
+        able = (e for e in tried.named if e.can_prefill and e.number not in tried.prefill)
+        return list(itertools.islice(able, 1))
+
+    def _alone(self, request: ClientRequest, tried: Tried) -> str:
         """Raises CannotServe."""
+        if tried.named is not None and not tried.named:
+            return "no_header"
         reason, engines = why_alone(request, self._protocol), self._engines.all
         if reason and request.route and engines and not any(e.decodes_alone for e in engines):
             raise CannotServe(

@@ -8,8 +8,7 @@ sends its legs, and `protocols/` has the handover protocols.
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from dynamo_lite.forward import bodies, orders
@@ -17,6 +16,7 @@ from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement
 from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
@@ -29,11 +29,16 @@ logger = logging.getLogger(__name__)
 MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
+#: Takes HOST:PORT of each. Raises Final.
+NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
 LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
-    def __init__(self, parts: ForwardParts):
+    """named: finds the prefill engines that a client has named; None: engines are chosen here."""
+
+    def __init__(self, parts: ForwardParts, named: NamedEngines | None = None):
+        self._named = named
         self._parts, self._protocol, self._config = parts, parts.protocol, parts.config
         self.stats = parts.stats
         self.decisions = ForwardDecisionLog()
@@ -41,7 +46,7 @@ class Forwarding:
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
         try:
-            request = bodies.read(route, data, incoming.named)
+            request = bodies.read(route, data)
         except MalformedBody:
             # It goes to an engine, whose error text is better.
             return await self.pass_on(incoming, data, client)
@@ -52,6 +57,11 @@ class Forwarding:
             text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
             return await self.refuse(client, error(400, "BadRequestError", text))
         job = self._job(incoming, request, client)
+        if self._named is not None:
+            try:
+                job.tried.named = await self._named(incoming.named)
+            except Final as refused:
+                return await self.refuse(client, refused.answer)
         self.decisions.append(job.note)
         await self._run(job)
 
@@ -65,7 +75,7 @@ class Forwarding:
         except TooDeep:
             return await self.refuse(client, _too_deep())
         self.stats.removed_fields += len(removed)
-        request = ClientRequest(route="", body={}, data=data, named=incoming.named)
+        request = ClientRequest(route="", body={}, data=data)
         await self._run(self._job(incoming, request, client))
 
     async def refuse(self, client: Client, answer: Answer) -> None:
@@ -162,8 +172,6 @@ class Forwarding:
         logger.info("a %s leg has failed: %s", failure.leg, failure)
         engine = failure.engine
         if failure.leg == "prefill":
-            if failure.kind in ("refused", "timeout"):
-                engine.avoided_at = time.monotonic()
             if self._protocol.decodes_alone:
                 job.tried.alone = "prefill_failed"
             else:
