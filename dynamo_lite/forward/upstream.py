@@ -68,7 +68,9 @@ class Upstream:
             head = _head(method, f"/{path}", host, headers or {}, body)
         except ValueError as exc:
             raise LegFailed(engine, leg, "broken", str(exc)) from exc
-        connection = self._kept(place) or await self._connect(engine, leg, place)
+        # A check shall see whether the engine still accepts connections.
+        kept = None if leg == "check" else self._kept(place)
+        connection = kept or await self._connect(engine, leg, place)
         bodyless = method == "HEAD"
         return connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
 
@@ -76,7 +78,7 @@ class Upstream:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
-                answer = await self.send(engine, "check", "GET", url)
+                answer = await self.send(engine, "check", "GET", url, {"connection": "close"})
                 try:
                     page = await answer.read()
                     return answer.status, page
