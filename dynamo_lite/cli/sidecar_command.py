@@ -1,6 +1,6 @@
 """`dynamo-lite sidecar`: a server beside one stock decode engine."""
 
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
@@ -8,16 +8,14 @@ from dynamo_lite.cli.arguments import LogLines, Verbose
 from dynamo_lite.protocol.errors import ConfigError
 
 #: Their engines learn each other's addresses from both legs, or from an answer.
-PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
+SidecarProtocol = Literal["nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write"]
 
 
 def sidecar(
     decode: Annotated[
         str, typer.Option(metavar="URL", help="The decode engine's server.")
     ] = "http://127.0.0.1:8200",
-    protocol: Annotated[
-        str, typer.Option(metavar="NAME", help=f"How KV is handed over: {', '.join(PROTOCOLS)}.")
-    ] = "nixl",
+    protocol: Annotated[SidecarProtocol, typer.Option(help="How KV is handed over.")] = "nixl",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 in a pod.")
@@ -94,10 +92,6 @@ def sidecar(
     )
     from dynamo_lite.forward.sidecar import run
 
-    if protocol not in PROTOCOLS:
-        names = ", ".join(PROTOCOLS)
-        raise ConfigError([f"sidecar: --protocol {protocol}: expected one of {names}"])
-    given: Any = protocol
     try:
         decoder = EngineOptions(
             url=decode,
@@ -117,7 +111,7 @@ def sidecar(
                 port=port,
                 tls_cert=tls_cert,
                 tls_key=tls_key,
-                protocol=given,
+                protocol=protocol,
                 engines=(decoder,),
                 prefill_timeout_s=prefill_timeout_s,
                 idle_timeout_s=idle_timeout_s,

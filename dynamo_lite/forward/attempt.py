@@ -4,8 +4,7 @@ An engine aborts a request whose connection is closed before the end of its answ
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -109,8 +108,6 @@ class RequestAttempt:
         self._tasks: list[asyncio.Task[Any]] = []
         #: Why the decode engine would wait for the prefill engine's KV in vain.
         self._vain: LegFailed | Final | None = None
-        #: The time limit of the rest of a streamed prefill leg, while it is read.
-        self._rest_limit: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -235,37 +232,32 @@ class RequestAttempt:
     async def _prefilled(self, leg: Leg, streams: bool) -> PrefillAnswer:
         engine = self.prefill
         deadline = asyncio.get_running_loop().time() + self.parts.config.prefill_timeout_s
-        with self._in_time():
+        try:
             async with asyncio.timeout_at(deadline):
                 response = await self.open(engine, "prefill", leg)
                 if streams:
                     self.start(self._read_out(response, deadline), "rest of the prefill leg")
                     return PrefillAnswer()
                 data = await response.read()
-        try:
             return prefill_answer(data)
+        except TimeoutError as exc:
+            raise self._late() from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
 
     async def _read_out(self, response: EngineAnswer, deadline: float) -> None:
-        """deadline: of the whole leg, in the loop's time."""
+        """deadline: of the whole leg, in the loop's time, unless the client has a part of the
+        decode leg then: to close this one would abort sequences whose KV is not handed over yet."""
+        late = asyncio.get_running_loop().call_at(deadline, self._in_vain, self._late())
         try:
-            with self._in_time():
-                async with asyncio.timeout_at(deadline) as self._rest_limit:
-                    reader = EventReader(response)
-                    while await reader.next_without_error():
-                        pass
+            reader = EventReader(response)
+            while await reader.next_without_error():
+                pass
         except (LegFailed, Final) as exc:
             self._in_vain(exc)
         finally:
-            self._rest_limit = None
+            late.cancel()
             response.close()  # else it would stay open as long as the decode leg
-
-    def lift_prefill_limit(self) -> None:
-        """The rest of a streamed prefill leg may last as long as the request. To close it would
-        abort the sequences whose KV the decode engine does not have yet."""
-        if self._rest_limit is not None and not self._rest_limit.expired():
-            self._rest_limit.reschedule(None)
 
     def stays(self, ends: int, *, streams: bool) -> None:
         """After a prefill leg: the decode leg fails if the prefill engine ends before the decode
@@ -298,11 +290,6 @@ class RequestAttempt:
         if response is not None and not response.shown:
             response.fail(why)
 
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """Turns the timeout of a prefill leg into LegFailed."""
-        try:
-            yield
-        except TimeoutError as exc:
-            detail = f"no whole answer within {self.parts.config.prefill_timeout_s:g} s"
-            raise LegFailed(self.prefill, "prefill", "timeout", detail) from exc
+    def _late(self) -> LegFailed:
+        detail = f"no whole answer within {self.parts.config.prefill_timeout_s:g} s"
+        return LegFailed(self.prefill, "prefill", "timeout", detail)

@@ -22,9 +22,6 @@ _MAX_HEAD_BYTES = 64 << 10
 _BUFFER_BYTES = 64 << 10
 #: A connection is lost when the engine's host acknowledges nothing for this long.
 _LOST_HOST_S = 20.0
-#: Longest time without any byte of an answer once connections to the engine are refused: a server
-#: that ends may leave requests hanging.
-LEFT_S = 10.0
 _NO_BODY = frozenset({204, 304})
 
 #: Takes arrived bytes at once. Returns whether it has room for more.
@@ -69,7 +66,6 @@ class EngineAnswer:
         self._push: Push | None = None
         self._full = False
         self._idle_s = idle_s
-        self._left = False
         #: Ends it, although it has not begun.
         self._letting_go: asyncio.TimerHandle | None = None
         self.touched = self._loop.time()
@@ -176,21 +172,6 @@ class EngineAnswer:
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
         self._connection.abort()
 
-    def left(self) -> None:
-        """The engine accepts no connections any more. The answer continues while bytes arrive."""
-        if not (self._left or self._ended):
-            self._left, self._idle_s = True, min(LEFT_S, self._idle_s)
-            self.touched = self._loop.time()
-            self._timer.cancel()
-            self._look_idle()
-
-    def give_up(self, why: str) -> bool:
-        """Breaks the connection unless a part of the answer was shown. Returns whether it did."""
-        if self.shown or self._ended or self._error is not None:
-            return False
-        self.lost(why)
-        return True
-
     def until_closed(self) -> bool:
         """Whether the end of the connection is the end of this answer."""
         if not self.begun or self.status in _NO_BODY or "content-length" in self.headers:
@@ -239,11 +220,7 @@ class EngineAnswer:
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look_idle)
             return
-        why = f"nothing for {self._idle_s:g} s"
-        if self._left:
-            self.lost(f"{why}, and the engine refuses connections")
-        else:
-            self.lost(why, "timeout")
+        self.lost(f"nothing for {self._idle_s:g} s", "timeout")
 
 
 class UpstreamConnection(asyncio.Protocol):

@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.engines import KnownEngine, Unused
-from dynamo_lite.forward.options import ROLES, EngineOptions, ForwarderConfig
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.members.roster import Roster
@@ -62,18 +62,15 @@ def _options(record: EndpointRecord, config: ForwarderConfig) -> EngineOptions |
     if engine.protocol != protocol:
         trouble = f"it speaks {engine.protocol}, and this Forwarder {protocol}"
         return Unused(engine.role, "protocol", trouble)
-    if engine.role not in ROLES:
-        trouble = f"its role {engine.role!r} is unknown here; known: {', '.join(ROLES)}"
-        return Unused(engine.role, "role", trouble)
     given = msgspec.structs.asdict(engine)
     del given["protocol"]
     if engine.url.startswith("https://"):
         given["ca_file"] = config.joined_ca_file
     try:
-        options = EngineOptions(**given)
+        options = msgspec.convert(given, EngineOptions)
         options.transfer_address(protocol)
     except ValueError as exc:
-        return Unused(engine.role, "address", str(exc))
+        return Unused(engine.role, "options", str(exc))
     return options
 
 

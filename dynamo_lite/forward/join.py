@@ -19,10 +19,11 @@ import uvloop
 from dynamo_lite.forward.engines import KnownEngines, StockEngineLoad
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.health import CHECK_S, EngineMonitor, read_load
-from dynamo_lite.forward.options import EngineOptions, EngineRole, ProtocolName
+from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report

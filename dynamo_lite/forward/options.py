@@ -6,13 +6,14 @@ Imports nothing heavy, because the command line imports it.
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import annotated_types as at
 
 from dynamo_lite.forward.named import PRIVATE, AllowedHosts
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.options import (
     NaturalOption,
     PositiveOption,
@@ -20,22 +21,6 @@ from dynamo_lite.protocol.options import (
 )
 from dynamo_lite.protocol.records import LAST_PORT, Port
 
-EngineRole = Literal["prefill", "decode", "prefill-decode"]
-ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
-#: The keys of `forward/protocols/registry.py`.
-ProtocolName = Literal[
-    "nixl",
-    "nixl-push",
-    "mooncake",
-    "llumnix-mooncake",
-    "moriio-read",
-    "moriio-write",
-    "sglang",
-    "neuron-static",
-    "neuron-dynamic",
-    "kvt-batch",
-    "kvt-staged",
-]
 #: Its last part has a letter: it is no IPv4 address with a mistake in it.
 _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
 

@@ -146,8 +146,6 @@ async def _relay(
     def on_first() -> None:
         one.begins(*how)
         computed()
-        if one.job.request.sequences > 1:
-            one.lift_prefill_limit()
 
     await relay(one.job.client, response, leg, on_first)
 

@@ -18,6 +18,9 @@ from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import LegFailed, LegKind
 
 _CONNECT_S = 2.0
+#: Longest time without any byte of an answer once connections to the engine are refused: a server
+#: that ends may leave requests hanging.
+LEFT_S = 10.0
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -88,15 +91,21 @@ class Upstream:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
 
-    def give_up(self, engine: KnownEngine, why: str) -> int:
-        """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
-        connection was lost. Returns how many."""
-        return sum(answer.give_up(why) for answer in self._answers(engine))
-
-    def _answers(self, engine: KnownEngine) -> list[EngineAnswer]:
-        """Those that have not ended."""
-        answers = [one.answer for one in self._open if one.answer is not None]
-        return [answer for answer in answers if answer.engine is engine]
+    def give_up(
+        self, engine: KnownEngine, why: str, *, shown: bool = False, silent_s: float = 0.0
+    ) -> int:
+        """Breaks off the engine's answers that have been silent for so long; to their readers, the
+        connection was lost. shown: also those of which a client has a part. Returns how many."""
+        until = asyncio.get_running_loop().time() - silent_s
+        answers = [
+            answer
+            for one in self._open
+            if not one.paused and (answer := one.answer) is not None and answer.engine is engine
+            if (shown or not answer.shown) and answer.touched <= until
+        ]
+        for answer in answers:
+            answer.lost(why)
+        return len(answers)
 
     def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
@@ -129,8 +138,8 @@ class Upstream:
                 is_own = address == engine.options.address
                 if isinstance(exc, ConnectionRefusedError) and is_own:
                     engine.ended()
-                    for answer in self._answers(engine):
-                        answer.left()
+                    why = "silent, and the engine refuses connections"
+                    self.give_up(engine, why, shown=True, silent_s=LEFT_S)
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
             self._open.add(connection)
             return connection

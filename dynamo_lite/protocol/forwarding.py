@@ -1,14 +1,33 @@
-"""A Forwarder's report of its past decisions. It answers `Explain` of `decisions.py`.
+"""The words for stock engines, and a Forwarder's report of its past decisions, which answers
+`Explain` of `decisions.py`.
 
 Times are durations, since the clocks of two hosts differ. What a request may still add to is not
 frozen.
 """
+
+from typing import Literal
 
 import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.decisions import Word
 from dynamo_lite.protocol.records import LeaseId, Natural, Text
+
+EngineRole = Literal["prefill", "decode", "prefill-decode"]
+#: The keys of `forward/protocols/registry.py`.
+ProtocolName = Literal[
+    "nixl",
+    "nixl-push",
+    "mooncake",
+    "llumnix-mooncake",
+    "moriio-read",
+    "moriio-write",
+    "sglang",
+    "neuron-static",
+    "neuron-dynamic",
+    "kvt-batch",
+    "kvt-staged",
+]
 
 
 class LegCandidate(msgspec.Struct, frozen=True, kw_only=True):

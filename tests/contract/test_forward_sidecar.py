@@ -5,11 +5,11 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
+from dynamo_lite.cli.sidecar_command import SidecarProtocol
 from dynamo_lite.forward import engines as known_engines
 from dynamo_lite.forward import sidecar
 from dynamo_lite.forward.attempt import ForwardParts
@@ -92,7 +92,7 @@ async def beside(
         await b.fleet.ends_well()
 
 
-@pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
+@pytest.mark.parametrize("name", get_args(SidecarProtocol))
 async def test_the_named_engine_computes_the_prompt(name: str):
     async with beside(name) as b:
         for _ in range(3):  # a push is serial until its prefill engine is known

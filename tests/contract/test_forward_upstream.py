@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.forward import connection
+from dynamo_lite.forward import upstream
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import LegFailed
@@ -361,15 +361,16 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
             await served.say(b"1\r\na\r\n")
         await served.say(b"0\r\n\r\n")
 
-    monkeypatch.setattr(connection, "LEFT_S", 1.0)
+    monkeypatch.setattr(upstream, "LEFT_S", 1.0)
     async with world(goes_on, says(hangs=True)) as w:
         draining = await w.open()
         hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 2)
         w.server.close()
-        for _ in range(2):
+        while not hanging.done():  # at each check
             with fails("refused"):
-                await w.get()
+                await w.upstream.fetch(w.engine, f"{w.engine.base}/health", within_s=5.0)
+            await asyncio.wait({hanging}, timeout=0.1)
         with fails("broken"):  # not a timeout: another engine may be asked
             await hanging
         assert await draining.read() == b"a" * 10

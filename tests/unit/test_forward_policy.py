@@ -330,12 +330,12 @@ def test_joined_engines_are_sorted_out():
         ("10.0.0.3:80", "3"): "twice",
         ("10.0.0.9:80", "4"): "twice",
         ("http://10.0.0.5:80", "5"): "protocol",
-        ("http://10.0.0.6:80", "6"): "role",
-        ("http://[::1", "7"): "address",
+        ("http://10.0.0.6:80", "6"): "options",
+        ("http://[::1", "7"): "options",
     }
     for url, said in (
         ("http://10.0.0.5:80", "speaks sglang, and this Forwarder nixl"),
-        ("http://10.0.0.6:80", "'encode' is unknown here"),
+        ("http://10.0.0.6:80", "Invalid enum value 'encode'"),
         ("http://[::1", "expected http://HOST:PORT"),
     ):
         assert any(said in why.trouble for (one, _), why in unused.items() if one == url)
